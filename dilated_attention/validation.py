@@ -50,6 +50,20 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         )
 
 
+def check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; expected a tensor with one score per head, of shape ({q.shape[2]},), or None")
+    check_plain("sinks", sinks)
+    if tuple(sinks.shape) != (q.shape[2],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected one score per query head, ({q.shape[2]},)")
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"sinks has dtype {sinks.dtype}; expected float32 or q's dtype, {q.dtype}: convert it with .to()")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; they must be on one device: move it with .to()")
+
+
 def check_plain(name: str, x: torch.Tensor) -> None:
     """Checks that x is a plain strided tensor on this process; every other kind of tensor is refused with a way to fix it."""
     if x.layout is _STRIDED and not x.is_nested and not x.is_quantized and (type(x) is torch.Tensor or not _is_spread(x)):

@@ -21,6 +21,7 @@ class KeySide:
             must be replaced by the blocks it chose.
         padding: (B, N) bool, True = the key is masked.
         dtype: dtype in which scores and weights are computed.
+        sinks: (H,) or None: a further score in each head's denominators.
     """
 
     k: torch.Tensor
@@ -30,6 +31,7 @@ class KeySide:
     scale: float
     padding: torch.Tensor | None
     dtype: torch.dtype
+    sinks: torch.Tensor | None
 
     @property
     def num_keys(self) -> int:
@@ -44,7 +46,7 @@ class KeySide:
         low, high = self._span(positions)
         chunks = [(first, min(first + step, high)) for first in range(low, high, step)]
         if lse is None:
-            lse = self._zero_lse(at, q.shape[2])
+            lse = self._empty_lse(at, q.shape[2])
             for first, last in chunks:
                 lse = lse.logaddexp(self._logits(q, at, first, last).logsumexp(-1))
         # an empty row has no finite logit, so any finite shift works
@@ -89,12 +91,15 @@ class KeySide:
             parts.append(torch.stack(kept))
         return sum(parts[1:], parts[0]).to(self.dtype)
 
-    def _zero_lse(self, at: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Returns (B, H, R): the log of the number of zero keys of each row, −inf where there are none."""
+    def _empty_lse(self, at: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Returns (B, H, R): each row's lse without real keys, of its zero keys and its sink; −inf where there are none."""
         zero = torch.zeros((num_heads, at.shape[0]), dtype=self.dtype, device=at.device)
         if self.branches is not None and not self.is_causal:
             zero = zero_keys(self.branches, at, num_heads, self.num_keys).to(self.dtype)
-        return zero.log().expand(self.k.shape[0], -1, -1)
+        lse = zero.log()
+        if self.sinks is not None:
+            lse = lse.logaddexp(self.sinks.to(self.dtype)[:, None])
+        return lse.expand(self.k.shape[0], -1, -1)
 
 
 def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:

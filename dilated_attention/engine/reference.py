@@ -65,12 +65,13 @@ def reference_attention(
     mixture_grad: str = "exact",
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
     Each branch is a separate softmax with its own zero keys. Branches are mixed by their denominators (LongNet Eq. 9–10), which *is*
     the softmax over the multiset. ``mixture_grad="detached"`` cuts the gradient of those mixing weights, as TorchScale does.
-    ``keep`` (B, H, Nq, Nk) bool marks the weights that dropout keeps.
+    ``keep`` (B, H, Nq, Nk) bool marks the weights that dropout keeps. ``sinks`` (H,) are mixed in like a branch whose output is 0.
     """
     q, k, v = (x.double().cpu() for x in (q, k, v))
     B, num_queries, num_heads, head_dim = q.shape
@@ -97,6 +98,9 @@ def reference_attention(
         weights = (logits - _shift(lse)[..., None]).exp()[..., :-1] * dropped
         lses.append(lse)
         outs.append(torch.einsum("bhij,bjhd->bhid", weights, v))
+    if sinks is not None:
+        lses.append(sinks.double().cpu()[:, None].expand_as(lses[0]))
+        outs.append(torch.zeros_like(outs[0]))
     branch_lses = torch.stack(lses)
     lse = _logsumexp(branch_lses.movedim(0, -1))
     mixing = (branch_lses - _shift(lse)).exp()

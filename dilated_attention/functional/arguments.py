@@ -27,8 +27,8 @@ from dilated_attention.pattern.checks import one_of
 WHOLE_SEQUENCE = MAX_LENGTH
 # the branches of dense attention: segment_lengths, dilation_rates, head_offsets, branch_heads, tail
 DENSE = ((WHOLE_SEQUENCE,), (1,), "zero", "all", "mask")
-# key_padding_mask and cu_seqlens
-Masks = tuple[torch.Tensor | None, torch.Tensor | None]
+# key_padding_mask, cu_seqlens and sinks
+Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Options(NamedTuple):
@@ -81,11 +81,11 @@ def attend(
         ring: of a call on a sharded sequence; None in one process.
     """
     q, k, v = autocast(q, k, v)
-    key_padding_mask, cu_seqlens = masks
+    key_padding_mask, cu_seqlens, sinks = masks
     key, known, settings = None, None, None
     eager = is_eager([q, k, v, *[x for x in masks if x is not None]])
     if eager:
-        key = _key(q, k, v, key_padding_mask, branches, blocks, window, options)
+        key = _key(q, k, v, key_padding_mask, sinks, branches, blocks, window, options)
         if ring is not None and key is not None:
             # 1 == True, and a value of another type may not be hashable
             types = tuple(map(type, ring.given))
@@ -104,6 +104,8 @@ def attend(
             check.check_key_padding_mask(key_padding_mask, k)
         if cu_seqlens is not None:
             check.check_cu_seqlens(cu_seqlens, q, k)
+        if sinks is not None:
+            check.check_sinks(sinks, q)
     seed = draw_seed(options.dropout_p)
     kept = None
     if blocks is not None and blocks.is_chosen:
@@ -116,11 +118,11 @@ def attend(
         assert settings is not None
         of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
         op = ring.op if ring is not None else dilated_attention_op if blocks is None else of_blocks
-        out, lse, _ = op(q, k, v, key_padding_mask, cu_seqlens, seed, kept, *settings.arguments())
+        out, lse, _ = op(q, k, v, key_padding_mask, cu_seqlens, seed, kept, sinks, *settings.arguments())
     else:
         if cu_seqlens is not None and ring is None:
             known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
-        out, lse = known(q, k, v, key_padding_mask, cu_seqlens, seed, kept)
+        out, lse = known(q, k, v, key_padding_mask, cu_seqlens, seed, kept, sinks)
     if not options.return_lse:
         return out
     return out, lse.detach() if options.mixture_grad == "detached" else lse
@@ -138,12 +140,13 @@ def _key(
     k: torch.Tensor,
     v: torch.Tensor,
     key_padding_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     branches: tuple[Any, ...] | None,
     blocks: BlockPattern | None,
     window: tuple[int, ...],
     options: Options,
 ) -> Hashable:
-    """Returns the key of a call: all its arguments except the masks. None where equal values do not imply equal calls."""
+    """Returns the key of a call: all its arguments but the values of masks and sinks. None where equal values do not imply equal calls."""
     if tuple(map(type, options)) not in _OPTION_TYPES:
         return None
     if branches is not None:
@@ -161,7 +164,7 @@ def _key(
     if blocks is not None and blocks.lives_here:
         return None
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, key_padding_mask is None
-    return branches, blocks, window, options, tensors, needs_grad(q, k, v)
+    return branches, blocks, window, options, tensors, sinks is None, needs_grad(q, k, v, sinks)
 
 
 def plain_ints(values: Any) -> tuple[int, ...] | None:
@@ -200,6 +203,12 @@ def checked_settings(
     query_offset = check.check_query_offset(options.query_offset, q.shape[1], k.shape[1])
     check.check_key_padding_mask(masks[0], k)
     check.check_cu_seqlens(masks[1], q, k)
+    check.check_sinks(masks[2], q)
+    if masks[2] is not None and options.mixture_grad == "detached":
+        raise ValueError(
+            "sinks are given with mixture_grad='detached', which lets no gradient reach the weights that sinks change; "
+            "expected mixture_grad='exact', or no sinks"
+        )
     registry.check_name(options.backend)
     return CallSettings(
         branches=plain,
@@ -208,7 +217,7 @@ def checked_settings(
         is_causal=options.is_causal,
         detached=options.mixture_grad == "detached",
         deterministic=options.deterministic,
-        needs_grad=needs_grad(q, k, v),
+        needs_grad=needs_grad(q, k, v, masks[2]),
         backend=options.backend,
         precision=options.precision,
         strategy=options.strategy,
@@ -226,8 +235,9 @@ def draw_seed(dropout_p: float) -> torch.Tensor | None:
     return torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
 
 
-def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+    of_sinks = sinks is not None and sinks.requires_grad
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or of_sinks)
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

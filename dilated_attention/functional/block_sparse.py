@@ -25,6 +25,7 @@ def block_sparse_attention(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     query_offset: int = 0,
     return_lse: bool = False,
@@ -47,6 +48,7 @@ def block_sparse_attention(
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
         cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; each document attends to itself, with its own blocks.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        sinks: (H,), float32 or q's dtype: one more key per head, of value 0 and this score: see ``dilated_attention``.
         dropout_p: probability that an attention weight is dropped, by position. Pass 0 in evaluation.
         query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
         return_lse: also return the log-sum-exp of the scores.
@@ -68,7 +70,7 @@ def block_sparse_attention(
     >>> out = block_sparse_attention(q, k, v, pattern, is_causal=True)
     """
     options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens), None, checked_pattern(pattern), (), options)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, checked_pattern(pattern), (), options)
 
 
 def block_sparse_dilated_attention(
@@ -85,6 +87,7 @@ def block_sparse_dilated_attention(
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tail: str = "mask",
     dropout_p: float = 0.0,
     query_offset: int = 0,
@@ -113,7 +116,7 @@ def block_sparse_dilated_attention(
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens), branches, checked_pattern(pattern), (), options)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, checked_pattern(pattern), (), options)
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:

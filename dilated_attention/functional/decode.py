@@ -27,6 +27,7 @@ def decode_attention(
     *,
     window: int | None = None,
     page_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     max_length: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -45,6 +46,7 @@ def decode_attention(
         pattern: which keys each query attends to, causally; None for every key up to the query.
         window: only without a pattern: attend to the query's own key and this many keys before it.
         page_table: (B, pages of a request) int32.
+        sinks: (H,), float32 or q's dtype: one more key per head, of value 0 and this score: see ``dilated_attention``.
         max_length: an upper bound: all positions are below it. None for the capacity: C, or all pages of a request. If it exceeds C,
             slots are reused, which the pattern must allow: it may read no more than the last C positions.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
@@ -53,7 +55,7 @@ def decode_attention(
 
     Returns:
         out (B, 1, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, 1)), lse in float32 (float64 for float64). A row without keys
-        is 0 with lse −inf. There are no gradients.
+        is 0 with lse −inf (with sinks sink_h). There are no gradients.
 
     Raises:
         ValueError, TypeError: the tensors do not fit together, or a block pattern is not ``is_prefix_stable``.
@@ -65,8 +67,9 @@ def decode_attention(
     >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern)
     """
     way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
-    refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table)
+    refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table, sinks)
     _check_tensors(q, k, v, positions, page_table)
+    check.check_sinks(sinks, q)
     slots, B = k.shape[1], q.shape[0]
     holds = slots if page_table is None else slots * page_table.shape[1]
     max_length = holds if max_length is None else as_int("max_length", max_length, minimum=1)
@@ -91,7 +94,7 @@ def decode_attention(
         keys.prepare(positions.tolist())
     runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))
     cached = Cached(k, v, page_table, wraps=max_length > holds)
-    out, lse = select.decode(q[:, 0], cached, runs, scale, backend)
+    out, lse = select.decode(q[:, 0], cached, runs, scale, backend, sinks)
     return (out[:, None], lse[..., None]) if return_lse else out[:, None]
 
 

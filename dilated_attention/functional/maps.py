@@ -41,6 +41,7 @@ def attention_map(
     tail: str = "mask",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     query_offset: int = 0,
     average_heads: bool = False,
     lse: torch.Tensor | None = None,
@@ -63,6 +64,7 @@ def attention_map(
             integer, or ``"cls"`` for row 0, or for the first row of each document with ``cu_seqlens``.
         pattern: see ``block_sparse_attention``.
         is_causal, scale, cu_seqlens, key_padding_mask, query_offset: see ``dilated_attention``.
+        sinks: (H,) scores in the denominator, as in ``dilated_attention``. ``lse`` must then be of a call with them.
         average_heads: return the mean over heads; the maps of the single heads are never all in memory.
         lse: the log-sum-exps (B, H, Nq) from ``return_lse=True``. They save computing those of the chosen rows: half the time.
         chunk: keys scored at a time; None for 32768.
@@ -71,7 +73,7 @@ def attention_map(
         (B, H, R, Nk), or (B, R, Nk) with ``average_heads``. It is computed and returned in float32 (float64 for float64) whatever q's dtype
         and autocast are, from q and k as attention would read them. A row sums to 1 over the keys, or to 0 where it has no key: at a
         position that no branch of its head selects, or whose keys are all masked. With ``tail="zero_keys"`` the zero keys, which have no
-        position, have the weight 1 minus that sum. Keys of other documents have weight 0.
+        position, have the weight 1 minus that sum; so has a sink. Keys of other documents have weight 0.
 
     Raises:
         ValueError, TypeError: bad input, or rows that q does not have.
@@ -81,7 +83,7 @@ def attention_map(
     ...     q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)
     >>> weights[0, 0]  # (N,)
     """
-    refuse_transforms("attention_map", WAY_OUT, q, k, lse)
+    refuse_transforms("attention_map", WAY_OUT, q, k, lse, sinks)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     B, Nq, H, D = q.shape
@@ -92,6 +94,7 @@ def attention_map(
     query_offset = check.check_query_offset(query_offset, Nq, Nk)
     check.check_key_padding_mask(key_padding_mask, k)
     check.check_cu_seqlens(cu_seqlens, q, k)
+    check.check_sinks(sinks, q)
     branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
     documents = ((0, Nk),) if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
@@ -108,7 +111,7 @@ def attention_map(
             # the queries of a packed document are at the same rows as its keys
             queries = q if cu_seqlens is None else q[:, start:end]
             padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
-            side = _key_side(queries, k[:, start:end], branches, blocks, is_causal, scale, padding, query_offset)
+            side = _key_side(queries, k[:, start:end], branches, blocks, is_causal, scale, padding, query_offset, sinks)
             for first in range(0, len(inside), rows_at_once):
                 places = inside[first : first + rows_at_once]
                 positions = [query_offset + rows[place] - start for place in places]
@@ -132,6 +135,7 @@ def _key_side(
     scale: float,
     padding: torch.Tensor | None,
     query_offset: int,
+    sinks: torch.Tensor | None,
 ) -> KeySide:
     """Builds the key side of one document from its tensors; a content-chosen pattern selects its blocks here."""
     kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
@@ -141,7 +145,7 @@ def _key_side(
     for pattern in kept:
         pattern.check(k.shape[1], q.shape[2])
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return KeySide(k=k, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=dtype)
+    return KeySide(k=k, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=dtype, sinks=sinks)
 
 
 def checked_patterns(

@@ -30,6 +30,7 @@ def attention_received(
     tail: str = "mask",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     query_offset: int = 0,
     average_heads: bool = False,
     dtype: torch.dtype | None = None,
@@ -44,7 +45,7 @@ def attention_received(
 
     Args:
         q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail: see ``attention_map``.
-        cu_seqlens, key_padding_mask, query_offset, average_heads: see ``attention_map``.
+        cu_seqlens, key_padding_mask, sinks, query_offset, average_heads: see ``attention_map``.
         query_weights: g (B, Nq), real numbers, such as 0 for queries that are padding (``key_padding_mask`` hides keys alone), 1/Nq for a
             mean, or 1 for the queries of a region; None: 1 for all.
         dtype: the dtype in which q and k are passed to the kernels; None for float32 (float64 for float64). Half precision is several
@@ -53,7 +54,7 @@ def attention_received(
 
     Returns:
         (B, H, Nk), or (B, Nk) with ``average_heads``, in float32 (float64 for float64). Without ``query_weights`` its sum over the keys is
-        the number of queries that have any key, less the weight of zero keys with ``tail="zero_keys"``.
+        the number of queries that have any key, less the weight of zero keys with ``tail="zero_keys"`` and of sinks.
 
     Raises:
         ValueError, TypeError: bad input.
@@ -63,7 +64,7 @@ def attention_received(
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True)
     >>> heat / q.shape[1]  # (B, N), sums to 1
     """
-    refuse_transforms("attention_received", WAY_OUT, q, k, query_weights)
+    refuse_transforms("attention_received", WAY_OUT, q, k, query_weights, sinks)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
@@ -78,6 +79,7 @@ def attention_received(
         "scale": scale,
         "cu_seqlens": cu_seqlens,
         "key_padding_mask": key_padding_mask,
+        "sinks": sinks,
         "query_offset": query_offset,
         "backend": backend,
     }
@@ -87,6 +89,9 @@ def attention_received(
         for name in ("cu_seqlens", "key_padding_mask"):
             if isinstance(call[name], torch.Tensor):
                 call[name] = _ordinary(call[name], call[name].dtype)
+        if sinks is not None:
+            check.check_sinks(sinks, q)
+            call["sinks"] = _ordinary(sinks, torch.promote_types(sinks.dtype, q.dtype))
         # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
         k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
         if branches is not None:

@@ -35,6 +35,7 @@ def ring_dilated_attention(
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tail: str = "mask",
     mixture_grad: str = "exact",
     dropout_p: float = 0.0,
@@ -68,6 +69,8 @@ def ring_dilated_attention(
         seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
         cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes.
         key_padding_mask: (B, n) bool of this process's keys, True = padding.
+        sinks: (H,), on all processes alike. A process's gradient is that of its own rows; as of every replicated parameter, the whole
+            gradient is the sum over the group.
         dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
         ranks_per_node: number of consecutive ranks of the group that share heads in ``"2d"``; None for LOCAL_WORLD_SIZE.
         timeout: seconds that an exchange may take before an error names it and its peer.
@@ -91,7 +94,7 @@ def ring_dilated_attention(
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad)
     ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
-    return _attend(q, k, v, (key_padding_mask, cu_seqlens), branches, (), options, ring)
+    return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, (), options, ring)
 
 
 def ring_attention(
@@ -109,6 +112,7 @@ def ring_attention(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -130,7 +134,7 @@ def ring_attention(
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
     ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
-    return _attend(q, k, v, (key_padding_mask, cu_seqlens), DENSE, check.check_window(window), options, ring)
+    return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, check.check_window(window), options, ring)
 
 
 class RingOptions(NamedTuple):

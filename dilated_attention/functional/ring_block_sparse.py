@@ -37,6 +37,7 @@ def ring_block_sparse_attention(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -66,6 +67,7 @@ def ring_block_sparse_attention(
         seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
         cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes; each document has its own blocks.
         key_padding_mask: (B, n) bool of this process's keys, True = padding.
+        sinks: (H,), on all processes alike; a process's gradient is that of its own rows: see ``ring_dilated_attention``.
         dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
         head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: chosen by a cost model.
         timeout: seconds that an exchange may take before an error names it and its peer.
@@ -88,7 +90,7 @@ def ring_block_sparse_attention(
     ...     is_causal=True)
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
-    masks, ring = (key_padding_mask, cu_seqlens), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
+    masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
     return _attend(q, k, v, masks, None, pattern, options, ring)
 
 
@@ -110,6 +112,7 @@ def ring_block_sparse_dilated_attention(
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tail: str = "mask",
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -138,7 +141,7 @@ def ring_block_sparse_dilated_attention(
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
-    masks, ring = (key_padding_mask, cu_seqlens), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
+    masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
     return _attend(q, k, v, masks, (lengths, rates, head_offsets, branch_heads, tail), pattern, options, ring)
 
 

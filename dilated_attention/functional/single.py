@@ -25,6 +25,7 @@ def dilated_attention(
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tail: str = "mask",
     mixture_grad: str = "exact",
     dropout_p: float = 0.0,
@@ -40,7 +41,7 @@ def dilated_attention(
 
     m_h(i, j) counts the branches (w, r) in which positions i and j are in the same segment of w positions and both have an index
     ≡ o_h (mod r) inside it. This is the paper's mixing of branches by their softmax denominators (Eq. 8–11). A row that no
-    branch of its head selects, or whose keys are all masked, is 0 with lse −inf and gradient 0.
+    branch of its head selects, or whose keys are all masked, is 0 with lse −inf (with sinks sink_h) and gradient 0.
 
     Args:
         q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
@@ -55,6 +56,8 @@ def dilated_attention(
         cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; segments start anew at position 0 of each document.
             It is copied to the host once per tensor, and again after an in-place change; on a GPU, each copy synchronises.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        sinks: (H,), float32 or q's dtype: each head has one more key of value 0, whose score is this number: e^{sink_h} is added to the
+            denominator, and to what lse is the logarithm of (as in gpt-oss). They may need a gradient. Not with detached mixing.
         tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part (non-causal only).
         mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of the branches (as in TorchScale).
         dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
@@ -83,7 +86,7 @@ def dilated_attention(
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision, mixture_grad)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens), branches, None, (), options)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options)
 
 
 def attention(
@@ -96,6 +99,7 @@ def attention(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     query_offset: int = 0,
     return_lse: bool = False,
@@ -112,4 +116,5 @@ def attention(
     All other arguments, results and errors are those of ``dilated_attention``.
     """
     options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens), DENSE, None, () if window is None else check.check_window(window), options)
+    sides = () if window is None else check.check_window(window)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, None, sides, options)

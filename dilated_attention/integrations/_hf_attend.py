@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.functional.arguments import autocast
+from dilated_attention.functional.arguments import autocast, needs_grad
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
@@ -28,6 +28,7 @@ def attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -44,6 +45,7 @@ def attend(
         sliding_window: the number of keys that a query sees, including itself, on both sides if not causal. Such a layer is dense within
             its window.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents; they must be equal.
+        s_aux: (H,), the learned sinks of the layer (gpt-oss).
 
     Returns:
         (out (B, Nq, H, D), None).
@@ -65,8 +67,8 @@ def attend(
     if settings.kind == "block_sparse" and window is None:
         refusals.check_stable(name, settings, mask)
     dropout_p = float(dropout) if module.training else 0.0
-    if _is_step(settings, mask, bounds, dropout_p, query, key, value):
-        return _step(settings, mask, window, query, key, value, scaling), None
+    if _is_step(settings, mask, bounds, dropout_p, query, key, value, s_aux):
+        return _step(settings, mask, window, query, key, value, scaling, s_aux), None
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -81,6 +83,7 @@ def attend(
         "scale": scaling,
         "cu_seqlens": bounds,
         "key_padding_mask": mask.padding,
+        "sinks": s_aux,
         "dropout_p": dropout_p,
         "deterministic": settings.deterministic or bool(deterministic),
         "backend": settings.backend,
@@ -106,6 +109,7 @@ def _is_step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> bool:
     """Whether one new token is decoded from a cache, for which there are kernels that read only the keys it needs."""
     # these kernels support no padding, no gradients and no values shorter than keys, and compiled code would make a graph for each position
@@ -115,7 +119,7 @@ def _is_step(
         return False
     if mask.padding is not None or bounds is not None or dropout_p > 0 or torch.compiler.is_compiling():
         return False
-    return not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    return not needs_grad(query, key, value, sinks)
 
 
 def _step(
@@ -126,13 +130,15 @@ def _step(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
     pattern = None
     if window is None:
         pattern = settings.pattern if settings.kind == "block_sparse" else settings.branches()
-    out: torch.Tensor = decode_attention(q, k, v, positions, pattern, window=None if window is None else window[0], scale=scaling)
+    left = None if window is None else window[0]
+    out: torch.Tensor = decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=sinks)
     return out
 
 

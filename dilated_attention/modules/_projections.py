@@ -28,7 +28,7 @@ class MultiheadProjections(nn.Module):
     """(B, N, E) → ``project`` → queries, keys, values (B, N, H, D) → ``attention`` → ``combine`` → (B, N, E).
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
-    with ``qk_norm``. The attention between them has none.
+    with ``qk_norm``. The attention between them has none but ``sinks``.
 
     Args:
         core: the class of ``attention``.
@@ -44,10 +44,12 @@ class MultiheadProjections(nn.Module):
     def __init__(self, core: type[nn.Module], settings: Mapping[str, Any]) -> None:
         super().__init__()
         self._make_projections(**_accepted(self._make_projections, settings))
-        self.attention = core(**_accepted(core, settings))
+        self.attention = core(**_accepted(core, {**settings, "num_heads": self.num_heads if settings["sinks"] else None}))
+        self.attention.to(device=settings["device"], dtype=settings["dtype"])
         if isinstance(self.attention, DilatedSettings):
             # refuses lists of offsets that do not have one entry per head
             self.attention.pattern.offsets(self.num_heads)
+        self.reset_parameters()
 
     def _make_projections(
         self,
@@ -109,12 +111,12 @@ class MultiheadProjections(nn.Module):
         self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
         self.q_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
 
-        The fans of k_proj and v_proj are those of their own weights, which are smaller with grouped heads. Call this after ``to_empty``.
+        The fans of k_proj and v_proj are those of their own weights, which are smaller with grouped heads. Sinks are set to 0. Call this
+        after ``to_empty``.
         """
         for linear, gain in ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, self.gamma_init), (self.out_proj, self.gamma_init)):
             nn.init.xavier_normal_(linear.weight, gain=gain)
@@ -123,6 +125,12 @@ class MultiheadProjections(nn.Module):
         for norm in (self.inner_attn_ln, self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()
+        self.attention.reset_parameters()
+
+    @property
+    def sinks(self) -> nn.Parameter | None:
+        """The attention's ``sinks`` (H,)."""
+        return self.attention.sinks  # type: ignore[no-any-return]
 
     def project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_norm: nn.Module | None = None

@@ -13,7 +13,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
 from dilated_attention.pattern import DilatedPattern, HeadOffsets
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import as_int, one_of
 
 P = ParamSpec("P")
 
@@ -42,7 +42,11 @@ def changed(settings: Any, **defaults: Any) -> list[str]:
 class KernelSettings(nn.Module):
     """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``."""
 
-    def __init__(self, scale: float | None, dropout: float, deterministic: bool, backend: str) -> None:
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self, scale: float | None, dropout: float, deterministic: bool, backend: str, sinks: bool, num_heads: int | None
+    ) -> None:
         super().__init__()
         # the head dimension is not known yet; only scale=None would need it
         self.scale = None if scale is None else check.check_scale(scale, 1)
@@ -50,6 +54,16 @@ class KernelSettings(nn.Module):
         self.deterministic = check.check_bool("deterministic", deterministic)
         registry.check_name(backend)
         self.backend = backend
+        if check.check_bool("sinks", sinks) != (num_heads is not None):
+            raise ValueError(
+                f"sinks is {sinks} and num_heads is {num_heads}; a head has one sink: give both sinks=True and num_heads=, or neither"
+            )
+        self.sinks = None if num_heads is None else nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1)))
+
+    def reset_parameters(self) -> None:
+        """Sets the sinks to 0, if there are any."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -57,10 +71,14 @@ class KernelSettings(nn.Module):
             "dropout_p": self.dropout if self.training else 0.0,
             "deterministic": self.deterministic,
             "backend": self.backend,
+            "sinks": self.sinks,
         }
 
     def _changed(self) -> list[str]:
-        return changed(self, scale=None, dropout=0.0, deterministic=False, backend="auto")
+        return [*changed(self, scale=None, dropout=0.0, deterministic=False, backend="auto"), *self._shown_sinks()]
+
+    def _shown_sinks(self) -> list[str]:
+        return [] if self.sinks is None else ["sinks=True"]
 
 
 class DilatedSettings(KernelSettings):
@@ -79,10 +97,14 @@ class DilatedSettings(KernelSettings):
         mixture_grad: str,
         deterministic: bool,
         backend: str,
+        sinks: bool,
+        num_heads: int | None,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend)
+        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
         self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
         one_of("mixture_grad", mixture_grad, ("exact", "detached"))
+        if sinks and mixture_grad == "detached":
+            raise ValueError("sinks=True with mixture_grad='detached', which would give them no gradient; expected mixture_grad='exact'")
         self.mixture_grad = mixture_grad
 
     @property
@@ -91,7 +113,7 @@ class DilatedSettings(KernelSettings):
         return self._pattern
 
     def _branch_arguments(self) -> dict[str, Any]:
-        """Returns the arguments that determine the attention weights: the pattern and the scale."""
+        """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
         pattern = self._pattern
         return {
             "segment_lengths": pattern.segment_lengths,
@@ -100,6 +122,7 @@ class DilatedSettings(KernelSettings):
             "head_offsets": pattern.head_offsets,
             "branch_heads": pattern.branch_heads,
             "tail": pattern.tail,
+            "sinks": self.sinks,
         }
 
     def _arguments(self) -> dict[str, Any]:
@@ -110,4 +133,5 @@ class DilatedSettings(KernelSettings):
         pattern = self._pattern
         parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
         parts += changed(self, scale=None, dropout=0.0) + changed(pattern, head_offsets="cyclic", branch_heads="all", tail="mask")
-        return ", ".join(parts + changed(self, mixture_grad="exact", deterministic=False, backend="auto"))
+        parts += changed(self, mixture_grad="exact", deterministic=False, backend="auto")
+        return ", ".join(parts + self._shown_sinks())

@@ -33,6 +33,8 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
+        sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
+        num_heads: H, with ``sinks``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -56,8 +58,10 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
         dropout: float = 0.0,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend)
+        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
         self._pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
 
     @property
@@ -110,7 +114,7 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
         )
 
     def _map_arguments(self) -> dict[str, Any]:
-        return {"pattern": self._pattern, "scale": self.scale}
+        return {"pattern": self._pattern, "scale": self.scale, "sinks": self.sinks}
 
     def extra_repr(self) -> str:
         """The pattern, and every setting that differs from its default."""
@@ -127,7 +131,7 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         segment_lengths: w of each branch, in positions.
         dilation_rates: r of each branch, 1 ≤ r ≤ w.
         pattern, sparsity_ratio, sparsity, block_size, seed: of the blocks: see ``BlockSparseAttention``.
-        scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: see ``DilatedAttention``.
+        scale, dropout, head_offsets, branch_heads, tail, deterministic, backend, sinks, num_heads: see ``DilatedAttention``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -154,6 +158,8 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         tail: str = "mask",
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
     ) -> None:
         super().__init__(
             segment_lengths,
@@ -166,6 +172,8 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
             mixture_grad="exact",
             deterministic=deterministic,
             backend=backend,
+            sinks=sinks,
+            num_heads=num_heads,
         )
         self._block_pattern = chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed)
 

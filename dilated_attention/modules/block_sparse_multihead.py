@@ -32,7 +32,7 @@ class MultiheadBlockSparseAttention(LocalMultihead):
             ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for
             RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
         qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
-        scale, deterministic, backend: see ``BlockSparseAttention``.
+        scale, deterministic, backend, sinks: see ``BlockSparseAttention``.
         device, dtype: device and dtype of the parameters.
 
     Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
@@ -69,6 +69,7 @@ class MultiheadBlockSparseAttention(LocalMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,6 +121,7 @@ class MultiheadBlockSparseDilatedAttention(LocalMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -33,6 +33,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of the branches (as in TorchScale).
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
+        sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
+        num_heads: H, with ``sinks``.
         precision: ``"native"`` · ``"fp8"``: 8-bit products, without gradients, on Hopper.
 
     Raises:
@@ -55,6 +57,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         mixture_grad: str = "exact",
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
         precision: str = "native",
     ) -> None:
         super().__init__(
@@ -68,6 +72,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
             mixture_grad=mixture_grad,
             deterministic=deterministic,
             backend=backend,
+            sinks=sinks,
+            num_heads=num_heads,
         )
         one_of("precision", precision, PRECISIONS)
         self.precision = precision

@@ -37,6 +37,7 @@ class MultiheadDilatedAttention(LocalMultihead):
             RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
         qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
         head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, precision: see ``DilatedAttention``.
+        sinks: learn a score per head that the denominator gets in addition: the parameter ``attention.sinks`` (H,), zeros at first.
         device, dtype: device and dtype of the parameters.
 
     Raises:
@@ -75,6 +76,7 @@ class MultiheadDilatedAttention(LocalMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         precision: str = "native",
         device: Any = None,
         dtype: torch.dtype | None = None,

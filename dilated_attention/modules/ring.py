@@ -29,6 +29,8 @@ class RingAttention(KernelSettings):
         dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
+        sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
+        num_heads: H, with ``sinks``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -50,10 +52,12 @@ class RingAttention(KernelSettings):
         dropout: float = 0.0,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend)
+        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
         check.check_window(window)
         self.window = window
@@ -97,8 +101,8 @@ class RingDilatedAttention(DilatedSettings):
     The formula is that of ``DilatedAttention`` over the whole sequence: segments are counted in the whole sequence, whatever the shards.
 
     Args:
-        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, mixture_grad, deterministic, backend: see
-            ``DilatedAttention``.
+        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, mixture_grad: see ``DilatedAttention``.
+        deterministic, backend, sinks, num_heads: see there.
         group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
         mesh: a DeviceMesh of one axis, instead of a group.
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions.
@@ -131,6 +135,8 @@ class RingDilatedAttention(DilatedSettings):
         mixture_grad: str = "exact",
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -145,6 +151,8 @@ class RingDilatedAttention(DilatedSettings):
             mixture_grad=mixture_grad,
             deterministic=deterministic,
             backend=backend,
+            sinks=sinks,
+            num_heads=num_heads,
         )
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
 

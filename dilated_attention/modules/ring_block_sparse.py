@@ -25,6 +25,7 @@ class RingBlockSparseAttention(KernelSettings):
     m is the pattern's mask over the whole sequence. A process receives only the key blocks that its queries keep.
 
     Args:
+        sinks, num_heads: see ``BlockSparseAttention``.
         pattern, sparsity_ratio, sparsity, block_size, seed, scale, dropout, deterministic, backend: see ``BlockSparseAttention``;
             content-chosen patterns are refused.
         group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
@@ -56,10 +57,12 @@ class RingBlockSparseAttention(KernelSettings):
         dropout: float = 0.0,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
         head_steps: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend)
+        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
         self._pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
         self.ring = _ring_settings(group, mesh, layout, timeout)
         self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
@@ -118,8 +121,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
     m = m_dilated + m_blocks over the whole sequence. A process receives every key once that its queries keep, in a branch or in a block.
 
     Args:
-        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, deterministic, backend: see
-            ``DilatedAttention``.
+        segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, deterministic: see ``DilatedAttention``.
+        backend, sinks, num_heads: see there.
         pattern, sparsity_ratio, sparsity, block_size, seed, group, mesh, layout, head_steps, timeout: see ``RingBlockSparseAttention``.
 
     Raises:
@@ -151,6 +154,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
         tail: str = "mask",
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
+        num_heads: int | None = None,
         head_steps: int | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -165,6 +170,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
             mixture_grad="exact",
             deterministic=deterministic,
             backend=backend,
+            sinks=sinks,
+            num_heads=num_heads,
         )
         self._block_pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
         self.ring = _ring_settings(group, mesh, layout, timeout)

@@ -29,7 +29,7 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
         gamma_init, rotary_base, xpos_scale_base, qk_norm, device, dtype: see there.
         pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept: see ``RingBlockSparseAttention``.
         rotary: rotate queries and keys by their position in the whole sequence, or with ``cu_seqlens`` in the document.
-        group, mesh, layout, scale, deterministic, backend, head_steps, timeout: see ``RingBlockSparseAttention``.
+        group, mesh, layout, scale, deterministic, backend, sinks, head_steps, timeout: see ``RingBlockSparseAttention``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -70,6 +70,7 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         head_steps: int | None = None,
         timeout: float = 60.0,
         device: Any = None,
@@ -127,6 +128,7 @@ class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         head_steps: int | None = None,
         timeout: float = 60.0,
         device: Any = None,

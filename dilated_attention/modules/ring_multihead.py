@@ -28,7 +28,7 @@ class RingMultiheadDilatedAttention(RingMultihead):
     Args:
         embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads, head_offsets, branch_heads: see ``MultiheadDilatedAttention``.
         dropout, bias, layer_norm, layer_norm_eps, gamma_init, rotary_base, xpos_scale_base, qk_norm: see there.
-        tail, mixture_grad, scale, deterministic, backend, device, dtype: see there.
+        tail, mixture_grad, scale, deterministic, backend, sinks, device, dtype: see there.
         rotary: rotate queries and keys by their position in the whole sequence, or with ``cu_seqlens`` in the document.
         group, mesh, layout, exchange, ranks_per_node, timeout: see ``RingDilatedAttention``.
 
@@ -73,6 +73,7 @@ class RingMultiheadDilatedAttention(RingMultihead):
         scale: float | None = None,
         deterministic: bool = False,
         backend: str = "auto",
+        sinks: bool = False,
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
         device: Any = None,

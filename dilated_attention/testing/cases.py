@@ -74,6 +74,7 @@ class Case:
         padding: ``"none"`` · ``"some"`` keys · ``"row"``: some, and every key of the first sequence · ``"all"`` keys.
         bounds: bounds of packed documents, as in ``cu_seqlens``.
         lse_grad: whether the loss depends on lse, too.
+        sinks: whether the heads have learned sinks.
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
@@ -95,6 +96,7 @@ class Case:
     lse_grad: bool = False
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4
     seed: int = 0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Inputs:
     dlse: torch.Tensor
     key_padding_mask: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
 
 def random_case(source: Chooser | int, space: Space | None = None) -> Case:
@@ -155,6 +158,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         lse_grad=space.lse_grad and mixture_grad == "exact" and chance(30),
         layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
         seed=draw.randint(0, 2**16),
+        sinks=mixture_grad == "exact" and chance(25),
     )
 
 
@@ -217,4 +221,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
         padding[: {"some": 0, "row": 1, "all": case.batch}[case.padding]] = True
         padding = padding.to(device)
     cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
-    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens)
+    # one that outweighs the keys, one that hardly counts, and in float32 for every other case
+    sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype if case.seed % 2 else accumulation)
+    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens, sinks.to(device) if case.sinks else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
 
 Result = dict[str, torch.Tensor]
+# of every case; one with sinks has "dsinks" in addition
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -53,6 +54,7 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         "scale": case.scale,
         "cu_seqlens": x.cu_seqlens,
         "key_padding_mask": x.key_padding_mask,
+        "sinks": x.sinks,
         "dropout_p": case.dropout_p,
         "query_offset": case.query_offset,
         "return_lse": True,
@@ -70,16 +72,20 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def results(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
 ) -> Result:
-    """Returns out, lse and the three gradients of ``function(case, inputs, q, k, v)``, with q, k, v in ``dtype`` (None: as they are)."""
-    leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in (x.q, x.k, x.v)]
-    out, lse = function(case, x, *leaves, **options)
+    """Returns out, lse and the gradients of ``function(case, inputs, q, k, v)``, with q, k, v and sinks in ``dtype`` (None: as they are).
+
+    Without sinks there is no ``dsinks``.
+    """
+    given = (x.q, x.k, x.v) if x.sinks is None else (x.q, x.k, x.v, x.sinks)
+    leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in given]
+    out, lse = function(case, replace(x, sinks=leaves[3]) if len(leaves) > 3 else x, *leaves[:3], **options)
     outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
     if case.lse_grad:
         outputs.append(lse)
         cotangents.append(x.dlse.to(lse.dtype).to(lse.device))
     grads = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
     found = (out, lse, *(torch.zeros_like(y) if g is None else g for y, g in zip(leaves, grads, strict=True)))
-    return {name: y.detach() for name, y in zip(RESULTS, found, strict=True)}
+    return {name: y.detach() for name, y in zip((*RESULTS, "dsinks"), found, strict=False)}
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
@@ -90,7 +96,7 @@ def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device |
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
     truth, bounds = truth_and_bounds(case, x)
-    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in RESULTS]
+    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in mine]
 
 
 def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
@@ -99,11 +105,11 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     truth = results(plain_attention, case, x, torch.float64)
     if dtype is torch.float64 or (dtype is torch.float32 and x.q.device.type == "cpu"):
         tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
-        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) for name in RESULTS}
+        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) for name in truth}
     plain = results(plain_attention, case, x)
-    bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in RESULTS}
+    bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in truth}
     if dtype is not torch.float32:
-        for name, error in zip(("dq", "dk"), rounded_out_error(case, x), strict=True):
+        for name, error in rounded_out_error(case, x).items():
             bounds[name] += 2 * error
         float32 = results(plain_attention, case, x, torch.float32)
         # an error of lse is a relative error of every weight; kernels for half precision may use a faster exp, well below their rounding

@@ -91,22 +91,27 @@ def _softmax_parts(
         m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
     s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
-    s_BHNM = torch.cat([s_BHNM, s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)], dim=-1)
+    # two keys of value 0: one for the zero keys, whose score is 0, and the sink
+    others = [s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)]
+    if x.sinks is not None:
+        others.append(x.sinks.to(q.dtype)[:, None, None].expand_as(others[0]))
+    s_BHNM = torch.cat([s_BHNM, *others], dim=-1)
     keep = dropout_keep(case, op_seed(case), q.device).to(q.dtype) / (1 - case.dropout_p) if case.dropout_p else None
     parts = []
     for m_BHNM, z_BHN in zip(m, z, strict=True):
-        times = torch.cat([m_BHNM, z_BHN[..., None].expand(*m_BHNM.shape[:-1], 1)], dim=-1).expand(s_BHNM.shape)
+        z_BHN1 = z_BHN[..., None].expand(*m_BHNM.shape[:-1], 1)
+        times = torch.cat([m_BHNM, z_BHN1, *[torch.ones_like(z_BHN1)] * (len(others) - 1)], dim=-1).expand(s_BHNM.shape)
         empty = (times == 0).all(-1, keepdim=True)
         logits = torch.where(times > 0, s_BHNM + times.clamp(min=1).double().log().to(q.dtype), -torch.inf)
         logits = torch.where(empty, 0.0, logits)
-        p_BHNM = torch.where(empty, 0.0, logits.softmax(-1))[..., :-1]
+        p_BHNM = torch.where(empty, 0.0, logits.softmax(-1))[..., : case.num_keys]
         out = torch.einsum("bhij,bjhd->bihd", p_BHNM if keep is None else p_BHNM * keep, v)
         parts.append((p_BHNM, out, torch.where(empty[..., 0], -torch.inf, logits.logsumexp(-1))))
     return parts
 
 
-def rounded_out_error(case: Case, x: Inputs) -> tuple[float, float]:
-    """Returns the error of (dq, dk) if only the saved out is rounded to the inputs' dtype.
+def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
+    """Returns the errors of dq, dk and dsinks if only the saved out is rounded to the inputs' dtype.
 
     Every flash backward computes δ = rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything
     cancels (a single key).
@@ -116,14 +121,17 @@ def rounded_out_error(case: Case, x: Inputs) -> tuple[float, float]:
         parts = _softmax_parts(case, x, q, k, v)
         lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
         ds_BHNM = torch.zeros_like(parts[0][0])
+        errors = {}
         for p_BHNM, out, part_lse in parts:
             delta_error = (dout * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(1, 2)
+            if x.sinks is not None:
+                errors["dsinks"] = largest(((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2)))
             ds_BHNM += p_BHNM * ((part_lse - _finite(lse)).exp() * delta_error * _scale(case))[..., None]
         group = case.heads // case.kv_heads
         dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(group, dim=2))
         dk = torch.einsum("bhij,bihd->bjhd", ds_BHNM, q)
         dk = dk.reshape(case.batch, case.num_keys, case.kv_heads, group, case.head_dim).sum(3)
-    return largest(dq), largest(dk)
+    return errors | {"dq": largest(dq), "dk": largest(dk)}
 
 
 def _scale(case: Case) -> float:
@@ -150,4 +158,5 @@ def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.
         mixture_grad=case.mixture_grad,
         keep=dropout_keep(case, op_seed(case)) if case.dropout_p else None,
         dropout_p=case.dropout_p,
+        sinks=x.sinks,
     )

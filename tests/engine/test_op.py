@@ -165,6 +165,7 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
         {"tail": "zero_keys", "detached": True, "offsets": "blocked"},
         {"heads": "split", "dtype": torch.bfloat16},
         {"keys": 0, "queries": 0},
+        {"sinks": torch.tensor([0.5, -2.0], dtype=torch.float64)},
     ]
     given = sets[index]
     batch, keys = given.get("batch", 2), given.get("keys", 6)
@@ -181,16 +182,16 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
         needs_grad=requires_grad,
         backend=given.get("backend", "auto"),
     )
-    return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), None, *call.arguments())
+    return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), None, given.get("sinks"), *call.arguments())
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_the_forward_op_passes_every_opcheck(index: int, requires_grad: bool) -> None:
     assert set(torch.library.opcheck(FORWARD, op_arguments(index, requires_grad=requires_grad)).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_the_backward_op_passes_every_opcheck(index: int, with_dlse: bool) -> None:
     arguments = op_arguments(index, requires_grad=False)

@@ -108,7 +108,8 @@ def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
     # whole segments: places of positions that there are not hold nothing that could be compared
     qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
     branches = ((2, 4), (1, 2), "blocked", "all", "zero_keys")
-    arguments = (*qkv, None, None, None, None, *settings(branches=branches, detached=True, needs_grad=True, strategy="fused").arguments())
+    call = settings(branches=branches, detached=True, needs_grad=True, strategy="fused")
+    arguments = (*qkv, *[None] * 5, *call.arguments())
     out, lse, kept = FORWARD(*arguments)
     assert kept.numel() == 2 * 2 * 4 * (8 + 4)
     assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}

@@ -198,7 +198,7 @@ def test_a_tangent_of_a_parameter_is_refused() -> None:
 def test_an_op_called_by_itself_transforms_as_its_function_does() -> None:
     q, k, v = qkv()
     branches = (tuple(BRANCHES[0]), tuple(BRANCHES[1]), "cyclic", "all", "mask")
-    rest = (None, None, None, None, *settings(branches=branches, scale=D**-0.5, needs_grad=True).arguments())
+    rest = (*[None] * 5, *settings(branches=branches, scale=D**-0.5, needs_grad=True).arguments())
 
     def attend(*x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.dilated_attention.dilated_attention(*x, *rest)[0]

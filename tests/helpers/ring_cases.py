@@ -116,7 +116,7 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         seed=rng.randint(0, 2**16),
     )
     options = {"padding": case.padding != "none", "window": case.window is not None, "dropout": case.dropout_p > 0}
-    return Spread(
+    spread = Spread(
         case=case,
         layout=rng.choice(LAYOUTS),
         exchange=exchange,
@@ -126,6 +126,7 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         memory=rng.choice(["rows", "rows", "heads", "slice"]),
         backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
     )
+    return with_changes(spread, sinks=mixture_grad == "exact" and rng.random() < 0.25)
 
 
 def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool) -> DilatedPattern:
@@ -152,7 +153,7 @@ def local_inputs(x: Inputs, rows: torch.Tensor, memory: str = "rows") -> Inputs:
     """The rows of one rank, lying as ``memory`` says."""
     q, k, v, dout = (_laid_out(y[:, rows], memory) for y in (x.q, x.k, x.v, x.dout))
     padding = None if x.key_padding_mask is None else x.key_padding_mask[:, rows]
-    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens)
+    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens, x.sinks)
 
 
 def _laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
@@ -177,6 +178,7 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
             "scale": case.scale,
             "cu_seqlens": x.cu_seqlens,
             "key_padding_mask": x.key_padding_mask,
+            "sinks": x.sinks,
             "dropout_p": case.dropout_p,
             "return_lse": True,
             "backend": spread.backend,
@@ -232,8 +234,10 @@ def together(spread: Spread, parts: Sequence[Result]) -> Result:
     n, world = spread.case.num_keys, len(parts)
     rows = torch.cat([positions(n, rank, world, spread.layout) for rank in range(world)])
     order = rows.argsort()
-    dims = {name: SEQUENCE_DIM[name] for name in parts[0]}
-    return {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in dims.items()}
+    dims = {name: dim for name, dim in SEQUENCE_DIM.items() if name in parts[0]}
+    whole = {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in dims.items()}
+    # a rank has the sinks' gradient of its own rows
+    return whole | ({"dsinks": torch.stack([part["dsinks"] for part in parts]).sum(0)} if "dsinks" in parts[0] else {})
 
 
 def in_subgroup(rank: int, world: int, ranks: Sequence[int], spreads: Sequence[Spread], as_mesh: bool) -> list[Result] | None:

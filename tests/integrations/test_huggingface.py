@@ -67,6 +67,18 @@ def hybrid() -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "layer_types": HYBRID}
 
 
+def gpt_oss(**changes: Any) -> Any:
+    """Its sinks are drawn, and its layers have windows in turns."""
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 11, **changes}
+    config = transformers.GptOssConfig(**{**DECODER, **more})
+    # torch's grouped products take no float64
+    config._experts_implementation = "eager"
+    model = seeded(transformers.GptOssForCausalLM, config, "eager")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 def bert(**changes: Any) -> Any:
     shape = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
     return seeded(transformers.BertForMaskedLM, transformers.BertConfig(**{**shape, **changes}))
@@ -153,6 +165,8 @@ def literal(
     if mask is not None:
         weights = weights * mask
     total = weights.sum(-1, keepdim=True)
+    if kwargs.get("s_aux") is not None:
+        total = total + kwargs["s_aux"].exp()[:, None, None]
     return (weights @ value / torch.where(total > 0, total, 1)).transpose(1, 2), None
 
 
@@ -203,7 +217,7 @@ def check_equal(model: Any, ours: str, theirs: str, tolerance: float, mask: torc
         )
 
 
-MODELS = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "bert": bert, "vit": vit}
+MODELS = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gpt_oss": gpt_oss, "bert": bert, "vit": vit}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -211,6 +225,8 @@ MODELS = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "b
 def test_one_segment_of_everything_is_sdpa(kind: str, ours: str) -> None:
     """In float32, with and without padding; without torch.distributed a ring has one process."""
     model = MODELS[kind]().float()
+    # transformers has no sdpa with sinks
+    theirs = "eager" if kind == "gpt_oss" else "sdpa"
     configure(model, segment_lengths=[4096], dilation_rates=[1], pattern=LocalWindow((None, None)))
     if kind == "vit":
         inputs = {name: x.float() for name, x in inputs_of(model).items()}
@@ -218,7 +234,7 @@ def test_one_segment_of_everything_is_sdpa(kind: str, ours: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
         return
     for mask in (None, padded("right"), padded("left")):
-        check_equal(model, ours, "sdpa", 1e-6, mask)
+        check_equal(model, ours, theirs, 1e-6, mask)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -271,7 +287,9 @@ def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, steps: int)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name, kind", [("dilated", "llama"), ("dilated", "mistral"), ("dilated", "qwen3"), ("block_sparse", "llama")])
+@pytest.mark.parametrize(
+    "name, kind", [("dilated", "llama"), ("dilated", "mistral"), ("dilated", "qwen3"), ("dilated", "gpt_oss"), ("block_sparse", "llama")]
+)
 def test_generation_with_a_cache_is_that_of_whole_forwards(name: str, kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding by kernels that read one token's keys, with it by those of forwards."""
     model = on(MODELS[kind](), name)
@@ -289,7 +307,7 @@ def test_generation_with_a_cache_is_that_of_whole_forwards(name: str, kind: str,
             assert len(seen) == (steps - 1) * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_logits_of_chunks_and_steps_are_those_of_one_forward(kind: str, cache: str) -> None:
     """Prefill in chunks, then token by token; to 1e-10, where greedy choices could hide a difference."""
@@ -547,9 +565,6 @@ def test_models_whose_attention_has_more_than_kernels_have() -> None:
     for each in gemma.model.layers:
         each.self_attn.attn_logit_softcapping = None
     check_equal(gemma, "dilated", "literal", 1e-10)
-    sinks = transformers.GptOssConfig(**{**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8})
-    with pytest.raises(ValueError, match="asks for s_aux"):
-        on(seeded(transformers.GptOssForCausalLM, sinks, "eager"), "dilated")(tokens())
     t5 = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0)
     with pytest.raises(ValueError, match="asks for position_bias"):
         on(seeded(transformers.T5EncoderModel, t5, "eager"), "dilated")(tokens())
@@ -574,7 +589,7 @@ def test_arguments_of_layers() -> None:
         ("head_mask", torch.ones(4), "a factor on every head"),
         ("softcap", 30.0, "capped by tanh"),
         ("position_bias", torch.zeros(1, 4, N, N), "a bias added"),
-        ("s_aux", torch.zeros(4), "learned sinks"),
+        ("sinks", torch.zeros(4), "sinks that the model computes"),
         ("sideways", 3, r"not known whether it changes attention.*ignored=\('sideways',\)"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -755,7 +770,13 @@ def on_a_ring(rank: int, world: int, kind: str, layout: str, side: str) -> tuple
 
 @pytest.mark.parametrize(
     "kind, layout, side",
-    [("llama", "contiguous", "none"), ("qwen3", "contiguous", "right"), ("llama", "zigzag", "none"), ("mistral", "striped", "left")],
+    [
+        ("llama", "contiguous", "none"),
+        ("qwen3", "contiguous", "right"),
+        ("gpt_oss", "contiguous", "none"),
+        ("llama", "zigzag", "none"),
+        ("mistral", "striped", "left"),
+    ],
 )
 def test_two_processes_share_a_sequence(kind: str, layout: str, side: str) -> None:
     """49 positions on two processes: logits, the loss and all gradients are those of one."""

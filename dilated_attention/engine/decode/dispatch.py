@@ -17,6 +17,7 @@ from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, TensorInfo, Terms, dtype_text, held_bytes
 from dilated_attention.engine.ops.op_hooks import op_hook
+from dilated_attention.engine.sinks import add_sinks_
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -139,8 +140,8 @@ def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
 
 
 @op_hook(_need)
-def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto") -> Result:
-    """Returns (out (B, H, D), lse (B, H)), computed by the most preferred decoder that can, or by the named one.
+def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto", sinks: torch.Tensor | None = None) -> Result:
+    """Returns (out (B, H, D), lse (B, H)), with ``sinks`` (H,) in them, by the most preferred decoder that can, or by the named one.
 
     Raises:
         BackendUnavailable: the named decoder cannot compute it. The message has all reasons.
@@ -148,4 +149,8 @@ def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: s
     explained = explain(request_of(q, cached.k.shape[2]), runs.dense is not None, backend)
     if explained.chosen is None:
         raise BackendUnavailable(f"backend={backend!r} cannot decode this\n{explained}")
-    return _DECODERS[explained.chosen][1](q, cached, runs, scale)
+    out, lse = _DECODERS[explained.chosen][1](q, cached, runs, scale)
+    if sinks is not None:
+        out, lse = out.contiguous(), lse.contiguous()
+        add_sinks_(out[:, None], lse[..., None], sinks)
+    return out, lse

@@ -1,7 +1,7 @@
 """The one definition of an attention op: schema, fake implementation, derivatives, ``torch.func`` transforms, and what is refused.
 
     forward(q, k, v, *masks, *settings) -> (out, lse, saved)
-    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv)
+    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dsinks)
 
 Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
 profiler needs to see the op (``eager.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as torch.library
@@ -25,11 +25,11 @@ from dilated_attention.engine.ops.transforms import each, folded, on_tangents, o
 from dilated_attention.pattern import pattern_from_spec
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept"
+_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? sinks"
 _SETTINGS = "str settings, float scale, float dropout_p, SymInt query_offset, SymInt seq_len"
 _FORWARD = f"({_QKV}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 _OUTPUTS = "Tensor out, Tensor lse, Tensor saved"
-_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 _NUM_SETTINGS = 5
 
 
@@ -53,21 +53,25 @@ def define_attention(
         out, lse, saved = resolve(inputs[0], inputs[1], inputs[3], settings).run_forward(*inputs)
         return out, lse, out.new_empty(0) if saved is None else saved
 
-    def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(*arguments: Any) -> Tensors:
         dout, dlse, q, k, v, out, lse, saved, *masks = arguments[:-_NUM_SETTINGS]
         resolved = resolve(q, k, masks[0], settings_of(*arguments[-_NUM_SETTINGS:]))
-        dq, dk, dv = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
-        return dq, dk, dv
+        *grads, dsinks = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
+        return *grads, q.new_empty(0) if dsinks is None else dsinks
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, inputs = arguments[0], arguments[: len(INPUTS)]
         saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[len(INPUTS) :]))
         return new_like(q), new_lse(q), saved
 
+    def fake_backward(*arguments: Any) -> Tensors:
+        q, k, v, sinks = *arguments[2:5], arguments[-_NUM_SETTINGS - 1]
+        return new_like(q), new_like(k), new_like(v), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
     forward_op = torch.library.custom_op(f"dilated_attention::{name}", forward, mutates_args=(), schema=_FORWARD)
     backward_op = torch.library.custom_op(f"dilated_attention::{name}_backward", backward, mutates_args=(), schema=_BACKWARD)
     forward_op.register_fake(fake)
-    backward_op.register_fake(lambda *arguments: tuple(new_like(x) for x in arguments[2:5]))
+    backward_op.register_fake(fake_backward)
     _register_derivatives(name, forward_op, backward_op, alternative)
     return forward_op
 
@@ -85,8 +89,8 @@ def _register_derivatives(name: str, forward: Any, backward: Any, alternative: s
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         (q, k, v, *masks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
-        grads = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
-        return *grads, *(None,) * (len(INPUTS) - 3 + _NUM_SETTINGS)
+        *grads, dsinks = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
+        return *grads, *(None,) * (len(INPUTS) - 4), None if masks[-1] is None else dsinks, *(None,) * _NUM_SETTINGS
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.set_materialize_grads(False)
@@ -125,8 +129,9 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
         @staticmethod
         def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
             given = dict(zip(names, args, strict=True))
-            # cu_seqlens is for batch size 1, a seed belongs to one call, and what detached mixing saves is laid out for one batch
-            alone = given["cu_seqlens"] is not None or given["seed"] is not None or settings_of(*args[-_NUM_SETTINGS:]).detached
+            # cu_seqlens is for batch size 1, a seed belongs to one call, what detached mixing saves is laid out for one batch, and the
+            # gradient of sinks is summed over it
+            alone = any(given[name] is not None for name in ("cu_seqlens", "seed", "sinks")) or settings_of(*args[-_NUM_SETTINGS:]).detached
             return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
 
     Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]

@@ -35,11 +35,12 @@ from dilated_attention.engine.ops.prepare import (
     saved_elements,
 )
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
-# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen
-INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept")
+# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; sinks: of the heads (H,)
+INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "sinks")
 # the largest number of sets of strides that are remembered for one kind of call
 MOST_PASSES = 16
 # the largest number of ``cu_seqlens`` tensors whose records are kept, each with its tables
@@ -51,7 +52,8 @@ Self = TypeVar("Self", bound="ResolvedCall")
 class ResolvedCall(ABC):
     """Computes calls of one kind: the implementation of an attention op, which calls outside the dispatcher run directly.
 
-    ``inputs`` are the tensors named ``INPUTS``; ``outputs`` are out, lse, and a tensor or None that the backward needs in addition.
+    ``inputs`` are the tensors named ``INPUTS``; ``outputs`` are out, lse, and a tensor or None that the backward needs in addition. The
+    sinks join the result in ``run_forward``, so that ``forward`` and ``backward``, which the subclasses define, get the other inputs only.
 
     Args:
         device_type: device type of all tensors.
@@ -87,12 +89,17 @@ class ResolvedCall(ABC):
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
     def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """``forward`` without autocast, seen by watchers, and with an explanation if memory runs out."""
-        return self._run(self.forward, inputs, inputs)  # type: ignore[no-any-return]
+        """``forward`` and the sinks, without autocast, seen by watchers, and with an explanation if memory runs out."""
+        out, lse, saved = self._run(self.forward, inputs[:-1], inputs)
+        if inputs[-1] is not None:
+            add_sinks_(out, lse, inputs[-1])
+        return out, lse, saved
 
-    def run_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        """``backward`` as ``run_forward`` runs a forward."""
-        return self._run(self.backward, (dout, dlse, inputs, outputs), inputs, (dout, dlse, *outputs))  # type: ignore[no-any-return]
+    def run_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dsinks or None)."""
+        grads = self._run(self.backward, (dout, dlse, inputs[:-1], outputs), inputs, (dout, dlse, *outputs))
+        sinks = inputs[-1]
+        return *grads, None if sinks is None else sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks)
 
     def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], *tensors: tuple[Any, ...]) -> Any:
         """Returns ``compute(*given)``. ``tensors``: see ``_arguments``."""
@@ -117,7 +124,8 @@ class ResolvedCall(ABC):
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
-        return op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
+        *grads, dsinks = op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
+        return *grads, None if inputs[-1] is None else dsinks
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse), recorded by autograd if gradients are needed."""
@@ -174,7 +182,8 @@ class DirectAttention(torch.autograd.Function):
         eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
         eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
         run = ctx.call.run_backward if eager else ctx.call.backward_op
-        return None, *run(dout, dlse, inputs, outputs), *(None,) * (len(INPUTS) - 3)
+        dq, dk, dv, dsinks = run(dout, dlse, inputs, outputs)
+        return None, dq, dk, dv, *(None,) * (len(INPUTS) - 4), dsinks
 
 
 # not DirectAttention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from dilated_attention.modules.rotary import Table, rotate
 
 if TYPE_CHECKING:
     from dilated_attention.modules._projections import MultiheadProjections
+    from dilated_attention.modules._settings import KernelSettings
 
 # (rotation table of queries, rotation table of keys)
 Tables = tuple[Table, Table]
@@ -59,13 +59,13 @@ class CachePass(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         """Returns out (B, n, H, D) for queries (B, n, H, D), and adds k and v (B, n, K, D) to the cache.
 
         Args:
             tables: the tables of ``rotation``, with which queries and keys still have to be rotated; None to leave them as they are.
-            attention: the layer's attention function, used for chunks.
+            attention: the layer's attention module, which computes chunks.
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ class LayerCachePass:
         return self.cache_pass.rotation(module, dtype)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         cache = self.cache_pass.cache
         expected = (self.cache_pass.batch, self.cache_pass.count)
@@ -122,7 +122,7 @@ class Step(CachePass):
         return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         cached = self.cache.cached(layer, slice(None))
         if has_kernels(k):
@@ -134,7 +134,7 @@ class Step(CachePass):
                 q, k = rotate(q, tables[0]), rotate(k, tables[1])
             cached.write(self.positions[:, None], k, v)
             row = q[:, 0]
-        out, _ = dispatch.decode(row, cached, self.runs, scale_of(attention, q.shape[3]), self.cache.backend)
+        out, _ = dispatch.decode(row, cached, self.runs, scale_of(attention, q.shape[3]), self.cache.backend, attention.sinks)
         return out[:, None]
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class Step(CachePass):
         self.cache.advance()
 
 
-def scale_of(attention: Any, head_dim: int) -> float:
+def scale_of(attention: KernelSettings, head_dim: int) -> float:
     scale: float | None = attention.scale
     return head_dim**-0.5 if scale is None else scale
 
@@ -166,7 +166,7 @@ class Chunk(CachePass):
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Callable[..., Any]
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         if tables is not None:
             q, k = rotate(q, tables[0]), rotate(k, tables[1])

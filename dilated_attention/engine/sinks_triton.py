@@ -1,0 +1,92 @@
+"""``sinks.add_sinks_`` and ``sinks.sinks_gradient`` as Triton kernels, which read and write every element once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.block_lists import on_device
+
+# elements of out that a program takes at a time
+_SIZE = 8192
+
+
+@triton.jit
+def _add_kernel(out_ptr, lse_ptr, sinks_ptr, num_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # batch entries and rows share the only grid dimension without a small limit
+    tiles = tl.cdiv(num_rows, ROWS)
+    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    batch, head, num_heads = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK_D)
+    inside = rows < num_rows
+    lse_at = lse_ptr + (batch * num_heads + head) * num_rows + rows
+    lse = tl.load(lse_at, mask=inside, other=-float("inf"))
+    sink = tl.load(sinks_ptr + head).to(tl.float32)
+    high = tl.maximum(lse, sink)
+    high = tl.where(high == -float("inf"), 0.0, high)
+    weight = tl.exp(lse - high)
+    total = weight + tl.exp(sink - high)
+    # both are empty where the sum is 0
+    share = weight / tl.where(total == 0.0, 1.0, total)
+    out_at = out_ptr + ((batch * num_rows + rows[:, None]) * num_heads + head) * HEAD_DIM + columns[None, :]
+    tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
+    out = tl.load(out_at, mask=tile, other=0.0).to(tl.float32) * share[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=tile)
+    tl.store(lse_at, tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total))), mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    dout_ptr, dlse_ptr, out_ptr, lse_ptr, sinks_ptr, partial_ptr, num_rows, dout_stride_b, dout_stride_n, dout_stride_h, dout_stride_d,
+    dlse_stride_b, dlse_stride_h, dlse_stride_n, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(num_rows, ROWS)
+    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    batch, head, num_heads = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK_D).to(tl.int64)
+    inside = rows < num_rows
+    tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
+    out_at = out_ptr + ((batch * num_rows + rows[:, None]) * num_heads + head) * HEAD_DIM + columns[None, :]
+    dout_at = dout_ptr + batch * dout_stride_b + head * dout_stride_h + rows[:, None] * dout_stride_n + columns[None, :] * dout_stride_d
+    out, dout = tl.load(out_at, mask=tile, other=0.0).to(tl.float32), tl.load(dout_at, mask=tile, other=0.0).to(tl.float32)
+    share = -tl.sum(out * dout, axis=1)
+    if HAS_DLSE:
+        share += tl.load(dlse_ptr + batch * dlse_stride_b + head * dlse_stride_h + rows * dlse_stride_n, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + (batch * num_heads + head) * num_rows + rows, mask=inside, other=-float("inf"))
+    weight = tl.exp(tl.load(sinks_ptr + head).to(tl.float32) - lse)
+    # a row with lse −inf has neither keys nor a sink
+    total = tl.sum(tl.where(lse == -float("inf"), 0.0, weight * share), axis=0)
+    tl.store(partial_ptr + head * tl.num_programs(0) + tl.program_id(0), total)
+
+
+def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """See ``sinks.add_sinks_``; lse is float32."""
+    B, N, H, D = out.shape
+    assert out.is_contiguous() and lse.is_contiguous()
+    block, rows = _tile(N, D)
+    with on_device(out.device):
+        _add_kernel[(triton.cdiv(N, rows) * B, H)](out, lse, sinks.contiguous(), N, HEAD_DIM=D, BLOCK_D=block, ROWS=rows)
+
+
+def sinks_gradient(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """See ``sinks.sinks_gradient``; lse and dlse are float32. The sums repeat bit for bit."""
+    B, N, H, D = out.shape
+    assert out.is_contiguous() and lse.is_contiguous()
+    block, rows = _tile(N, D)
+    programs = triton.cdiv(N, rows) * B
+    partial = torch.empty((H, programs), dtype=torch.float32, device=out.device)
+    with on_device(out.device):
+        _gradient_kernel[(programs, H)](
+            dout, lse if dlse is None else dlse, out, lse, sinks.contiguous(), partial, N, *dout.stride(),
+            *(0, 0, 0) if dlse is None else dlse.stride(), HAS_DLSE=dlse is not None, HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
+        )  # fmt: skip
+    return partial.sum(1).to(sinks.dtype)
+
+
+def _tile(num_rows: int, head_dim: int) -> tuple[int, int]:
+    """Returns the padded head dim and the rows of a program, one of two sizes so that few kernels are compiled."""
+    block = triton.next_power_of_2(head_dim)
+    return block, _SIZE // block if num_rows > 16 else 16
