@@ -41,6 +41,7 @@ class AttentionRequest:
     key_mask: bool = False
     window: bool = False
     dropout: bool = False
+    softcap: bool = False
     deterministic: bool = False
     lse_grad: bool = False
     # torch.use_deterministic_algorithms(True) is on; some torch ops have no determinism argument of their own
@@ -75,7 +76,7 @@ class AttentionRequest:
         if self.blocks is not None:
             masks = "" if self.block_masks == "none" else f" with {self.block_masks} masks"
             parts.append(f"blocks of {self.blocks[0]}x{self.blocks[1]}{masks}")
-        for flag in ("key_mask", "window", "dropout", "deterministic", "lse_grad"):
+        for flag in ("key_mask", "window", "dropout", "softcap", "deterministic", "lse_grad"):
             if getattr(self, flag):
                 parts.append(flag)
         return f"{', '.join(parts)} on {self.hardware.label}"
@@ -100,6 +101,7 @@ class Capabilities:
     # computes windows of any width in one launch; otherwise the engine splits the queries into blocks and the backend masks each
     native_window: bool = False
     dropout: bool = False
+    softcap: bool = False
     deterministic: bool = True
     backward: bool = True
     lse_grad: bool = False
@@ -155,6 +157,8 @@ class Options:
     mask: Mask = field(default_factory=Mask)
     dropout: Dropout | None = None
     deterministic: bool = False
+    # scores are softcap · tanh(s / softcap); 0 for s
+    softcap: float = 0.0
     # equal for launches whose tensors have equal shapes, strides and alignment; None if unknown
     geometry: Hashable = None
 
@@ -392,6 +396,7 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
         (request.key_mask, capabilities.key_mask, "takes no key_padding_mask"),
         (request.window, capabilities.window, "takes no window"),
         (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
+        (request.softcap, capabilities.softcap, "takes no softcap"),
         (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
     ):
         if wanted and not able:

@@ -66,6 +66,7 @@ def reference_attention(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
@@ -89,6 +90,8 @@ def reference_attention(
         key_padding_mask=key_padding_mask,
     )
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     dropped = torch.ones_like(scores) if keep is None else keep.double() / (1 - dropout_p)
     lses, outs = [], []
     for branch in range(pattern.num_branches):

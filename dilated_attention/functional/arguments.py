@@ -44,6 +44,7 @@ class Options(NamedTuple):
     precision: str = "native"
     mixture_grad: str = "exact"
     strategy: str = "auto"
+    softcap: float | None = None
 
 
 class Ring(NamedTuple):
@@ -129,9 +130,12 @@ def attend(
 
 
 _PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+_NUMBER_OR_NONE = (int, float, type(None))
 # the types of the options in a key: 1 == True would mix up two calls, and a tensor's value may change
 _OPTION_TYPES = frozenset(
-    itertools.product((bool,), (bool,), (bool,), (int,), (int, float), (int, float, type(None)), (str,), (str,), (str,), (str,))
+    itertools.product(
+        (bool,), (bool,), (bool,), (int,), (int, float), _NUMBER_OR_NONE, (str,), (str,), (str,), (str,), _NUMBER_OR_NONE
+    )
 )
 
 
@@ -221,6 +225,7 @@ def checked_settings(
         backend=options.backend,
         precision=options.precision,
         strategy=options.strategy,
+        softcap=0.0 if options.softcap is None else check.check_positive("softcap", options.softcap),
         sharding=sharding,
         scale=scale,
         dropout_p=dropout_p,

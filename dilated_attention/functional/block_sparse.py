@@ -23,6 +23,7 @@ def block_sparse_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -46,6 +47,7 @@ def block_sparse_attention(
             ``BlockMask`` of torch.nn.attention.flex_attention, read by ``from_block_mask``.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
+        softcap: see ``dilated_attention``.
         cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; each document attends to itself, with its own blocks.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
         sinks: (H,), float32 or q's dtype: one more key per head, of value 0 and this score: see ``dilated_attention``.
@@ -69,7 +71,7 @@ def block_sparse_attention(
     >>> pattern = LocalWindow(512) | GlobalLocal(128, 16)
     >>> out = block_sparse_attention(q, k, v, pattern, is_causal=True)
     """
-    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, softcap=softcap)
     return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, checked_pattern(pattern), (), options)
 
 
@@ -83,6 +85,7 @@ def block_sparse_dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     head_offsets: HeadOffsets = "cyclic",
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
@@ -115,7 +118,7 @@ def block_sparse_dilated_attention(
     """
     lengths, rates = as_int_tuple("segment_lengths", segment_lengths), as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
-    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend)
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, softcap=softcap)
     return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, checked_pattern(pattern), (), options)
 
 

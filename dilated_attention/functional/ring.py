@@ -31,6 +31,7 @@ def ring_dilated_attention(
     seq_len: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     head_offsets: HeadOffsets = "cyclic",
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
@@ -92,7 +93,7 @@ def ring_dilated_attention(
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad, softcap=softcap)
     ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
     return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, (), options, ring)
 
@@ -110,6 +111,7 @@ def ring_attention(
     is_causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -132,7 +134,7 @@ def ring_attention(
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
     ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
     return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, check.check_window(window), options, ring)
 

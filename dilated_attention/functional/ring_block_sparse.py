@@ -35,6 +35,7 @@ def ring_block_sparse_attention(
     seq_len: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -89,7 +90,7 @@ def ring_block_sparse_attention(
     ...     q, k, v, pattern, group=group, layout=layout, seq_len=seq_len,
     ...     is_causal=True)
     """
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
     masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
     return _attend(q, k, v, masks, None, pattern, options, ring)
 
@@ -108,6 +109,7 @@ def ring_block_sparse_dilated_attention(
     seq_len: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     head_offsets: HeadOffsets = "cyclic",
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
@@ -140,7 +142,7 @@ def ring_block_sparse_dilated_attention(
     """
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend)
+    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
     masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
     return _attend(q, k, v, masks, (lengths, rates, head_offsets, branch_heads, tail), pattern, options, ring)
 

@@ -21,6 +21,7 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     head_offsets: HeadOffsets = "cyclic",
     branch_heads: str = "all",
     cu_seqlens: torch.Tensor | None = None,
@@ -50,6 +51,7 @@ def dilated_attention(
         dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
+        softcap: c > 0: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can: ``explain_backend(softcap=…)`` says which.
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale) · ``"zero"`` ·
             one list of H integers per branch.
         branch_heads: ``"all"``: every head runs every branch · ``"split"``: the heads are split among the branches (fkodom's layout).
@@ -85,7 +87,8 @@ def dilated_attention(
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
-    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision, mixture_grad)
+    kernels = backend, precision, mixture_grad
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, *kernels, softcap=softcap)
     return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options)
 
 
@@ -97,6 +100,7 @@ def attention(
     is_causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -115,6 +119,6 @@ def attention(
 
     All other arguments, results and errors are those of ``dilated_attention``.
     """
-    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision)
+    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision, softcap=softcap)
     sides = () if window is None else check.check_window(window)
     return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, None, sides, options)

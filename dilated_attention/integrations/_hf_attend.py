@@ -29,6 +29,7 @@ def attend(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -46,6 +47,7 @@ def attend(
             its window.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents; they must be equal.
         s_aux: (H,), the learned sinks of the layer (gpt-oss).
+        softcap: c of scores c·tanh(s/c) (Gemma 2).
 
     Returns:
         (out (B, Nq, H, D), None).
@@ -67,7 +69,7 @@ def attend(
     if settings.kind == "block_sparse" and window is None:
         refusals.check_stable(name, settings, mask)
     dropout_p = float(dropout) if module.training else 0.0
-    if _is_step(settings, mask, bounds, dropout_p, query, key, value, s_aux):
+    if softcap is None and _is_step(settings, mask, bounds, dropout_p, query, key, value, s_aux):
         return _step(settings, mask, window, query, key, value, scaling, s_aux), None
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
@@ -84,6 +86,7 @@ def attend(
         "cu_seqlens": bounds,
         "key_padding_mask": mask.padding,
         "sinks": s_aux,
+        "softcap": softcap,
         "dropout_p": dropout_p,
         "deterministic": settings.deterministic or bool(deterministic),
         "backend": settings.backend,

@@ -37,7 +37,6 @@ WITHOUT_EFFECT = {
 }
 # arguments that change scores or keys in a way that no kernel here supports
 _CANNOT = {
-    "softcap": "scores capped by tanh",
     "position_bias": "a bias added to the scores",
     "score_mod": "a function of the scores",
     "alibi": "a bias added to the scores",

@@ -51,6 +51,7 @@ class Space:
     padding: bool = True
     window: bool = True
     dropout: bool = True
+    softcap: bool = False
     lse_grad: bool = True
 
     @classmethod
@@ -62,6 +63,7 @@ class Space:
             capabilities.head_dim_multiple,
         )
         space = cls(head_dims=dims, padding=capabilities.key_mask, window=capabilities.window, dropout=capabilities.dropout)
+        space = replace(space, softcap=capabilities.softcap)
         return replace(space, **changes)
 
 
@@ -75,6 +77,7 @@ class Case:
         bounds: bounds of packed documents, as in ``cu_seqlens``.
         lse_grad: whether the loss depends on lse, too.
         sinks: whether the heads have learned sinks.
+        softcap: scores are softcap · tanh(s / softcap); None for s.
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
@@ -97,6 +100,7 @@ class Case:
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4
     seed: int = 0
     sinks: bool = False
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
         seed=draw.randint(0, 2**16),
         sinks=mixture_grad == "exact" and chance(25),
+        softcap=draw.choice([0.5, 2.0, 30.0]) if space.softcap and chance(25) else None,
     )
 
 

@@ -55,6 +55,7 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         "cu_seqlens": x.cu_seqlens,
         "key_padding_mask": x.key_padding_mask,
         "sinks": x.sinks,
+        "softcap": case.softcap,
         "dropout_p": case.dropout_p,
         "query_offset": case.query_offset,
         "return_lse": True,

@@ -91,6 +91,8 @@ def _softmax_parts(
         m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
     s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
+    if case.softcap is not None:
+        s_BHNM = case.softcap * (s_BHNM / case.softcap).tanh()
     # two keys of value 0: one for the zero keys, whose score is 0, and the sink
     others = [s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)]
     if x.sinks is not None:
@@ -159,4 +161,5 @@ def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.
         keep=dropout_keep(case, op_seed(case)) if case.dropout_p else None,
         dropout_p=case.dropout_p,
         sinks=x.sinks,
+        softcap=case.softcap,
     )

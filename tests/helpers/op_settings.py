@@ -17,6 +17,7 @@ PLAIN = CallSettings(
     backend="auto",
     precision="native",
     strategy="auto",
+    softcap=0.0,
     sharding=(),
     scale=0.5,
     dropout_p=0.0,

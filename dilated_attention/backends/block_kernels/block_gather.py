@@ -8,7 +8,7 @@ values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -258,7 +258,8 @@ class _Masks:
     """The masks and the dropout of single pairs in ``lists`` and ``options``, for one piece at a time."""
 
     def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
-        self.lists, self.scale, self.deterministic, self.dropout = lists, options.scale, options.deterministic, options.dropout
+        self.lists, self.dropout = lists, options.dropout
+        self.plain = Options(options.scale, deterministic=options.deterministic, softcap=options.softcap)
         padding = options.mask.padding
         self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
         if options.dropout is not None:
@@ -288,4 +289,4 @@ class _Masks:
             batch, heads = dropout.batch[piece.batch], dropout.heads[piece.heads[0]]
             queries, keys = self.queries.of_rows(piece)[..., 0, 0], self.keys.of_columns(piece)[..., 0, 0]
             dropout = Dropout(dropout.probability, dropout.seed, batch, heads, queries, keys)
-        return Options(scale=self.scale, dropout=dropout, deterministic=self.deterministic)
+        return replace(self.plain, dropout=dropout)

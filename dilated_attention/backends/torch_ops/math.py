@@ -25,6 +25,7 @@ class MathBackend(GatheringBackend):
         key_mask=True,
         window=True,
         dropout=True,
+        softcap=True,
         lse_grad=True,
         aligned_last=True,
         block_sizes=BLOCK_SIZES,
@@ -90,6 +91,9 @@ class MathBackend(GatheringBackend):
             else:
                 dv_PGSD += p_PGLS.transpose(-1, -2) @ do_PGLD
             ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None]) * options.scale
+            if options.softcap:
+                # the derivative of the cap, 1 − tanh²; a masked score is −inf and its weight 0
+                ds_PGLS *= (1 - (s_PGLS / options.softcap).square_()).clamp_(min=0)
             dq[:, rows] = (ds_PGLS @ k_PGSD).transpose(1, 2)
             dk_PGSD += ds_PGLS.transpose(-1, -2) @ q_PGLD
         # sums the contributions of the query heads that share a key/value head
@@ -100,6 +104,8 @@ class MathBackend(GatheringBackend):
         q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
         # scales before or after the product, so that no intermediate result is larger than the score
         s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
+        if options.softcap:
+            s_PGLS.div_(options.softcap).tanh_().mul_(options.softcap)
         # a score this low has the weight 0 next to any other key; −inf is reserved for masked keys
         s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band

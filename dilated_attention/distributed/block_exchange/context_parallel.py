@@ -285,7 +285,7 @@ class _BlockPass:
             k, v = without_padding(k, v, self.masks.padding)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         seed = 0 if self.masks.seed is None else int(self.masks.seed.item())
-        return setup, BlockOptions(settings.scale, deterministic, settings.dropout_p, padding, seed), (q, k, v)
+        return setup, BlockOptions(settings.scale, deterministic, settings.dropout_p, settings.softcap, padding, seed), (q, k, v)
 
     def _whole_padding(self, padding: torch.Tensor) -> torch.Tensor:
         """Returns the padding mask of all ranks' keys, (B, N) bool."""

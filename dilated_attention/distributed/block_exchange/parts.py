@@ -150,6 +150,7 @@ class BlockOptions:
     scale: float
     deterministic: bool
     dropout_p: float
+    softcap: float
     padding: torch.Tensor | None = None
     seed: int = 0
 
@@ -162,7 +163,7 @@ class BlockOptions:
             queries, keys = (x.expand(batch, -1) for x in (part.queries.positions, positions))
             entries, heads = torch.arange(batch, device=device), torch.arange(*part.heads, device=device)
             dropout = Dropout(self.dropout_p, self.seed, entries, heads, queries, keys)
-        return Options(scale=self.scale, mask=Mask(padding), dropout=dropout, deterministic=self.deterministic)
+        return Options(self.scale, mask=Mask(padding), dropout=dropout, deterministic=self.deterministic, softcap=self.softcap)
 
 
 class Blocks:

@@ -151,7 +151,7 @@ def make_pass(is_backward: bool, views: Tensors, settings: CallSettings, masks: 
         if settings.dropout_p:
             first = settings.query_offset + rows.start - front
             dropout = _dropout(q, settings.dropout_p, seed, (first, first + lists.num_queries), (keys.start, keys.stop))
-        options = Options(scale=settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic)
+        options = Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
         parts.append(_Part(keys, rows, front, backend, options))
         found.append(lists)
     return BlockPass(tuple(parts), tuple(found))
@@ -204,6 +204,7 @@ def request_of(lists: BlockLists, views: Tensors, settings: CallSettings, key_ma
         needs_grad=is_backward,
         key_mask=key_mask,
         dropout=settings.dropout_p > 0,
+        softcap=settings.softcap > 0,
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         extent=max(segment_extent(x, max(lists.num_queries, lists.num_keys)) for x in views),

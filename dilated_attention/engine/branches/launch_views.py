@@ -107,8 +107,9 @@ def launches_of(
         plain = [x for _, x in tensors]
         mask = Mask(None, problem.band)
         # the views' alignment follows from that of the tensors, which kernel_ready and the allocator ensure
+        fixed = (options.scale, problem.causal, mask, None, options.deterministic, options.softcap)
         return [
-            (launch_views.of(plain), Options(options.scale, problem.causal, mask, None, options.deterministic, launch_views.key))
+            (launch_views.of(plain), Options(*fixed, launch_views.key))
             for launch_views in _launch_views(tuple((view, x.shape, x.stride()) for view, x in tensors), limits)
         ]
     return _masked_launches(problem, tensors, call, batch_and_keys, limits)

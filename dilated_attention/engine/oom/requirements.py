@@ -100,6 +100,7 @@ def _on_tiles(x: Mapping[str, Any], pattern: DilatedPattern, setting: Adjustable
         deterministic=x["deterministic"] or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=x["precision"],
+        softcap=x["softcap"] > 0,
     )
     return tiles_passes(pattern, request, setting.batch, setting.length, needs_grad, detached=setting.detached, backend=x["backend"])
 

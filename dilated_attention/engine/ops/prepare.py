@@ -70,6 +70,7 @@ def prepare(
         key_mask=padding is not None,
         window=bool(settings.window),
         dropout=settings.dropout_p > 0,
+        softcap=settings.softcap > 0,
         deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=settings.precision,
@@ -94,7 +95,7 @@ def prepare(
     )
     call = Call(
         backend=chosen,
-        options=Options(scale=settings.scale, deterministic=request.deterministic),
+        options=Options(scale=settings.scale, deterministic=request.deterministic, softcap=settings.softcap),
         query_offset=settings.query_offset,
         padding=padding,
         dropout_p=settings.dropout_p,

@@ -27,6 +27,7 @@ class CallSettings(NamedTuple):
         detached: no gradient through the mixing weights of the branches.
         needs_grad: a backward will follow.
         strategy: "auto", or "fused" to run branches in chunks with one merge each on any device, as "auto" does on a GPU.
+        softcap: c of scores c·tanh(s/c); 0 for plain scores.
         sharding: the additional settings of a distributed call; () in one process.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
@@ -42,6 +43,7 @@ class CallSettings(NamedTuple):
     backend: str
     precision: str
     strategy: str
+    softcap: float
     sharding: tuple[Any, ...]
     scale: float
     dropout_p: float

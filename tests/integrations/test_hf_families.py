@@ -1,0 +1,271 @@
+"""Families of transformers models on every registered name, with dense settings: logits, loss and all gradients are eager's.
+
+In float64 to 1e-10, on one process and on 2, 3, 4 and 8, under activation checkpointing, LoRA, FSDP2 and torch.compile. The table of
+docs/huggingface.md is made here: ``python -m tests.integrations.test_hf_families`` prints it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.sharding.layout import positions_of
+from dilated_attention.integrations.huggingface import configure, register, shard_inputs
+from dilated_attention.pattern import LocalWindow
+from tests.helpers.pool import patience, pool_of
+from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
+    DECODER,
+    N,
+    bert,
+    gemma2,
+    gpt_oss,
+    llama,
+    mistral,
+    on,
+    padded,
+    qwen2,
+    qwen3,
+    registered,
+    seeded,
+    tokens,
+)
+
+transformers = pytest.importorskip("transformers")
+
+DENSE: dict[str, Any] = {"segment_lengths": [4096], "dilation_rates": [1], "pattern": LocalWindow((None, None))}
+NAMES = ("dilated", "block_sparse", "ring_dilated")
+TOLERANCE = 1e-10
+
+
+def gemma3() -> Any:
+    more = {"head_dim": 8, "sliding_window": 11, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    return seeded(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**{**DECODER, **more}))
+
+
+def phi3() -> Any:
+    return seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**{**DECODER, "sliding_window": 11}))
+
+
+def modernbert() -> Any:
+    shape = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
+    more = {"local_attention": 10, "global_attn_every_n_layers": 2, "reference_compile": False}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    config = transformers.ModernBertConfig(**{**shape, **more, **special})
+    return seeded(transformers.ModernBertForMaskedLM, config)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose layers ask for the same. ``label`` and ``layers`` are columns of the page."""
+
+    make: Callable[[], Any]
+    label: str
+    layers: str
+    is_causal: bool = True
+
+
+FAMILIES = {
+    "llama": Family(llama, "Llama, SmolLM, Yi", "grouped keys"),
+    "mistral": Family(mistral, "Mistral", "windows"),
+    "phi3": Family(phi3, "Phi 3 and 4", "windows, joint projection"),
+    "qwen2": Family(qwen2, "Qwen 2", "windows in some layers"),
+    "qwen3": Family(qwen3, "Qwen 3", "windows in some layers, normed heads"),
+    "gemma2": Family(gemma2, "Gemma 2", "windows in turns, softcap"),
+    "gemma3": Family(gemma3, "Gemma 3 (text)", "windows in turns, normed heads"),
+    "gpt_oss": Family(gpt_oss, "gpt-oss", "windows in turns, sinks, experts"),
+    "bert": Family(bert, "BERT", "encoder", is_causal=False),
+    "modernbert": Family(modernbert, "ModernBERT", "encoder, windows in some layers", is_causal=False),
+}
+DECODERS = tuple(name for name, family in FAMILIES.items() if family.is_causal)
+
+
+@pytest.fixture(autouse=True)
+def dense(registered: None) -> None:  # noqa: F811
+    register(**DENSE)
+
+
+def inputs(variant: str) -> dict[str, Any]:
+    if variant == "packed":
+        # three documents in one row, told by positions that begin again
+        return {"input_ids": tokens(1), "position_ids": torch.cat([torch.arange(n) for n in (13, 30, 7)])[None], "use_cache": False}
+    return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
+
+
+def results(model: Any, given: dict[str, Any], real: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> dict[str, Any]:
+    """Logits of real positions, and the gradients of a weighted sum of them by the parameters' names."""
+    logits = model(**given).logits
+    if weights is None:
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
+    real = torch.ones(logits.shape[:2], dtype=torch.bool) if real is None else real.bool()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad((logits * weights * real[..., None]).sum(), list(parameters.values()), allow_unused=True)
+    gradients = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+    return {"logits": logits.detach()[real], **gradients}
+
+
+def error(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest error, relative where a result is above 1; a missing result is an error."""
+    assert found.keys() == expected.keys() and any("proj" in name or "query" in name or "Wqkv" in name for name in found)
+    return max(float((found[name] - wanted).abs().max()) / max(1.0, float(wanted.abs().max())) for name, wanted in expected.items())
+
+
+@pytest.mark.parametrize("variant", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process(family: str, name: str, variant: str) -> None:
+    """Without torch.distributed a ring has one process."""
+    if variant == "packed" and not FAMILIES[family].is_causal:
+        pytest.skip("transformers finds packed documents in decoders alone")
+    model, given = FAMILIES[family].make(), inputs(variant)
+    expected = results(on(model, "eager"), given, given.get("attention_mask"))
+    if name == "ring_dilated" and variant == "packed":
+        # positions of a shard may begin again because it is one: the bounds of the whole say what is packed
+        bounds = torch.tensor([0, 13, 43, 50], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "max_length_k": 30}
+    assert error(results(on(model, name), given, given.get("attention_mask")), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_the_loss_and_activation_checkpointing(family: str) -> None:
+    """transformers computes its losses in float32."""
+    model, ids = FAMILIES[family].make(), tokens()
+    found = []
+    for name in ("eager", *NAMES):
+        on(model, name).train()
+        for checkpointed in (False, True):
+            if checkpointed:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            found.append({"loss": loss.detach()[None], **{key: p.grad for key, p in model.named_parameters()}})
+        model.gradient_checkpointing_disable()
+    assert max(error(each, found[0]) for each in found[1:]) <= 1e-6
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_low_rank_adapters(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    target = ["qkv_proj", "o_proj"] if family == "phi3" else ["q_proj", "v_proj"]
+    torch.manual_seed(1)
+    model = peft.get_peft_model(FAMILIES[family].make(), peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False)).double()
+    # experts of gpt-oss are no module of peft's, and stay frozen
+    expected = results(on(model, "eager"), inputs("padded"), padded("right"))
+    assert len(expected) == 1 + 2 * 2 * 2 and all("lora" in name for name in expected if name != "logits")
+    for name in NAMES:
+        assert error(results(on(model, name), inputs("padded"), padded("right")), expected) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_compiled(family: str) -> None:
+    given = inputs("padded")
+    model = FAMILIES[family].make()
+    expected = results(on(model, "eager"), given, padded("right"))
+    for name in NAMES:
+        torch._dynamo.reset()
+        compiled = torch.compile(on(model, name), backend="aot_eager")
+        found = results(compiled, given, padded("right"))
+        assert error({key.removeprefix("_orig_mod."): x for key, x in found.items()}, expected) <= TOLERANCE
+
+
+# ---- processes
+
+
+def errors_on_a_ring(rank: int, world: int, families: tuple[str, ...], layout: str) -> dict[str, float]:
+    """Of this rank's logits, and of the gradients' sums over the ranks."""
+    register(**DENSE, layout=layout, timeout=patience())
+    errors = {}
+    for family in families:
+        model, whole = FAMILIES[family].make(), {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}
+        weights = torch.randn(2, 49, model.config.vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        mine = positions_of(49, rank, world, layout, None)
+        expected = results(on(model, "eager"), whole, whole["attention_mask"], weights)
+        shard = shard_inputs(whole, layout=layout)
+        real = whole["attention_mask"][:, mine]
+        found = results(on(model, "ring_dilated"), shard, real, weights[:, mine])
+        for name in sorted(found.keys() - {"logits"}):
+            dist.all_reduce(found[name])
+        kept = torch.zeros(2, 49, dtype=torch.bool)
+        kept[:, mine] = True
+        # a zero more, since all of a rank's rows may be padding
+        expected["logits"] = _with_zero(expected["logits"][kept[whole["attention_mask"].bool()]])
+        errors[family] = error({**found, "logits": _with_zero(found["logits"])}, expected)
+    return errors
+
+
+def _with_zero(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.flatten(), x.new_zeros(1)])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (8, "contiguous")])
+def test_processes_share_a_sequence(world: int, layout: str) -> None:
+    """49 positions, with 2 heads of keys for up to 8 processes."""
+    families = tuple(FAMILIES) if world < 8 else ("llama", "gemma2", "gpt_oss")
+    for errors in pool_of(world).run(errors_on_a_ring, families, layout):
+        assert errors.keys() == set(families) and max(errors.values()) <= TOLERANCE, errors
+
+
+def errors_of_fsdp(rank: int, world: int, families: tuple[str, ...]) -> dict[str, float]:
+    """Two sequences of two processes each; parameters sharded over all four."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
+    register(**DENSE, mesh=mesh["cp"], timeout=patience())
+    row, errors = mesh.get_local_rank("dp"), {}
+    for family in families:
+        model, ids = FAMILIES[family].make(), tokens(2, 49)
+        weights = torch.randn(2, 49, model.config.vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        expected = results(on(copy.deepcopy(model), "eager"), {"input_ids": ids}, weights=weights)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(on(model, "ring_dilated"))
+        shard = shard_inputs({"input_ids": ids[row : row + 1]}, mesh=mesh["cp"])
+        mine = positions_of(49, mesh.get_local_rank("cp"), world // 2, "contiguous", None)
+        logits = model(**shard).logits
+        # FSDP2 takes the mean over all processes
+        (logits * weights[row : row + 1, mine] * world).sum().backward()
+        found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        expected["logits"] = expected["logits"].view(2, 49, -1)[row, mine]
+        errors[family] = error({"logits": logits.detach()[0], **found}, expected)
+    return errors
+
+
+@pytest.mark.distributed
+def test_parameters_sharded_over_four_processes() -> None:
+    families = ("llama", "gemma2", "gpt_oss")
+    for errors in pool_of(4).run(errors_of_fsdp, families):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+# ---- the page
+
+
+def table() -> str:
+    """What the tests above hold, a row for each family."""
+    rows = ["| family | its layers have | one process | 2, 3 and 4 processes |", "|---|---|---|---|"]
+    names = ", ".join(f"`{name}`" for name in NAMES)
+    return "\n".join([*rows, *(f"| {family.label} | {family.layers} | {names} | `ring_dilated` |" for family in FAMILIES.values())])
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    assert table() in page, f"put this into docs/huggingface.md:\n{table()}"
+
+
+def test_models_that_keep_their_own_attention_are_refused() -> None:
+    config = transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=N, rotary_dim=4)
+    with pytest.raises(ValueError, match="computes its attention itself"):
+        configure(transformers.GPTJForCausalLM(config), **DENSE)
+
+
+if __name__ == "__main__":
+    print(table())
