@@ -90,7 +90,7 @@ def op_arguments(index: int, with_branches: bool, *, requires_grad: bool) -> tup
         needs_grad=requires_grad,
         backend=given.get("backend", "auto"),
     )
-    return (q, k, v, given.get("mask"), given.get("cu"), given.get("seed"), kept, *call.arguments())
+    return (q, k, v, given.get("mask"), given.get("cu"), given.get("seed"), kept, given.get("sinks"), *call.arguments())
 
 
 def ops(with_branches: bool) -> tuple[Any, Any]:

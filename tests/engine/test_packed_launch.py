@@ -110,7 +110,7 @@ def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -
     wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), (q, k, v))
 
     given = arguments.Options(is_causal, True, False, 0, 0.0, None, "by_bounds")
-    settings = arguments.checked_settings(q, k, v, (None, None), arguments.DENSE, None, (), given)._replace(query_offset=first)
+    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)._replace(query_offset=first)
     mine = [x[:, first:last].detach() for x in (dout, q, out)]
     keys = k.detach(), v.detach()
     shape, call = prepare(False, (mine[1], *keys), WHOLE, settings, None, documents, None, 60)
@@ -161,7 +161,7 @@ def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, 
         monkeypatch.setattr(packed, "_heads_at_once", lambda *_: 3)
 
     given = arguments.Options(is_causal, True, False, 0, 0.0, None, "by_bounds")
-    settings = arguments.checked_settings(q, k, v, (None, None), arguments.DENSE, None, (), given)._replace(
+    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)._replace(
         query_offset=first, detached=mixing == "detached"
     )
     kv = torch.cat((k, v), -1).detach()

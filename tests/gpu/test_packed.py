@@ -63,7 +63,7 @@ def test_a_range_of_queries(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = torch.cat((k, v), -1).chunk(2, -1)
     some_dout, some_q, some_out = (y[:, first:last].to(BF16).contiguous() for y in (dout, q, out.detach()))
     given = arguments.Options(is_causal, True, False, 0, 0.0, None, "flash3")
-    settings = arguments.checked_settings(some_q, *kv, (None, None), arguments.DENSE, None, (), given)._replace(
+    settings = arguments.checked_settings(some_q, *kv, (None, None, None), arguments.DENSE, None, (), given)._replace(
         query_offset=first, detached=mixing == "detached"
     )
     shape, call = prepare(False, (some_q, *kv), pattern, settings, None, ((0, N),), None, N)

@@ -1,6 +1,7 @@
 """Block lists on dense kernels: query blocks with equally many keys form a batch of dense problems of equal size.
 
-A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back.
+A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back. Blocks
+with masked pairs are pieces of their own: a kernel with a mask is slower, and under causality every query block has one such key block.
 Memory: one copy of the inputs, heads first, and one piece. A dense kernel is a pair of functions of queries (P, L, G, D), keys and
 values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
 """
@@ -15,6 +16,7 @@ import torch
 from dilated_attention.backends.base import Options
 from dilated_attention.backends.block_lists import WORD, BlockLists
 from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
 
 # bytes of keys, values and pairs of one piece. On a CPU a piece is about as large as the caches (between 2 and 64 MiB the difference is
@@ -31,6 +33,7 @@ class GatherProblems:
         heads, kv_heads: (1 or P, G) and (1 or P, K) heads of each problem.
         entries: (P, blocks) indices of ``columns`` in the lists.
         has_pairs: whether some pairs in its blocks are masked.
+        is_second: whether another piece has computed the rest of these rows; the results are then merged or added.
     """
 
     batch: torch.Tensor
@@ -42,6 +45,7 @@ class GatherProblems:
     num_queries: int
     num_keys: int
     has_pairs: bool
+    is_second: bool
 
 
 class GatheringBackend(ContainedBackend):
@@ -61,6 +65,8 @@ class GatheringBackend(ContainedBackend):
         for piece in pieces(q, k, lists, options):
             inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
             part_out, part_lse = self.forward(*inputs, masks.options(piece), masks.pairs(piece))
+            if piece.is_second:
+                merge_(part_out, part_lse.transpose(1, 2), _taken(out, lists, piece), _taken(_one_dim(lse), lists, piece)[..., 0])
             _put(out, part_out, lists, piece)
             _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
         return out, lse
@@ -94,6 +100,8 @@ class GatheringBackend(ContainedBackend):
             part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
             part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
             dq_share, dk_share, dv_share = self.backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+            if piece.is_second:
+                dq_share = dq_share + _taken(dq, lists, piece)
             _put(dq, dq_share.to(q.dtype), lists, piece)
             dk.add(dk_share, piece)
             dv.add(dv_share, piece)
@@ -105,64 +113,75 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
     assert not options.causal and options.mask.band is None, "block lists already include causality and the window"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
-    starts, num_keys = lists.row_starts.long().cpu(), _keys_of_rows(lists).cpu()
-    masked = _rows_with_pairs(lists, options.mask.padding).expand(B, -1).cpu()
     together = lists.num_heads == 1
     budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
-    # dropout by position takes one set of heads for all problems of a piece
-    for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
-        batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
-        index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
-        # one number encodes all that must be equal in a piece: the keys, whether pairs are masked, whether it is the ragged last block
-        kind = num_keys[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
-        order = kind.argsort(stable=True)
-        kinds, members = kind[order].unique_consecutive(return_counts=True)
-        for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
-            S, has_pairs, L = value // 4, bool(value & 2), last if value & 1 else lists.q_block
-            if S == 0:
-                continue
-            size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
-            for part in group.split(max(1, budget // size)):
-                entries = (starts[index[part], None] + torch.arange(-(-S // lists.k_block))).to(device)
-                head = torch.arange(H)[None] if together else heads[part, None]
-                kv_head = torch.arange(K)[None] if together else head // (H // K)
-                yield GatherProblems(
-                    batch=batch[part].to(device),
-                    rows=rows[part].to(device),
-                    heads=head.to(device),
-                    kv_heads=kv_head.to(device),
-                    columns=lists.columns[entries].long(),
-                    entries=entries,
-                    num_queries=L,
-                    num_keys=S,
-                    has_pairs=has_pairs,
-                )
+    done = torch.zeros(lists.num_groups * R, dtype=torch.bool)
+    for entries_of, starts, num_keys, masked in _parts(lists, options.mask.padding, splits=q.dtype in (torch.float32, torch.float64)):
+        masked = masked.expand(B, -1)
+        # dropout by position takes one set of heads for all problems of a piece
+        for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
+            batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
+            index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
+            # one number encodes all that must be equal in a piece: the keys, whether another piece has the rest of the row, whether pairs
+            # are masked, whether it is the ragged last block
+            kind = num_keys[index] * 8 + done[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
+            order = kind.argsort(stable=True)
+            kinds, members = kind[order].unique_consecutive(return_counts=True)
+            for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
+                S, has_pairs, L = value // 8, bool(value & 2), last if value & 1 else lists.q_block
+                if S == 0:
+                    continue
+                size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
+                for part in group.split(max(1, budget // size)):
+                    entries = entries_of[starts[index[part], None] + torch.arange(-(-S // lists.k_block))].to(device)
+                    head = torch.arange(H)[None] if together else heads[part, None]
+                    kv_head = torch.arange(K)[None] if together else head // (H // K)
+                    yield GatherProblems(
+                        batch=batch[part].to(device),
+                        rows=rows[part].to(device),
+                        heads=head.to(device),
+                        kv_heads=kv_head.to(device),
+                        columns=lists.columns[entries].long(),
+                        entries=entries,
+                        num_queries=L,
+                        num_keys=S,
+                        has_pairs=has_pairs,
+                        is_second=bool(value & 4),
+                    )
+        done |= num_keys > 0
 
 
-def _keys_of_rows(lists: BlockLists) -> torch.Tensor:
-    """Returns (groups · rows,) int64: the number of keys in each row's blocks; the last key block may be shorter."""
-    last = lists.num_columns - 1
-    sizes = torch.where(lists.columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
-    return _sum_rows(lists, sizes[None])[0]
+def _parts(
+    lists: BlockLists, padding: torch.Tensor | None, *, splits: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yields parts of the entries: their indices, row after row; each row's first one among these; its number of keys; is it masked.
 
-
-def _rows_with_pairs(lists: BlockLists, padding: torch.Tensor | None) -> torch.Tensor:
-    """Returns bool (B or 1, groups · rows): whether a block of the row has a mask or padding."""
-    special = torch.zeros_like(lists.columns, dtype=torch.bool) if lists.masks is None else lists.masks >= 0
-    special = special[None]
-    if padding is not None:
-        room = lists.num_columns * lists.k_block - lists.num_keys
-        padded = torch.nn.functional.pad(padding, (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
-        special = special | padded[:, lists.columns.long()]
-    return _sum_rows(lists, special) > 0
-
-
-def _sum_rows(lists: BlockLists, values: torch.Tensor) -> torch.Tensor:
-    """Sums (…, entries) over each row's entries, in int64."""
-    sums = torch.nn.functional.pad(values.long().cumsum(-1), (1, 0))
-    return sums[:, lists.row_starts.long()].diff()
+    Args:
+        splits: blocks without masked pairs are a part of their own, if padding does not mask pairs by batch entry.
+    """
+    num_rows, last = lists.num_groups * lists.num_rows, lists.num_columns - 1
+    row, columns = lists.row_of_entry.long().cpu(), lists.columns.cpu()
+    sizes = torch.where(columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
+    special = torch.zeros_like(columns, dtype=torch.bool) if lists.masks is None else lists.masks.cpu() >= 0
+    everything = torch.arange(columns.shape[0])
+    if padding is None and splits:
+        parts = [(everything[~special], torch.zeros((1, 1), dtype=torch.bool)), (everything[special], torch.ones((1, 1), dtype=torch.bool))]
+    else:
+        flags = special[None]
+        if padding is not None:
+            room = lists.num_columns * lists.k_block - lists.num_keys
+            padded = torch.nn.functional.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
+            flags = flags | padded[:, columns.long()]
+        masked = torch.zeros((flags.shape[0], num_rows), dtype=torch.int64).index_add_(1, row, flags.long()) > 0
+        parts = [(everything, masked)]
+    for entries, masked in parts:
+        if not entries.numel():
+            continue
+        count = torch.bincount(row[entries], minlength=num_rows)
+        keys = torch.zeros(num_rows, dtype=torch.int64).index_add_(0, row[entries], sizes[entries].long())
+        yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
 
 
 def _one_dim(lse: torch.Tensor) -> torch.Tensor:
@@ -205,6 +224,14 @@ class _Blocks:
         found = self.scratch[: index.numel()]
         torch.index_select(self.flat, 0, index.flatten(), out=found)
         return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
+
+
+def _taken(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> torch.Tensor:
+    """Returns (P, L, G, D) of the query blocks of x (B, N, H, D)."""
+    whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
+    if piece.num_queries == block:
+        return x[:, : whole * block].unflatten(1, (whole, block))[batch, piece.rows[:, None], :, piece.heads].transpose(1, 2)
+    return x[:, whole * block :][batch, :, piece.heads].transpose(1, 2)
 
 
 def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> None:
