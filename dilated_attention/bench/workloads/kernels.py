@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from dilated_attention.backends.merge import merge_weights
 from dilated_attention.bench.accuracy.correctness import BOUNDS
 from dilated_attention.bench.accuracy.correctness import wrong as beyond
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import geometric
 from dilated_attention.engine.branches import branch_buffers as layered
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
-from dilated_attention.engine.branches.merge import has_kernels, merge_onto, merge_weights
+from dilated_attention.engine.branches.merge import has_kernels, merge_onto
 from dilated_attention.functional.fused_norm_linear_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
 
