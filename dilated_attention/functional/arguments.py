@@ -225,6 +225,7 @@ def checked_settings(
         backend=options.backend,
         precision=options.precision,
         strategy=options.strategy,
+        has_sinks=masks[2] is not None,
         softcap=0.0 if options.softcap is None else check.check_positive("softcap", options.softcap),
         sharding=sharding,
         scale=scale,

@@ -154,6 +154,8 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BASE, {"mixture_grad": "detached"}, "mixture_grad: .* have exact, rank 2 has detached"),
     (BASE, {"is_causal": True}, "is_causal: .* have False, rank 2 has True"),
     (BASE, {"scale": 0.5}, r"scale: .* rank 2 has 0\.5"),
+    (BASE, {"softcap": 0.5}, r"softcap: .* have None, rank 2 has 0\.5"),
+    (BASE, {"sinks": torch.zeros(4)}, "sinks: .* have None, rank 2 has given"),
     (BASE, {"dropout_p": 0.5}, r"dropout_p: .* rank 2 has 0\.5"),
     (BASE, {"deterministic": True}, "deterministic: .* rank 2 has True"),
     (BASE, {"leaf": True}, "requires_grad: .* have False, rank 2 has True"),

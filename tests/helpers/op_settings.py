@@ -18,6 +18,7 @@ PLAIN = CallSettings(
     precision="native",
     strategy="auto",
     softcap=0.0,
+    has_sinks=False,
     sharding=(),
     scale=0.5,
     dropout_p=0.0,

@@ -150,6 +150,8 @@ def _agreed_length(members: Members, tensors: Tensors, masks: RingBlockMasks, ar
             "block_size": str(pattern.block_size),
             "is_causal": settings.is_causal,
             "scale": settings.scale,
+            "softcap": settings.softcap or "None",
+            "sinks": "given" if settings.has_sinks else "None",
             "dropout_p": settings.dropout_p,
             "deterministic": settings.deterministic,
             "requires_grad": settings.needs_grad,

@@ -94,6 +94,8 @@ def agreed_length(
             "window": str(list(settings.window) or None),
             "is_causal": settings.is_causal,
             "scale": settings.scale,
+            "softcap": settings.softcap or "None",
+            "sinks": "given" if settings.has_sinks else "None",
             "dropout_p": settings.dropout_p,
             "mixture_grad": "detached" if settings.detached else "exact",
             "deterministic": settings.deterministic,

@@ -28,6 +28,7 @@ class CallSettings(NamedTuple):
         needs_grad: a backward will follow.
         strategy: "auto", or "fused" to run branches in chunks with one merge each on any device, as "auto" does on a GPU.
         softcap: c of scores c·tanh(s/c); 0 for plain scores.
+        has_sinks: the heads have sinks.
         sharding: the additional settings of a distributed call; () in one process.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
@@ -44,6 +45,7 @@ class CallSettings(NamedTuple):
     precision: str
     strategy: str
     softcap: float
+    has_sinks: bool
     sharding: tuple[Any, ...]
     scale: float
     dropout_p: float
