@@ -64,6 +64,8 @@ def attend(
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds, is_guess = _bounds_of(cu_seq_lens_q, cu_seq_lens_k), False
+    elif bounds is None and settings.kind != "ring_dilated":
+        refusals.check_untold_packing(name, module, mask, kwargs.get("position_ids"))
     if window is not None:
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:

@@ -128,6 +128,25 @@ def check_shards(
         )
 
 
+def check_untold_packing(name: str, module: torch.nn.Module, mask: KeyMask, position_ids: Any) -> None:
+    """Refuses positions that begin again where neither the mask nor bounds say so; gpt-oss makes its masks without positions.
+
+    It reads the positions once a forward, in the first layer.
+    """
+    if getattr(module, "layer_idx", None) not in (None, 0) or torch.compiler.is_compiling():
+        return
+    if mask.padding is not None or mask.query_offset:
+        return
+    # positions of images have three dimensions, and repeat
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or position_ids.is_meta:
+        return
+    if bool((position_ids[:, 1:] == 0).any()):
+        raise ValueError(
+            f"attention {name!r}: position_ids begin again, and the masks that this model makes do not keep its documents apart; "
+            "expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row"
+        )
+
+
 def warn_of_windows_only(name: str, config: Any) -> None:
     """Warns, once, that the setting has no effect because every layer has a sliding window."""
     if torch.compiler.is_compiling():

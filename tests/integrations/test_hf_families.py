@@ -303,6 +303,15 @@ def test_the_page_has_the_table() -> None:
     assert table() in page, f"put this into docs/huggingface.md:\n{table()}"
 
 
+def test_packed_documents_that_the_masks_do_not_tell_are_refused() -> None:
+    """eager lets them see each other."""
+    model, given = gpt_oss(), inputs("packed")
+    for name in ("dilated", "block_sparse"):
+        with pytest.raises(ValueError, match="position_ids begin again, and the masks that this model makes"):
+            on(model, name)(**given)
+        on(model, name)(given["input_ids"], position_ids=torch.arange(N)[None])
+
+
 def test_models_that_keep_their_own_attention_are_refused() -> None:
     config = transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=N, rotary_dim=4)
     with pytest.raises(ValueError, match="computes its attention itself"):
