@@ -14,7 +14,7 @@ class AttentionMaps(ABC):
     """Adds the maps to a module that takes projected queries and keys."""
 
     @abstractmethod
-    def _map_arguments(self) -> dict[str, Any]:
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the module's settings as arguments of both functions."""
 
     def attention_map(
@@ -40,7 +40,7 @@ class AttentionMaps(ABC):
         return attention_map(
             query,
             key,
-            **self._map_arguments(),
+            **self._map_arguments(query),
             query_rows=query_rows,
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,
@@ -75,7 +75,7 @@ class AttentionMaps(ABC):
         return attention_received(
             query,
             key,
-            **self._map_arguments(),
+            **self._map_arguments(query),
             query_weights=query_weights,
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,

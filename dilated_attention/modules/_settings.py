@@ -42,7 +42,7 @@ def changed(settings: Any, **defaults: Any) -> list[str]:
 class KernelSettings(nn.Module):
     """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``."""
 
-    sinks: nn.Parameter | None
+    sinks: nn.Parameter | nn.UninitializedParameter | None
 
     def __init__(
         self, scale: float | None, dropout: float, deterministic: bool, backend: str, sinks: bool, num_heads: int | None
@@ -54,24 +54,34 @@ class KernelSettings(nn.Module):
         self.deterministic = check.check_bool("deterministic", deterministic)
         registry.check_name(backend)
         self.backend = backend
-        if check.check_bool("sinks", sinks) != (num_heads is not None):
-            raise ValueError(
-                f"sinks is {sinks} and num_heads is {num_heads}; a head has one sink: give both sinks=True and num_heads=, or neither"
-            )
-        self.sinks = None if num_heads is None else nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1)))
+        if num_heads is not None and not check.check_bool("sinks", sinks):
+            raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
+        self.sinks = None
+        if sinks:
+            # as of torch's lazy modules: the first call, or a loaded state, says how many heads there are
+            lazy = nn.UninitializedParameter()
+            self.sinks = lazy if num_heads is None else nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1)))
+            self.register_load_state_dict_pre_hook(_make_loaded_sinks)
 
     def reset_parameters(self) -> None:
         """Sets the sinks to 0, if there are any."""
-        if self.sinks is not None:
+        if self.sinks is not None and not isinstance(self.sinks, nn.UninitializedParameter):
             nn.init.zeros_(self.sinks)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _sinks_for(self, query: Any) -> Any:
+        """Returns the sinks, which are made here if the number of heads was not known before."""
+        if isinstance(self.sinks, nn.UninitializedParameter) and isinstance(query, torch.Tensor) and query.ndim == 4:
+            self.sinks.materialize((query.shape[2],))
+            self.reset_parameters()
+        return self.sinks
+
+    def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         return {
             "scale": self.scale,
             "dropout_p": self.dropout if self.training else 0.0,
             "deterministic": self.deterministic,
             "backend": self.backend,
-            "sinks": self.sinks,
+            "sinks": self._sinks_for(query),
         }
 
     def _changed(self) -> list[str]:
@@ -79,6 +89,13 @@ class KernelSettings(nn.Module):
 
     def _shown_sinks(self) -> list[str]:
         return [] if self.sinks is None else ["sinks=True"]
+
+
+def _make_loaded_sinks(module: KernelSettings, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes sinks of the size of those that are about to be loaded."""
+    loaded = state.get(f"{prefix}sinks")
+    if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
+        module.sinks.materialize(loaded.shape)
 
 
 class DilatedSettings(KernelSettings):
@@ -112,7 +129,7 @@ class DilatedSettings(KernelSettings):
         """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
-    def _branch_arguments(self) -> dict[str, Any]:
+    def _branch_arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
         pattern = self._pattern
         return {
@@ -122,11 +139,11 @@ class DilatedSettings(KernelSettings):
             "head_offsets": pattern.head_offsets,
             "branch_heads": pattern.branch_heads,
             "tail": pattern.tail,
-            "sinks": self.sinks,
+            "sinks": self._sinks_for(query),
         }
 
-    def _arguments(self) -> dict[str, Any]:
-        return self._branch_arguments() | super()._arguments() | {"mixture_grad": self.mixture_grad}
+    def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return self._branch_arguments(query) | super()._arguments(query) | {"mixture_grad": self.mixture_grad}
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""

@@ -34,7 +34,7 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
         sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
-        num_heads: H, with ``sinks``.
+        num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -105,7 +105,7 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
             key,
             value,
             self._pattern,
-            **self._arguments(),
+            **self._arguments(query),
             is_causal=is_causal,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
@@ -113,8 +113,8 @@ class BlockSparseAttention(AttentionMaps, KernelSettings):
             return_lse=return_lse,
         )
 
-    def _map_arguments(self) -> dict[str, Any]:
-        return {"pattern": self._pattern, "scale": self.scale, "sinks": self.sinks}
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return {"pattern": self._pattern, "scale": self.scale, "sinks": self._sinks_for(query)}
 
     def extra_repr(self) -> str:
         """The pattern, and every setting that differs from its default."""
@@ -196,7 +196,7 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
         return_lse: bool = False,
     ) -> Any:
         """Computes the attention. Arguments, results and errors are those of ``BlockSparseAttention``."""
-        settings = self._arguments()
+        settings = self._arguments(query)
         del settings["mixture_grad"]
         return block_sparse_dilated_attention(
             query,
@@ -211,8 +211,8 @@ class BlockSparseDilatedAttention(AttentionMaps, DilatedSettings):
             return_lse=return_lse,
         )
 
-    def _map_arguments(self) -> dict[str, Any]:
-        return {**self._branch_arguments(), "pattern": self._block_pattern}
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return {**self._branch_arguments(query), "pattern": self._block_pattern}
 
     def extra_repr(self) -> str:
         """The branches, the blocks, and every setting that differs from its default."""

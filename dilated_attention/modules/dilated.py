@@ -34,7 +34,7 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
         sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
-        num_heads: H, with ``sinks``.
+        num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.
         precision: ``"native"`` · ``"fp8"``: 8-bit products, without gradients, on Hopper.
 
     Raises:
@@ -112,7 +112,7 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
             query,
             key,
             value,
-            **self._arguments(),
+            **self._arguments(query),
             is_causal=is_causal,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
@@ -121,8 +121,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
             precision=self.precision,
         )
 
-    def _map_arguments(self) -> dict[str, Any]:
-        return self._branch_arguments()
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return self._branch_arguments(query)
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""

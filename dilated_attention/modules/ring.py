@@ -30,7 +30,7 @@ class RingAttention(KernelSettings):
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
         sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
-        num_heads: H, with ``sinks``.
+        num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -80,7 +80,7 @@ class RingAttention(KernelSettings):
             query,
             key,
             value,
-            **self._arguments(),
+            **self._arguments(query),
             **self.ring.arguments(),
             seq_len=seq_len,
             is_causal=is_causal,
@@ -191,7 +191,7 @@ class RingDilatedAttention(DilatedSettings):
             query,
             key,
             value,
-            **self._arguments(),
+            **self._arguments(query),
             **self.ring.arguments(),
             seq_len=seq_len,
             is_causal=is_causal,
@@ -204,7 +204,7 @@ class RingDilatedAttention(DilatedSettings):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
         """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
-        out: torch.Tensor = dilated_attention(query, key, value, **self._arguments(), is_causal=is_causal, query_offset=query_offset)
+        out: torch.Tensor = dilated_attention(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
         return out
 
     def extra_repr(self) -> str:

@@ -92,7 +92,7 @@ class RingBlockSparseAttention(KernelSettings):
             value,
             self._pattern,
             **_ring_arguments(self.ring),
-            **self._arguments(),
+            **self._arguments(query),
             seq_len=seq_len,
             is_causal=is_causal,
             cu_seqlens=cu_seqlens,
@@ -106,7 +106,7 @@ class RingBlockSparseAttention(KernelSettings):
     ) -> torch.Tensor:
         """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.forward_unsharded``."""
         out: torch.Tensor = block_sparse_attention(
-            query, key, value, self._pattern, **self._arguments(), is_causal=is_causal, query_offset=query_offset
+            query, key, value, self._pattern, **self._arguments(query), is_causal=is_causal, query_offset=query_offset
         )
         return out
 
@@ -196,7 +196,7 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
         return_lse: bool = False,
     ) -> Any:
         """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        settings = self._arguments()
+        settings = self._arguments(query)
         del settings["mixture_grad"]
         return ring_block_sparse_dilated_attention(
             query,

@@ -292,6 +292,12 @@ def test_modules_without_projections(name: str) -> None:
     other.reset_parameters()
     assert other.sinks is not None and not other.sinks.any()
     assert CORES[name]().sinks is None and "sinks" not in repr(CORES[name]())
+    # the number of heads comes with the first call, or with what is loaded
+    lazy, loaded = CORES[name](sinks=True).double(), CORES[name](sinks=True).double()
+    check_close((lazy(q, k, v),), (plain(m, q, k, v, torch.zeros_like(sinks))[0],))
+    assert lazy.sinks is not None and lazy.sinks.dtype is torch.float64 and not lazy.sinks.any()
+    loaded.load_state_dict(module.state_dict())
+    assert torch.equal(loaded(q, k, v), out)
 
 
 @pytest.mark.parametrize("name", MULTIHEAD)
@@ -371,9 +377,10 @@ def test_settings_that_do_not_fit() -> None:
         da.dilated_attention(q, k, v, [16], [1], mixture_grad="detached", sinks=sinks)
     with pytest.raises(ValueError, match="sinks=True with mixture_grad='detached'"):
         da.MultiheadDilatedAttention(32, 4, [16], [1], mixture_grad="detached", sinks=True)
-    for options in ({"sinks": True}, {"num_heads": 4}):
-        with pytest.raises(ValueError, match="give both sinks=True and num_heads=, or neither"):
-            da.DilatedAttention([16], [1], **options)
+    with pytest.raises(ValueError, match="num_heads is 4 without sinks"):
+        da.DilatedAttention([16], [1], num_heads=4)
+    with pytest.raises(ValueError, match="q has shape"):
+        da.DilatedAttention([16], [1], sinks=True)(q[0], k, v)
 
 
 # ---- kernels, interpreted
