@@ -163,6 +163,13 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert bits[5] < bits[0]
 
 
+def test_sharded_parameters_without_shared_sequences_end_as_others_do(text: Path, tmp_path: Path) -> None:
+    """The first process reports alone, and no longer asks a model of which it holds a part."""
+    printed = train(text, tmp_path / "run", "--steps", "2", "--fsdp", processes=2)
+    assert "done: validation" in printed
+    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
+
+
 def test_what_a_resumed_run_refuses(text: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     printed = train(text, tmp_path / "run", "--resume", "auto", "--context", "64", code=2)
