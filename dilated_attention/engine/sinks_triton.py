@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.block_lists import on_device
+from dilated_attention.engine.branches.merge_inplace_triton import merged_weights
 
 # elements of out that a program takes at a time
 _SIZE = 8192
@@ -23,17 +24,12 @@ def _add_kernel(out_ptr, lse_ptr, sinks_ptr, num_rows, HEAD_DIM: tl.constexpr, B
     lse_at = lse_ptr + (batch * num_heads + head) * num_rows + rows
     lse = tl.load(lse_at, mask=inside, other=-float("inf"))
     sink = tl.load(sinks_ptr + head).to(tl.float32)
-    high = tl.maximum(lse, sink)
-    high = tl.where(high == -float("inf"), 0.0, high)
-    weight = tl.exp(lse - high)
-    total = weight + tl.exp(sink - high)
-    # both are empty where the sum is 0
-    share = weight / tl.where(total == 0.0, 1.0, total)
+    merged, share, _ = merged_weights(lse, sink)
     out_at = out_ptr + ((batch * num_rows + rows[:, None]) * num_heads + head) * HEAD_DIM + columns[None, :]
     tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
     out = tl.load(out_at, mask=tile, other=0.0).to(tl.float32) * share[:, None]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=tile)
-    tl.store(lse_at, tl.where(total == 0.0, -float("inf"), high + tl.log(tl.where(total == 0.0, 1.0, total))), mask=inside)
+    tl.store(lse_at, merged, mask=inside)
 
 
 @triton.jit

@@ -70,8 +70,8 @@ def ring_dilated_attention(
         seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
         cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes.
         key_padding_mask: (B, n) bool of this process's keys, True = padding.
-        sinks: (H,), on all processes alike. A process's gradient is that of its own rows; as of every replicated parameter, the whole
-            gradient is the sum over the group.
+        sinks: (H,), on all processes alike. A process's gradient is that of its own rows; the whole gradient is the sum over the
+            group, like that of every replicated parameter.
         dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
         ranks_per_node: number of consecutive ranks of the group that share heads in ``"2d"``; None for LOCAL_WORLD_SIZE.
         timeout: seconds that an exchange may take before an error names it and its peer.

@@ -87,8 +87,9 @@ def dilated_attention(
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
-    kernels = backend, precision, mixture_grad
-    options = Options(is_causal, return_lse, deterministic, query_offset, dropout_p, scale, *kernels, softcap=softcap)
+    options = Options(
+        is_causal, return_lse, deterministic, query_offset, dropout_p, scale, backend, precision, mixture_grad, softcap=softcap
+    )
     return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options)
 
 

@@ -58,7 +58,7 @@ class KernelSettings(nn.Module):
             raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
         self.sinks = None
         if sinks:
-            # as of torch's lazy modules: the first call, or a loaded state, says how many heads there are
+            # like torch's lazy modules: the first call, or a loaded state, says how many heads there are
             lazy = nn.UninitializedParameter()
             self.sinks = lazy if num_heads is None else nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1)))
             self.register_load_state_dict_pre_hook(_make_loaded_sinks)

@@ -62,9 +62,8 @@ class Space:
         dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (
             capabilities.head_dim_multiple,
         )
-        space = cls(head_dims=dims, padding=capabilities.key_mask, window=capabilities.window, dropout=capabilities.dropout)
-        space = replace(space, softcap=capabilities.softcap)
-        return replace(space, **changes)
+        able = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap")}
+        return replace(cls(head_dims=dims, padding=capabilities.key_mask, **able), **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +225,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
         padding[: {"some": 0, "row": 1, "all": case.batch}[case.padding]] = True
         padding = padding.to(device)
     cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
-    # one that outweighs the keys, one that hardly counts, and in float32 for every other case
+    # in the inputs' dtype for every other case, else in that of lse
     sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype if case.seed % 2 else accumulation)
     return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens, sinks.to(device) if case.sinks else None)

@@ -118,7 +118,7 @@ def register_dense(**options: Any) -> None:
 
 def inputs(variant: str) -> dict[str, Any]:
     if variant == "packed":
-        # three documents in one row, told by positions that begin again
+        # three documents in one row, whose positions begin again
         positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])
         return {"input_ids": tokens(1), "position_ids": positions[None], "use_cache": False}
     return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -226,21 +227,24 @@ class _Blocks:
         return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
-def _taken(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> torch.Tensor:
-    """Returns (P, L, G, D) of the query blocks of x (B, N, H, D)."""
+def _place(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Returns a view of x (B, N, H, D) and the index in it of the piece's query blocks, (P, G, L, D)."""
     whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
     if piece.num_queries == block:
-        return x[:, : whole * block].unflatten(1, (whole, block))[batch, piece.rows[:, None], :, piece.heads].transpose(1, 2)
-    return x[:, whole * block :][batch, :, piece.heads].transpose(1, 2)
+        return x[:, : whole * block].unflatten(1, (whole, block)), (batch, piece.rows[:, None], slice(None), piece.heads)
+    return x[:, whole * block :], (batch, slice(None), piece.heads)
+
+
+def _taken(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> torch.Tensor:
+    """Returns (P, L, G, D) of the query blocks of x (B, N, H, D)."""
+    view, index = _place(x, lists, piece)
+    return view[index].transpose(1, 2)
 
 
 def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> None:
     """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
-    whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
-    if piece.num_queries == block:
-        x[:, : whole * block].unflatten(1, (whole, block))[batch, piece.rows[:, None], :, piece.heads] = values.transpose(1, 2)
-    else:
-        x[:, whole * block :][batch, :, piece.heads] = values.transpose(1, 2)
+    view, index = _place(x, lists, piece)
+    view[index] = values.transpose(1, 2)
 
 
 class _Sums:
