@@ -14,11 +14,17 @@ _SIZE = 8192
 
 
 @triton.jit
-def _add_kernel(out_ptr, lse_ptr, sinks_ptr, num_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    # batch entries and rows share the only grid dimension without a small limit
-    tiles = tl.cdiv(num_rows, ROWS)
-    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    batch, head, num_heads = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+def _place(num_rows, num_heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(batch entry, rows, head) of this program. Heads come first: programs that run at the same time then share whole rows of out."""
+    tile, tiles = tl.program_id(0) // num_heads, tl.cdiv(num_rows, ROWS)
+    return (tile // tiles).to(tl.int64), (tile % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0) % num_heads
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, sinks_ptr, num_rows, num_heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):
+    batch, rows, head = _place(num_rows, num_heads, ROWS)
     columns = tl.arange(0, BLOCK_D)
     inside = rows < num_rows
     lse_at = lse_ptr + (batch * num_heads + head) * num_rows + rows
@@ -34,12 +40,11 @@ def _add_kernel(out_ptr, lse_ptr, sinks_ptr, num_rows, HEAD_DIM: tl.constexpr, B
 
 @triton.jit
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    dout_ptr, dlse_ptr, out_ptr, lse_ptr, sinks_ptr, partial_ptr, num_rows, dout_stride_b, dout_stride_n, dout_stride_h, dout_stride_d,
-    dlse_stride_b, dlse_stride_h, dlse_stride_n, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    dout_ptr, dlse_ptr, out_ptr, lse_ptr, sinks_ptr, partial_ptr, num_rows, num_heads, dout_stride_b, dout_stride_n, dout_stride_h,
+    dout_stride_d, dlse_stride_b, dlse_stride_h, dlse_stride_n,
+    HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(num_rows, ROWS)
-    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    batch, head, num_heads = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch, rows, head = _place(num_rows, num_heads, ROWS)
     columns = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = rows < num_rows
     tile = inside[:, None] & (columns < HEAD_DIM)[None, :]
@@ -53,7 +58,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     weight = tl.exp(tl.load(sinks_ptr + head).to(tl.float32) - lse)
     # a row with lse −inf has neither keys nor a sink
     total = tl.sum(tl.where(lse == -float("inf"), 0.0, weight * share), axis=0)
-    tl.store(partial_ptr + head * tl.num_programs(0) + tl.program_id(0), total)
+    tl.store(partial_ptr + tl.program_id(0), total)
 
 
 def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
@@ -62,7 +67,7 @@ def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Non
     assert out.is_contiguous() and lse.is_contiguous()
     block, rows = _tile(N, D)
     with on_device(out.device):
-        _add_kernel[(triton.cdiv(N, rows) * B, H)](out, lse, sinks.contiguous(), N, HEAD_DIM=D, BLOCK_D=block, ROWS=rows)
+        _add_kernel[(triton.cdiv(N, rows) * B * H,)](out, lse, sinks.contiguous(), N, H, HEAD_DIM=D, BLOCK_D=block, ROWS=rows)
 
 
 def sinks_gradient(
@@ -72,14 +77,13 @@ def sinks_gradient(
     B, N, H, D = out.shape
     assert out.is_contiguous() and lse.is_contiguous()
     block, rows = _tile(N, D)
-    programs = triton.cdiv(N, rows) * B
-    partial = torch.empty((H, programs), dtype=torch.float32, device=out.device)
+    partial = torch.empty((triton.cdiv(N, rows) * B, H), dtype=torch.float32, device=out.device)
     with on_device(out.device):
-        _gradient_kernel[(programs, H)](
-            dout, lse if dlse is None else dlse, out, lse, sinks.contiguous(), partial, N, *dout.stride(),
+        _gradient_kernel[(partial.numel(),)](
+            dout, lse if dlse is None else dlse, out, lse, sinks.contiguous(), partial, N, H, *dout.stride(),
             *(0, 0, 0) if dlse is None else dlse.stride(), HAS_DLSE=dlse is not None, HEAD_DIM=D, BLOCK_D=block, ROWS=rows,
         )  # fmt: skip
-    return partial.sum(1).to(sinks.dtype)
+    return partial.sum(0).to(sinks.dtype)
 
 
 def _tile(num_rows: int, head_dim: int) -> tuple[int, int]:

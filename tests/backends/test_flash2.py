@@ -5,6 +5,7 @@ The stand-in computes in plain torch, so a swapped argument, a wrong window or a
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from collections.abc import Iterator
@@ -19,14 +20,16 @@ from dilated_attention.backends.torch_ops.math import MathBackend
 MATH = MathBackend()
 
 
-def _options(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int, right: int) -> Options:
+def _options(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int, right: int, softcap: float) -> Options:
     if causal:
         assert (left, right) == (-1, -1)
-        return Options(scale=scale, causal=True)
+        return Options(scale=scale, causal=True, softcap=softcap)
     if (left, right) == (-1, -1):
-        return Options(scale=scale)
+        return Options(scale=scale, softcap=softcap)
     diagonal = k.shape[1] - q.shape[1]
-    return Options(scale=scale, mask=Mask(band=(None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)))
+    return Options(
+        scale=scale, mask=Mask(band=(None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)), softcap=softcap
+    )
 
 
 def _flash_attn_forward(
@@ -42,8 +45,8 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
-    out, lse = MATH.forward(q, k, v, _options(q, k, softmax_scale, causal, window_size_left, window_size_right))
+    assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+    out, lse = MATH.forward(q, k, v, _options(q, k, softmax_scale, causal, window_size_left, window_size_right, softcap))
     # the kernel's own convention for a row without keys
     return out, lse.masked_fill(lse == -torch.inf, torch.inf), None, None
 
@@ -68,9 +71,9 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, True)
+    assert (dropout_p, alibi_slopes, deterministic) == (0.0, None, True)
     assert softmax_lse.is_contiguous()
-    options = _options(q, k, softmax_scale, causal, window_size_left, window_size_right)
+    options = _options(q, k, softmax_scale, causal, window_size_left, window_size_right, softcap)
     for given, share in zip((dq, dk, dv), MATH.backward(dout, q, k, v, out, softmax_lse, options), strict=True):
         given.copy_(share)
     return softmax_lse
@@ -87,7 +90,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("options", [Options(scale=0.2), Options(scale=0.2, causal=True), Options(scale=0.2, mask=Mask(band=(-3, 6)))])
+@pytest.mark.parametrize(
+    "options", [Options(scale=0.2), Options(scale=0.2, causal=True, softcap=0.4), Options(scale=0.2, mask=Mask(band=(-3, 6)))]
+)
 def test_forward_and_backward_reach_the_kernel_as_meant(options: Options) -> None:
     num_keys = 9 if options.causal else 12
     q, dout = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
@@ -96,7 +101,7 @@ def test_forward_and_backward_reach_the_kernel_as_meant(options: Options) -> Non
     expected_out, expected_lse = MATH.forward(q, k, v, options)
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
-    deterministic = Options(scale=options.scale, causal=options.causal, mask=options.mask, deterministic=True)
+    deterministic = dataclasses.replace(options, deterministic=True)
     grads = Flash2Backend().backward(dout, q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), deterministic)
     for got, want in zip(grads, MATH.backward(dout, q, k, v, out, lse, options), strict=True):
         assert torch.equal(got, want)

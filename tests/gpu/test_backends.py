@@ -60,9 +60,13 @@ def errors(case: gpu_cases.Case, backend: str) -> list[tuple[str, float, float]]
     torch.manual_seed(0)
     dout = torch.randn(q.shape, device="cuda", dtype=torch.float32).to(case.dtype)
     dlse = torch.randn(q.shape[0], case.heads, case.num_queries, device="cuda") * case.lse_grad
+    sinks = (torch.randn(case.heads, device="cuda"),) if case.sinks else ()
+    if case.softcap is not None:
+        options["softcap"] = case.softcap
 
     def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() if dtype != case.dtype else x.detach().requires_grad_() for x in (q, k, v)]
+        leaves += [x.to(torch.float64 if dtype is FP64 else torch.float32).requires_grad_() for x in sinks]
         out, lse = function(*leaves)  # type: ignore[operator]
         finite = torch.where(lse == -torch.inf, 0.0, lse)
         loss = (out.double() * dout.double()).sum() + (finite.double() * dlse.double()).sum()
@@ -70,9 +74,9 @@ def errors(case: gpu_cases.Case, backend: str) -> list[tuple[str, float, float]]
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
         return [x.double() for x in (out, lse, *grads)]
 
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if case.window is not None:
-            return attention(q, k, v, window=case.window, **options)  # type: ignore[no-any-return,arg-type]
+            return attention(q, k, v, window=case.window, sinks=sinks, **options)  # type: ignore[no-any-return,arg-type]
         pattern = case.pattern
         return dilated_attention(  # type: ignore[no-any-return]
             q,
@@ -84,17 +88,18 @@ def errors(case: gpu_cases.Case, backend: str) -> list[tuple[str, float, float]]
             branch_heads=pattern.branch_heads,
             tail=pattern.tail,
             mixture_grad=case.mixture_grad,
+            sinks=sinks,
             **options,  # type: ignore[arg-type]
         )
 
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gpu_cases.dense(case, q, k, v, padding)
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return gpu_cases.dense(case, q, k, v, padding, None if sinks is None else sinks.to(q.dtype))
 
     result, reference, exact = run(ours, case.dtype), run(plain, case.dtype), run(plain, torch.float64)
     # in float32 and float64 the order of a sum moves more units in the last place than in half precision
     eps = torch.finfo(case.dtype).eps * (1 if case.dtype in HALVES else 16)
     report = []
-    for what, x, ref, true in zip(("out", "lse", "dq", "dk", "dv"), result, reference, exact, strict=True):
+    for what, x, ref, true in zip(("out", "lse", "dq", "dk", "dv", "dsinks")[: len(exact)], result, reference, exact, strict=True):
         assert (torch.isneginf(x) == torch.isneginf(true)).all(), f"{what}: −inf in other rows"
         x, ref, true = (torch.where(torch.isneginf(true), 0.0, y) for y in (x, ref, true))
         if not x.numel():
@@ -105,7 +110,10 @@ def errors(case: gpu_cases.Case, backend: str) -> list[tuple[str, float, float]]
             # products of half-precision numbers are exact in float32, where every kernel sums them: no excuse in the dtype
             report.append((what, (x - true).abs().max().item(), 2e-4 * size))
             continue
-        if what in ("dq", "dk") and case.dtype not in HALVES:
+        if what == "dsinks":
+            # a sum over all rows of what out's rounding leaves in each
+            band = eps * max(size, (q.shape[0] * q.shape[1]) ** 0.5)
+        elif what in ("dq", "dk") and case.dtype not in HALVES:
             # dS is a difference of two sums of |dout ∘ v|: where it cancels, their rounding is what remains
             band = eps * max(size, (dout.abs().amax(dim=(1, 3)) * v.abs().amax().to(dout.dtype)).max().item() * case.head_dim**0.5)
         else:
@@ -126,7 +134,15 @@ def test_random_cases_match_float64(backend: str, dtype: torch.dtype, head_dim: 
     worst: dict[str, float] = {}
     for index in range(max(1, count * CASES // 100)):
         case = gpu_cases.draw(
-            rng, [head_dim], [dtype], key_mask=facts.key_mask, window=facts.window, ratios=ratios, branches=branches, plain_shapes=plain
+            rng,
+            [head_dim],
+            [dtype],
+            key_mask=facts.key_mask,
+            window=facts.window,
+            softcap=facts.softcap,
+            ratios=ratios,
+            branches=branches,
+            plain_shapes=plain,
         )
         try:
             report = errors(case, backend)

@@ -51,7 +51,7 @@ def takes(name: str, problem: Problem, *, needs_grad: bool) -> list[str]:
     request = AttentionRequest(
         hardware=detect(torch.device("cuda")), dtype=case.dtype, head_dim=case.head_dim, num_heads=case.heads, num_kv_heads=case.kv_heads,
         needs_grad=needs_grad, key_mask=problem.padding is not None, blocks=(case.q_block, case.k_block),
-        block_masks=problem.lists.mask_kind,
+        softcap=case.softcap > 0, block_masks=problem.lists.mask_kind,
     )  # fmt: skip
     return registry.get(name).reasons_against(request)
 
@@ -134,6 +134,8 @@ def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     )  # fmt: skip
     assert check(name, make(case, "cuda"))
     assert check(name, make(replace(case, kv_heads=2, batch=2), "cuda"))
+    capped = check(name, make(replace(case, softcap=1.5), "cuda"))
+    assert bool(capped) == registry.get(name).capabilities.softcap
 
 
 @pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])

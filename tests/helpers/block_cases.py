@@ -29,6 +29,7 @@ class BlockCase:
     empty_rows: bool = True
     layout: str = "contiguous"
     dtype: torch.dtype = torch.float64
+    softcap: float = 0.0
     seed: int = 0
 
     @property
@@ -51,7 +52,7 @@ class Problem:
 
     @property
     def options(self) -> Options:
-        return Options(scale=self.case.scale, mask=Mask(padding=self.padding))
+        return Options(scale=self.case.scale, mask=Mask(padding=self.padding), softcap=self.case.softcap)
 
 
 def lists_from_dense(
@@ -171,16 +172,24 @@ def make(case: BlockCase, device: str = "cpu") -> Problem:
 
 def dense(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of softmax over the kept pairs, every score written out, in the dtype of q, differentiable; 0 and −inf in empty rows."""
-    return masked_softmax(q, k, v, _kept(problem), problem.case.scale)
+    return masked_softmax(q, k, v, _kept(problem), problem.case.scale, softcap=problem.case.softcap)
 
 
 def masked_softmax(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scale: float, weights: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scale: float,
+    weights: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``kept`` broadcastable to (B, H, Nq, Nk); ``weights`` multiply the probabilities, as dropout does."""
     ratio = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if softcap:
+        s = softcap * (s / softcap).tanh()
     empty = ~kept.any(-1).expand(s.shape[:-1])
     s = torch.where(empty[..., None], 0.0, s.masked_fill(~kept, -torch.inf))
     p = s.softmax(-1).masked_fill(empty[..., None], 0.0)

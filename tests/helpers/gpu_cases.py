@@ -58,6 +58,8 @@ class Case:
     window: tuple[int, int] | None
     lse_grad: bool
     layout: str
+    softcap: float | None
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def draw(
     *,
     key_mask: bool,
     window: bool,
+    softcap: bool,
     ratios: list[int],
     branches: Sequence[Branches],
     plain_shapes: bool = False,
@@ -135,6 +138,9 @@ def draw(
         window=(rng.randint(0, length), rng.randint(0, length)) if windowed else None,
         lse_grad=mixture_grad == "exact" and rng.random() < 0.3,
         layout=rng.choice(["contiguous", "heads_first", "packed_qkv"][: 1 if plain_shapes else 3]),
+        # one cap only, as flash4 compiles anew for each
+        softcap=1.5 if softcap and rng.random() < 0.15 else None,
+        sinks=mixture_grad == "exact" and rng.random() < 0.2,
     )
 
 
@@ -192,7 +198,9 @@ def _multiplicity(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return m[:, :, rows], z[:, :, rows]
 
 
-def dense(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of ``case`` with every score written out, in the dtype of q, differentiable."""
     m, z = _multiplicity(case, q.device.type)
     repeat = case.heads // case.kv_heads
@@ -201,9 +209,17 @@ def dense(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding
     if padding is not None:
         m = m * ~padding[None, :, None, None, :]
     s = torch.einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
+    if case.softcap is not None:
+        s = case.softcap * (s / case.softcap).tanh()
     s = torch.cat([s, s.new_zeros(*s.shape[:-1], 1)], -1)
     v = torch.cat([v, v.new_zeros(v.shape[0], 1, *v.shape[2:])], 1)
     m = torch.cat([m, z[:, None, ..., None].expand(-1, m.shape[1], -1, -1, 1)], -1)
+    if sinks is not None:
+        # one key more, whose value is 0
+        assert case.mixture_grad == "exact"
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:-1], 1)], -1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, *v.shape[2:])], 1)
+        m = torch.cat([m, m.new_full((*m.shape[:-1], 1), 1 / m.shape[0])], -1)
 
     def softmax(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         empty = (weight.sum(-1) == 0)[..., None]

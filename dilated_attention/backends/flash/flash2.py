@@ -26,6 +26,7 @@ class Flash2Backend(Backend):
         head_dim_multiple=8,
         window=True,
         native_window=True,
+        softcap=True,
         max_batch=65_535,
         aligned_last=True,
         source="written against the interface of flash-attn 2.8.3; its kernels were only run as bundled in torch",
@@ -42,7 +43,7 @@ class Flash2Backend(Backend):
             causal=options.causal,
             window_size_left=left,
             window_size_right=right,
-            softcap=0.0,
+            softcap=options.softcap,
             alibi_slopes=None,
             return_softmax=False,
         )
@@ -77,7 +78,7 @@ class Flash2Backend(Backend):
             options.causal,
             left,
             right,
-            0.0,
+            options.softcap,
             None,
             options.deterministic,
         )

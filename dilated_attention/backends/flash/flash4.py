@@ -33,6 +33,7 @@ class Flash4Backend(WritingBackend):
         head_dim_multiple=8,
         window=True,
         native_window=True,
+        softcap=True,
         lse_grad=True,
         max_batch=65_535,
         aligned_last=True,
@@ -55,8 +56,8 @@ class Flash4Backend(WritingBackend):
             )
         if request.needs_grad and major == 8:
             reasons.append("has no backward on compute capability 8.x")
-        if request.needs_grad and major == 12 and (request.deterministic or request.window):
-            reasons.append("its backward on compute capability 12.x is dense and not deterministic")
+        if request.needs_grad and major == 12 and (request.deterministic or request.window or request.softcap):
+            reasons.append("its backward on compute capability 12.x is dense, without softcap and not deterministic")
         if major in (10, 11) and request.head_dim > 128 and request.head_dim != 256:
             reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {request.head_dim}")
         if request.head_dim < 8:
@@ -99,6 +100,7 @@ class Flash4Backend(WritingBackend):
                 v,
                 softmax_scale=options.scale,
                 causal=options.causal,
+                softcap=options.softcap,
                 window_size_left=left,
                 window_size_right=right,
                 return_lse=True,
@@ -106,7 +108,9 @@ class Flash4Backend(WritingBackend):
                 lse=rows,
             )
 
-        replay_forward(interface, (q, k, v, out, rows), (options.scale, options.causal, left, right), call, options.geometry)
+        replay_forward(
+            interface, (q, k, v, out, rows), (options.scale, options.causal, left, right, options.softcap), call, options.geometry
+        )
         if rows is not lse:
             lse.copy_(rows)
 
@@ -138,6 +142,7 @@ class Flash4Backend(WritingBackend):
                 lse,
                 softmax_scale=options.scale,
                 causal=options.causal,
+                softcap=options.softcap,
                 window_size_left=left,
                 window_size_right=right,
                 deterministic=options.deterministic,
@@ -152,7 +157,7 @@ class Flash4Backend(WritingBackend):
             call()
             return
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
-        settings = (options.scale, options.causal, left, right, dlse is not None)
+        settings = (options.scale, options.causal, left, right, options.softcap, dlse is not None)
         replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
 
 

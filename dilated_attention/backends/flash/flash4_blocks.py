@@ -54,6 +54,7 @@ def forward_blocks(
             interface._flash_attn_fwd,
             *tensors[:3],
             softmax_scale=options.scale,
+            softcap=options.softcap,
             return_lse=True,
             out=tensors[3],
             lse=part,
@@ -62,7 +63,7 @@ def forward_blocks(
             block_sparse_tensors=sparse,
         )
         given = (*tensors, part, *sparse[:4], *(aux or ()))
-        replay_forward(interface, given, (options.scale, lists.q_block, lists.k_block, mask_mod is None), call)
+        replay_forward(interface, given, (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None), call)
         if part is not lse:
             lse[:, heads, rows] = part
     return out, lse
@@ -97,6 +98,7 @@ def backward_blocks(
             interface._flash_attn_bwd,
             *mine,
             softmax_scale=options.scale,
+            softcap=options.softcap,
             dq=grads[0],
             dk=grads[1],
             dv=grads[2],
@@ -105,7 +107,7 @@ def backward_blocks(
             aux_tensors=aux,
             block_sparse_tensors=sparse,
         )
-        settings = (options.scale, lists.q_block, lists.k_block, mask_mod is None, bool(more))
+        settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, bool(more))
         replay_backward(q, k)(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)
         if total is not None:
             total[:, :, heads] += grads[0]

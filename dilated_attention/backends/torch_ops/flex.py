@@ -35,6 +35,7 @@ class FlexBackend(Backend):
         compute_capabilities=((7, 0), (12, 1)),
         key_mask=True,
         window=True,
+        softcap=True,
         lse_grad=True,
         max_batch=65_535,
         max_extent=2**31,
@@ -132,8 +133,10 @@ def _flex(
     else:
         mask, name = None, "full"
     padding = options.mask.padding
-    score_mod = None if padding is None else _padding_score(padding.expand(q.shape[0], -1).contiguous())
-    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, score_mod is None, q.requires_grad)
+    padding = None if padding is None else padding.expand(q.shape[0], -1).contiguous()
+    cap = _scalar(options.softcap, q.device) if options.softcap else None
+    score_mod = None if padding is None and cap is None else _score_mod(padding, cap)
+    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, padding is None, cap is None, q.requires_grad)
     # torch's default tiles may be 128 wide, which does not divide blocks of 64; with autotuning it measures its other tile sizes
     search = lists is not None and min(lists.q_block, lists.k_block) < _BLOCK
     # torch's kernel for few queries reads the list of only one query block
@@ -221,8 +224,16 @@ def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return count[None, None], indices[None, None]
 
 
-def _padding_score(padding: torch.Tensor) -> Any:
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    """Returns the number as a tensor (): every value of a Python number would compile a separate kernel."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _score_mod(padding: torch.Tensor | None, cap: torch.Tensor | None) -> Any:
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.where(padding[b, kv_idx], -float("inf"), score)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if padding is None else torch.where(padding[b, kv_idx], -float("inf"), score)
 
     return score_mod
