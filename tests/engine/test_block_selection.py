@@ -57,7 +57,8 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
     always, within = (rng.choice([None, None, *statics]) for _ in range(2))
     amount = rng.choice([{"blocks": rng.randint(1, 6)}, {"density": rng.choice([0.1, 0.3, 1.0, rng.random()])}, {"mass": rng.random()}])
     queries = rng.choice([None, None, "block", "before"])
-    pattern = TopBlocks(**amount, always=always, within=within, queries=queries, block_size=block)  # type: ignore[arg-type]
+    near = rng.choice([None, True, False])
+    pattern = TopBlocks(**amount, always=always, within=within, near=near, queries=queries, block_size=block)  # type: ignore[arg-type]
     cu_seqlens = None
     if documents:
         B = 1
@@ -111,8 +112,10 @@ def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
             whole = not is_causal or (c + 1) * k_block - 1 <= first
             allowed = within is None or bool(within[min(h, within.shape[0] - 1), row, c])
             own = c * k_block <= last and (c + 1) * k_block > first
+            # a block wider on each side, and the first that exists
+            near = seen == 1 or ((c - 1) * k_block <= last and (c + 2) * k_block > first)
             if (always is not None and always[min(h, always.shape[0] - 1), row, c]) or (
-                allowed and (not whole or (own and always is None))
+                allowed and (not whole or (own and always is None) or (near and pattern.near))
             ):
                 forced.append(c)
             if whole and (allowed or c in forced):
@@ -193,14 +196,14 @@ def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amount", [{"blocks": 5}, {"density": 0.2}, {"mass": 0.7}], ids=str)
+@pytest.mark.parametrize("amount", [{"blocks": 5}, {"density": 0.4}, {"mass": 0.7}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:
     """Bit for bit: many equal scores, zeros of both signs, infinities, what is no number."""
     choose_triton = pytest.importorskip("dilated_attention.engine.blocks.selection_triton")
     N, H = 16 * 64, 1
     pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
-    grid = selection.make_grid(N, N, (64, 64), None, None, is_causal, 0, is_causal, torch.device("cpu"))
+    grid = selection.make_grid(N, N, (64, 64), None, None, is_causal, 0, is_causal, True, torch.device("cpu"))
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, 256:400] = True
     num_real = selection._count(~padding, grid.keys)
@@ -229,7 +232,7 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
     """Neither other tokens after a position, nor more of them."""
     rng = random.Random(seed)
     block = rng.choice(SIZES)
-    pattern = TopBlocks(**[{"blocks": 4}, {"density": 0.4}, {"mass": 0.6}][seed % 3], block_size=block)  # type: ignore[arg-type]
+    pattern = TopBlocks(**[{"blocks": 6}, {"density": 0.6}, {"mass": 0.6}][seed % 3], block_size=block)  # type: ignore[arg-type]
     N, stop = 1000, rng.randint(200, 900)
     q, k = (torch.randn(1, N, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (seed, seed + 100))
     whole = pattern.choose(q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True)
@@ -390,7 +393,7 @@ def test_counts_that_depend_on_content_are_refused(change: dict[str, Any]) -> No
 
 def test_compositions_with_static_patterns() -> None:
     a, b = LocalWindow(100, block_size=64), LocalWindow((300, 0), block_size=64)
-    top = TopBlocks(blocks=3, block_size=64)
+    top = TopBlocks(blocks=3, near=False, block_size=64)
     q, k = torch.randn(1, 640, 1, 8), torch.randn(1, 640, 1, 8)
 
     def blocks(pattern: BlockPattern, is_causal: bool = False) -> torch.Tensor:
@@ -408,6 +411,13 @@ def test_compositions_with_static_patterns() -> None:
     # the diagonal of a causal row, too, keeps to what is allowed
     past = LocalWindow((500, 0), block_size=64) & ChosenBlocks(pack(~eye)[None], 640, block_size=64)
     assert not (blocks_of((top & past).choose(q, k, is_causal=True), 640, 1) & eye).any()
+    # what is kept by default stays, whatever is joined
+    near = blocks_of(LocalWindow(64, block_size=64), 640, 1)
+    near[..., 0] = True
+    wide = blocks(a | TopBlocks(blocks=6, block_size=64))
+    assert (wide >= static | near).all() and (wide.sum(-1) == 6).all()
+    assert torch.equal(blocks(a | TopBlocks(blocks=1, block_size=64)), static | near)
+    assert torch.equal(blocks(TopBlocks(blocks=1, block_size=64) & b), near & other)
     with pytest.raises(ValueError, match="both are chosen by content"):
         top | TopBlocks(blocks=2, block_size=64)
     with pytest.raises(ValueError, match=r"combine it with \| or &"):
@@ -444,6 +454,7 @@ def test_what_has_no_tensors_has_no_mask() -> None:
         (lambda: TopBlocks(1, always=LocalWindow(3, block_size=64)), ValueError, "give both the same block_size"),
         (lambda: TopBlocks(1, pool="max"), ValueError, "pool is 'max'"),
         (lambda: TopBlocks(1, queries="all"), ValueError, "queries is 'all'"),
+        (lambda: TopBlocks(1, near="first"), TypeError, "near is 'first'"),  # type: ignore[arg-type]
         (lambda: TopBlocks(1, block_size=32), ValueError, "block_size is 32"),
         (lambda: TopBlocks(1).choose(torch.randn(1, 8, 3, 4), torch.randn(1, 8, 2, 4)), ValueError, "multiple of the key/value heads"),
         (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 8, 1, 4)), ValueError, "query_offset is 0"),

@@ -59,7 +59,7 @@ def choose_blocks_op(
     num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     before = pattern.queries_are_before(is_causal)
     block = (pattern.q_block, pattern.k_block)
-    grid = make_grid(q.shape[1], k.shape[1], block, documents, num_documents, is_causal, query_offset, before, q.device)
+    grid = make_grid(q.shape[1], k.shape[1], block, documents, num_documents, is_causal, query_offset, before, pattern.near, q.device)
     kept = torch.zeros((q.shape[0], q.shape[2], grid.num_rows, grid.words), dtype=torch.int32, device=q.device)
     if q.numel() and k.numel():
         with without_autocast(q):
@@ -208,7 +208,7 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
         budget = (pattern.blocks - missing)[None]
     elif pattern.share is not None:
         budget = (share_of(pattern.share, existing + missing) - missing).to(torch.int32)
-    return Part(grid.own[:, rows], grid.scored[rows], seen, budget, always, within, real)
+    return Part(grid.own[:, rows], grid.scored[rows], seen, pattern.near, budget, always, within, real)
 
 
 def share_units(mass: float) -> int:
@@ -227,10 +227,10 @@ def _static_bits(
 
 
 def _rows_of(part: Part, start: int, stop: int) -> Part:
-    own, scored, seen, budget, always, within, real = part
+    own, scored, seen, near, budget, always, within, real = part
     rows = slice(start, stop)
     always, within = (None if x is None else x[:, rows] for x in (always, within))
-    return Part(own[:, rows], scored[rows], seen[rows], None if budget is None else budget[:, rows], always, within, real)
+    return Part(own[:, rows], scored[rows], seen[rows], near, None if budget is None else budget[:, rows], always, within, real)
 
 
 def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
@@ -251,9 +251,11 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     allowed = exists if part.within is None else exists & unpack(part.within, num_columns)
     # only some queries of the row may see these blocks under causality, so their keys must not influence the choice
     forced = allowed & (column >= scored)
-    if part.always is None:
+    if part.near or part.always is None:
         forced = forced | allowed & (column >= own_low) & (column < own_high)
-    else:
+    if part.near:
+        forced = forced | allowed & (column == exists.int().argmax(-1, keepdim=True))
+    if part.always is not None:
         forced = forced | exists & unpack(part.always, num_columns)
     return forced, allowed & (column < scored) & ~forced
 

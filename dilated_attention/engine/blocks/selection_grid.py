@@ -37,7 +37,7 @@ class Grid:
         words: W of ``kept``.
         queries: (2, rows) int32: the queries [low, high) whose mean a row is scored by.
         keys: (2, columns) int32: the keys [low, high) of each column, for all documents one after another.
-        own: (2, rows) int32: columns [low, high) of the document that hold the row's own positions.
+        own: (2, rows) int32: columns [low, high) of the document that hold the row's own positions, and with ``near`` those next to them.
         scored: (rows,) int32: columns before this one are scored. Under causality, these are the ones that every query of the row sees
             entirely.
         seen: (rows,) int32: columns before this one exist for the row.
@@ -64,6 +64,7 @@ class Part(NamedTuple):
     Args:
         own, scored, seen: the entries of these rows, see ``Grid``.
         budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
+        near: a row always keeps its ``own`` columns and the first one with a key that is not padding, even if ``always`` is given.
         always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
         within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
         real: (B, words) int32: blocks with at least one key that is not padding; None for all.
@@ -72,6 +73,7 @@ class Part(NamedTuple):
     own: torch.Tensor
     scored: torch.Tensor
     seen: torch.Tensor
+    near: bool
     budget: torch.Tensor | None
     always: torch.Tensor | None
     within: torch.Tensor | None
@@ -100,6 +102,7 @@ def make_grid(
     is_causal: bool,
     query_offset: int,
     before: bool,
+    near: bool,
     device: torch.device,
 ) -> Grid:
     """Returns the grid of a call, cached by shape, so that a repeated call copies nothing to the GPU.
@@ -109,13 +112,14 @@ def make_grid(
         documents: (start, end) of each non-empty document; None without packed documents.
         num_documents: number of documents, including empty ones; None without packed documents.
         before: rows are scored by the queries up to and including their first one, not by their own queries.
+        near: rows own the columns next to theirs, too.
     """
     q_block, k_block = block
     places, tables, keys = [], [], []
     row = column = 0
     for start, end in ((0, num_keys),) if documents is None else documents:
         queries = (0, num_queries) if documents is None else (start, end)
-        table = _rows(queries, end - start, block, is_causal, query_offset, before)
+        table = _rows(queries, end - start, block, is_causal, query_offset, before, near)
         columns = start + torch.arange(-(-(end - start) // k_block)) * k_block
         keys.append(torch.stack([columns, (columns + k_block).clamp(max=end)]))
         places.append(Document((row, row + table.shape[1]), (column, column + columns.shape[0]), (start, end), queries[1] - queries[0]))
@@ -137,7 +141,9 @@ def make_grid(
     )
 
 
-def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool) -> torch.Tensor:
+def _rows(
+    queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool, near: bool
+) -> torch.Tensor:
     """Returns (queries low, high, own low, high, scored, seen, missing) of each row of one document, (7, rows) int64.
 
     Query blocks begin at *positions* that are multiples of q_block, so the first one may lack its leading queries.
@@ -153,5 +159,7 @@ def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool
     own_low, own_high = first // k_block, (last - 1) // k_block + 1
     # even a shorter last block counts as seen entirely only by queries after the point where a full block would end
     scored, seen = ((first + 1) // k_block, own_high) if is_causal else (columns, columns)
+    if near:
+        own_low, own_high = (own_low - 1).clamp(min=0), torch.minimum(own_high + 1, seen)
     missing = (first + q_block - 1) // k_block + 1 - seen if is_causal else torch.zeros_like(first)
     return torch.stack([queries[0] + low, queries[0] + high, own_low, own_high, scored, seen, missing])

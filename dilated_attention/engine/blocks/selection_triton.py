@@ -56,8 +56,8 @@ def _has_bit(words, at, column, inside):  # type: ignore[no-untyped-def]
 def _choose_kernel(  # type: ignore[no-untyped-def]
     kept, scores, weights, own_low, own_high, scored, seen, budget, always, within, real,
     num_rows, num_heads, width, num_words, kept_stride_g, kept_stride_r, budget_stride, always_stride, within_stride, bits_stride, share,
-    OWN: tl.constexpr, ALWAYS: tl.constexpr, WITHIN: tl.constexpr, REAL: tl.constexpr, MASS: tl.constexpr, SHARE_BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    OWN: tl.constexpr, NEAR: tl.constexpr, ALWAYS: tl.constexpr, WITHIN: tl.constexpr, REAL: tl.constexpr, MASS: tl.constexpr,
+    SHARE_BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group, row = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
     batch, head = group // num_heads, group % num_heads
@@ -72,6 +72,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     forced = allowed & (column >= num_scored)
     if OWN:
         forced |= allowed & (column >= tl.load(own_low + row)) & (column < tl.load(own_high + row))
+    if NEAR:
+        forced |= allowed & (column == tl.min(tl.where(exists, column, COLUMNS), 0))
     if ALWAYS:
         forced |= exists & _has_bit(always, head.to(tl.int64) * always_stride + row.to(tl.int64) * bits_stride, column, exists)
     candidate = allowed & (column < num_scored) & (forced == 0)
@@ -152,7 +154,7 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
             0 if part.budget is None or part.budget.shape[0] == 1 else part.budget.stride(0), *head_strides,
             strides.pop() if strides else 0,
             share,
-            OWN=part.always is None, ALWAYS=part.always is not None, WITHIN=part.within is not None, REAL=part.real is not None,
-            MASS=weights is not None, SHARE_BITS=SHARE_BITS, COLUMNS=columns,
+            OWN=part.near or part.always is None, NEAR=part.near, ALWAYS=part.always is not None, WITHIN=part.within is not None,
+            REAL=part.real is not None, MASS=weights is not None, SHARE_BITS=SHARE_BITS, COLUMNS=columns,
             num_warps=min(32, max(1, columns // _WARP_COLUMNS)),
         )  # fmt: skip

@@ -21,7 +21,9 @@ class TopBlocks(BlockPattern):
 
     Blocks are chosen per batch entry and query head, without a gradient; attention's gradient flows through the kept blocks. A row keeps
 
-    * always its ``always`` blocks, and under causality the blocks that some of its queries see only in part (the diagonal);
+    * always its own blocks, the blocks next to them and the first block, unless ``always`` says otherwise; and under causality the blocks
+      that some of its queries see only in part (the diagonal). A pretrained model's first tokens hold much of its attention (StreamingLLM,
+      arXiv 2309.17453), and most of the rest is near;
     * of the other blocks that every query of the row may see, those with the highest scores; among equal scores, lower columns first.
 
     Every kept block is kept whole, except for causality. ``always`` and ``within`` apply to whole blocks: a block of which they keep any
@@ -35,6 +37,8 @@ class TopBlocks(BlockPattern):
             of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
             always kept count first. Weights below 2^-25 of a row's largest count as 0.
         always: a static pattern of blocks that are always kept; None for the row's own positions, as far as ``within`` keeps them.
+        near: always keep the row's own blocks, one block before them (without causality also one behind them) and the first block with a
+            key that is not padding, too, as far as ``within`` keeps them. None: only if ``always`` is None.
         within: a static pattern; other blocks are kept only if they are in ``always``. None for all.
         pool: how a block is summarized: ``"mean"``, over the positions that exist (for keys, those that are not padding).
         queries: ``"block"``: a row is scored by its own queries, which under causality lets a query see the choice of up to q_block − 1
@@ -52,6 +56,7 @@ class TopBlocks(BlockPattern):
     mass: float | None = None
     always: BlockPattern | None = None
     within: BlockPattern | None = None
+    near: bool = True
     pool: str = "mean"
     queries: str | None = None
 
@@ -66,12 +71,14 @@ class TopBlocks(BlockPattern):
         mass: float | None = None,
         always: BlockPattern | None = None,
         within: BlockPattern | None = None,
+        near: bool | None = None,
         pool: str = "mean",
         queries: str | None = None,
         block_size: int | tuple[int, int] = 128,
     ) -> None:
         # assigned explicitly, since ``density`` is also the name of a method
         values = {"blocks": blocks, "share": density, "mass": mass, "always": always, "within": within, "pool": pool, "queries": queries}
+        values["near"] = always is None if near is None else near
         for name, value in (*values.items(), ("block_size", block_size)):
             object.__setattr__(self, name, value)
         super().__post_init__()
@@ -89,6 +96,8 @@ class TopBlocks(BlockPattern):
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
         for name in ("always", "within"):
             object.__setattr__(self, name, self._checked_static(name, values[name]))
+        if not isinstance(self.near, bool):
+            raise TypeError(f"near is {shown(near)} ({type(near).__name__}); expected True, False or None")
         one_of("pool", pool, ("mean",))
         if queries is not None:
             one_of("queries", queries, ("block", "before"), also="or None")
@@ -112,7 +121,8 @@ class TopBlocks(BlockPattern):
 
     def __repr__(self) -> str:
         shown = {f.metadata.get("argument", f.name): getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "block_size"}
-        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None and (name, value) != ("pool", "mean")]
+        usual = {"near": self.always is None, "pool": "mean"}
+        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None and (name not in usual or value != usual[name])]
         return f"TopBlocks({', '.join([*parts, f'block_size={self.block_size}'])})"
 
     def queries_are_before(self, is_causal: bool) -> bool:
@@ -126,6 +136,7 @@ class TopBlocks(BlockPattern):
             mass=self.mass,
             always=always,
             within=within,
+            near=self.near,
             pool=self.pool,
             queries=self.queries,
             block_size=self.block_size,
@@ -136,13 +147,13 @@ class TopBlocks(BlockPattern):
             return NotImplemented
         self._refuse_chosen(other, "|")
         always = self.always
-        if always is None:
+        if always is None and not self.near:
             from dilated_attention.pattern.blocks.window import LocalWindow
 
             # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
-        return self._with(always | other, self.within)
+        return self._with(other if always is None else always | other, self.within)
 
     def __and__(self, other: BlockPattern) -> BlockPattern:
         if not isinstance(other, BlockPattern):
@@ -202,7 +213,11 @@ class TopBlocks(BlockPattern):
         own = own_end - first // self.k_block
         seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
         budget = torch.full_like(seen, self.blocks) if self.blocks is not None else share_of(self.share or 0.0, seen)
-        kept = torch.maximum(torch.minimum(budget, seen), own)
+        forced = own
+        if self.near:
+            low, high = (first // self.k_block - 1).clamp(min=0), (own_end if is_causal else (own_end + 1).clamp(max=grid.num_columns))
+            forced = high - low + (low > 0)
+        kept = torch.maximum(torch.minimum(budget, seen), forced)
         if not is_causal and num_positions % self.k_block and bool((kept < seen).any()):
             raise ValueError(
                 f"how many pairs {self!r} keeps of {num_positions} positions depends on whether the shorter last block is chosen: call "
