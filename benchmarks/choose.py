@@ -24,7 +24,7 @@ def measure(N: int, shape: str, pattern: TopBlocks, is_causal: bool, args: argpa
     H, D = map(int, shape.split("x"))
     q, k = inputs(N, H, D, count=2, batch=args.batch)
     spec, scale = pattern.spec(), D**-0.5
-    grid = make_grid(N, N, pattern.block_size, None, None, is_causal, 0, pattern.queries_are_before(is_causal), q.device)
+    grid = make_grid(N, N, pattern.block_size, None, None, is_causal, 0, pattern.queries_are_before(is_causal), pattern.near, q.device)
 
     def means() -> Any:
         return block_means(q, grid.queries), block_means(k, grid.keys)
@@ -63,7 +63,7 @@ def check(pattern: TopBlocks, is_causal: bool) -> None:
     N, H, D = 20_000, 4, 128
     q, k = inputs(N, H, D, count=2)
     block = pattern.block_size
-    grid = make_grid(N, N, block, None, None, is_causal, 0, pattern.queries_are_before(is_causal), q.device)
+    grid = make_grid(N, N, block, None, None, is_causal, 0, pattern.queries_are_before(is_causal), pattern.near, q.device)
     (document,) = grid.documents
     columns = document.columns[1]
     part = torch_choose.part_of(pattern, grid, document, None, H, 0)
