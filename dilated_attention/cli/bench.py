@@ -42,7 +42,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         suite = suites.add_parser(name, usage="%(prog)s [options]", help=about, description=f"{about}.")
         suite.complete = functools.partial(_add_suite, suite, name)
     everything = suites.add_parser(
-        "all", usage="%(prog)s [options]", help=("every suite above except tune and regression, one after another, each with its defaults")
+        "all",
+        usage="%(prog)s [options]",
+        help="every suite above except tune, quality and regression, one after another, each with its defaults",
     )
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)

@@ -39,5 +39,6 @@ SUITES = {
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
     "scaling": "time and memory per token by length, by batch, and over processes (torchrun)",
     "train-infer": "samples/s of training and tokens/s of generating: GPT-2-124M- and Llama-7B-shaped models, dense, dilated, block-sparse",
+    "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
     "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
 }

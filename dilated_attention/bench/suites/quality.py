@@ -1,0 +1,228 @@
+"""What patterns cost a model with pretrained weights: loss over dense attention at equal numbers of pairs, keys found, time."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention.bench.measure.skip import Refused, release
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.suites import quality_report as report
+from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
+from dilated_attention.bench.workloads.equal_pairs import DENSE, METHODS, Case
+from dilated_attention.parsing import UsageError, positive, size
+from dilated_attention.pattern import Pattern
+
+# bins of the loss by position
+BINS = 8
+# by size: positions, passages, densities in %, needles' depths in %, needles of each depth and length, methods
+_FULL = (8192, 100, (50, 25, 10, 5), (5, 25, 50, 75, 95), 16, tuple(METHODS))
+_SMALL = (1024, 4, (25, 10), (10, 50), 1, ("global-local", "top-blocks", "dilated"))
+
+# a method at a density: the pattern for a case; raises Refused
+Solved = Callable[[Case], Pattern]
+
+
+class Quality(Suite):
+    """Measures loss, found keys and time of a pretrained model under each pattern, as it is and after tuning to the pattern."""
+
+    name = "quality"
+    about = "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning"
+    # needs a model
+    in_all = False
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--model", type=Path, required=True, help="folder that save_pretrained wrote, with its tokenizer, or a .gguf file"
+        )
+        parser.add_argument(
+            "--texts", type=Path, nargs="+", default=[], metavar="PATH", help="files or folders; default: Python's standard library"
+        )
+        parser.add_argument("--length", type=size, help=f"tokens of a passage; default: {_FULL[0]}, on a CPU {_SMALL[0]}")
+        parser.add_argument("--passages", type=size, help=f"to score; default: {_FULL[1]}, on a CPU {_SMALL[1]}")
+        parser.add_argument(
+            "--densities", type=_percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 25 10"
+        )
+        parser.add_argument("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {', '.join(_SMALL[5])}")
+        parser.add_argument(
+            "--pattern",
+            type=_named,
+            action="append",
+            default=[],
+            metavar="NAME=SPEC",
+            help='another one: its spec() with "?" for the number that decides how many pairs are kept; repeatable',
+        )
+        parser.add_argument("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
+        parser.add_argument("--tune", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
+        parser.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate of tuning; default: 5e-5")
+        parser.add_argument("--seed", type=int, default=0, help="of the choice of texts and keys; default: 0")
+
+    def settings(self, session: Session) -> dict[str, Any]:
+        options = session.options
+        return super().settings(session) | {
+            "model": options.model.name,
+            "texts": [path.name for path in options.texts],
+            "passages": _sizes(session)[1],
+            "patterns": dict(options.pattern),
+            "seed": options.seed,
+            "tune": options.tune,
+            "lr": options.lr,
+            "needle_lengths": _needle_lengths(session),
+            "dtype": str(session.dtype).removeprefix("torch."),
+        }
+
+    def groups(self, session: Session) -> Sequence[Group]:
+        options = session.options
+        length, _, densities, *_, methods = _sizes(session)
+        families = {name: functools.partial(equal_pairs.of, name) for name in (methods if options.methods is None else options.methods)}
+        families |= {name: functools.partial(equal_pairs.solve, *equal_pairs.family_of(spec)) for name, spec in options.pattern}
+        # read by the first group that measures
+        work = functools.cache(lambda: _Work(session))
+        groups = []
+        for is_tuned in (False, True) if options.tune else (False,):
+            tuned = f" tuned {options.tune:g} s" if is_tuned else ""
+            groups.append(Group(f"{DENSE} N={length}{tuned}", functools.partial(_rows, work, DENSE, None, 1.0, is_tuned)))
+            for share in densities:
+                for name, solved in families.items():
+                    run = functools.partial(_rows, work, name, solved, share / 100, is_tuned)
+                    groups.append(Group(f"{name} {share:g} % N={length}{tuned}", run))
+        return groups
+
+    def tables(self, results: Results) -> list[Table]:
+        return report.tables(results)
+
+    def plots(self, results: Results) -> list[Plot]:
+        return report.plots(results)
+
+
+def _rows(work: Callable[[], _Work], name: str, solved: Solved | None, share: float, is_tuned: bool) -> list[Row]:
+    return list(work().rows(name, solved, share, is_tuned))
+
+
+def _percent(text: str) -> float:
+    share = positive(text)
+    if share >= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a density; expected a share of the pairs in percent, above 0 and below 100")
+    return share
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, spec = text.partition("=")
+    if not name or name in (DENSE, *METHODS):
+        raise argparse.ArgumentTypeError(f"{text!r} has no name of its own; expected NAME=SPEC, and not dense or one of --methods")
+    try:
+        equal_pairs.family_of(spec)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name, spec
+
+
+def _sizes(session: Session) -> tuple[Any, ...]:
+    options = session.options
+    length, count, densities, *others = _FULL if session.full else _SMALL
+    return options.length or length, options.passages or count, options.densities or densities, *others
+
+
+def _needle_lengths(session: Session) -> list[int]:
+    length = _sizes(session)[0]
+    if session.options.needle_lengths is None:
+        return [length // 4, length // 2, length] if session.full else [length]
+    longest = max(session.options.needle_lengths, default=0)
+    if longest > length:
+        raise UsageError(f"--needle-lengths has {longest:,}; expected at most --length, {length:,}")
+    return list(session.options.needle_lengths)
+
+
+class _Work:
+    """The model, the texts to score and those to tune on, read once."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        options = session.options
+        self.length, count, _, self.depths, self.num_needles, _ = _sizes(session)
+        self.model, self.tokenizer = pretrained.load(options.model, session.device, session.dtype)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is not None and self.length > limit:
+            raise UsageError(f"--length is {self.length:,}; expected at most {limit:,}, the model's max_position_embeddings")
+        self.heads = int(self.model.config.num_attention_heads)
+        scored, self.tuned_on = texts.split(options.texts, options.seed)
+        self.passages = texts.passages(self.tokenizer, scored, self.length, count)
+        edges = [round(i * self.length / BINS) for i in range(BINS + 1)]
+        self.bins = list(itertools.pairwise(edges))
+        self.bytes = torch.tensor(
+            [[texts.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
+        )
+
+    @functools.cached_property
+    def to_tune(self) -> list[torch.Tensor]:
+        return list(texts.cut(self.tokenizer, self.tuned_on, self.length, None))
+
+    def rows(self, name: str, solved: Solved | None, share: float, is_tuned: bool) -> Iterable[Row]:
+        """Yields the rows of one method at one density: of the loss, of its positions, and of each needle test."""
+        case = {"share": round(100 * share, 6), "N": self.length, "tuned": is_tuned}
+        patterns: dict[int, Pattern | Refused | None] = {}
+        for length in {self.length, *_needle_lengths(self.session)}:
+            try:
+                patterns[length] = None if solved is None else solved(Case(length, self.heads, share))
+            except Refused as refusal:
+                patterns[length] = refusal
+        pattern = patterns[self.length]
+        if isinstance(pattern, Refused):
+            yield Row(name=name, case=case | {"task": "loss"}, note=str(pattern))
+            return
+        model, took = self._tuned(pattern) if is_tuned else (self.model, {})
+        pretrained.use(model, pattern)
+        yield from self._loss(model, name, case, pattern, took)
+        for length in _needle_lengths(self.session):
+            pattern = patterns[length]
+            if isinstance(pattern, Refused):
+                yield Row(name=name, case=case | {"task": "needle", "length": length}, note=str(pattern))
+                continue
+            pretrained.use(model, pattern)
+            yield from self._needles(model, name, case, length)
+        if is_tuned:
+            del model
+            release()
+
+    def _tuned(self, pattern: Pattern | None) -> tuple[Any, dict[str, float]]:
+        """Returns a model of its own, tuned to the pattern, and what that took."""
+        options = self.session.options
+        model, _ = pretrained.load(options.model, self.session.device, torch.float32)
+        pretrained.use(model, pattern)
+        took = pretrained.tune(model, self.to_tune, seconds=options.tune, lr=options.lr, seed=options.seed)
+        return model.to(self.session.dtype), {"tuning_s": took.seconds, "tuning_steps": took.steps, "tuning_tokens": took.tokens}
+
+    def _loss(self, model: Any, name: str, case: dict[str, Any], pattern: Pattern | None, took: dict[str, float]) -> Iterable[Row]:
+        scores = pretrained.score(model, self.passages)
+        # blocks that are chosen by content are counted as they were chosen
+        kept = 1.0 if pattern is None else scores.chosen_share or equal_pairs.share_of(pattern, self.length, self.heads)
+        # the first token of a passage has no prediction; its bytes count as if it had cost nothing, in all methods alike
+        bits = torch.nn.functional.pad(scores.bits.double(), (1, 0))
+        by_bin = torch.stack([bits[:, low:high].sum(1) for low, high in self.bins], 1)
+        half = BINS // 2
+        per_passage = by_bin[:, half:].sum(1) / self.bytes[:, half:].sum(1)
+        figures = {"bits_per_byte": float(by_bin[:, half:].sum() / self.bytes[:, half:].sum()), "kept_pct": 100 * kept}
+        figures |= {"us_per_token": scores.us_per_token} | took
+        figures |= {f"passage_{i:03d}": float(x) for i, x in enumerate(per_passage)}
+        about = "" if pattern is None else repr(pattern)
+        yield Row(name=name, case=case | {"task": "loss", "pattern": about}, values=figures)
+        for i, (low, high) in enumerate(self.bins):
+            value = float(by_bin[:, i].sum() / self.bytes[:, i].sum())
+            yield Row(name=name, case=case | {"task": "position", "from": low, "to": high}, values={"bits_per_byte": value})
+
+    def _needles(self, model: Any, name: str, case: dict[str, Any], length: int) -> Iterable[Row]:
+        for depth in self.depths:
+            made = texts.needles(self.tokenizer, self.passages, length, depth / 100, self.num_needles, self.session.options.seed)
+            right, bits = pretrained.find(model, made)
+            figures = {"digits_pct": 100 * float(right.double().mean()), "keys_pct": 100 * float(right.all(1).double().mean())}
+            figures["bits_per_digit"] = float(bits.mean())
+            yield Row(name=name, case=case | {"task": "needle", "length": length, "depth_pct": depth}, values=figures)

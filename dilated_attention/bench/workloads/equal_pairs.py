@@ -1,0 +1,160 @@
+"""Patterns that keep equally many pairs: of each kind the one whose number of causal pairs is nearest to a share of dense attention's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.pattern import (
+    BigBird,
+    DilatedPattern,
+    GlobalLocal,
+    LocalWindow,
+    Pattern,
+    RandomBlocks,
+    Strided,
+    TopBlocks,
+    geometric_branches,
+    pattern_from_spec,
+)
+
+DENSE = "dense"
+# a density is solved for in these steps
+_STEPS = 10_000
+_UNKNOWN = re.compile(r'"(\w+)"\s*:\s*"\?"')
+_SHARES = ("density", "ratio")
+# a share of pairs that is farther from the target than this part of it is not equal
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a pattern is made for: ``length`` positions, ``heads`` query heads, a ``share`` of the causal pairs, above 0 and below 1."""
+
+    length: int
+    heads: int
+    share: float
+
+    @property
+    def block(self) -> int:
+        """Positions of a block: shorter sequences have too few blocks of 128 to keep a twentieth of them."""
+        return 128 if self.length >= 4096 else 64
+
+    @property
+    def first(self) -> int:
+        """First tokens that all queries see: a quarter of what a query keeps in the mean, at most 64."""
+        return max(1, min(64, int(self.share * self.length / 8)))
+
+    @property
+    def stride(self) -> int:
+        """Distance of far blocks that take half of the pairs."""
+        return max(2, round(2 / self.share))
+
+
+# the pattern of a kind for a case and a whole number from 0 to ``length``, or to _STEPS where it is a density; the pairs grow with it
+Family = Callable[[Case, int], Pattern]
+
+
+def _big_bird(case: Case, x: int) -> Pattern:
+    # random blocks take a quarter of the pairs; half of those drawn are later than the query
+    return BigBird(x, case.first, max(1, int(case.share * case.length / (4 * case.block))), block_size=case.block)
+
+
+def _prefix_strided(case: Case, x: int) -> Pattern:
+    return GlobalLocal(x, case.first, block_size=case.block) | Strided(case.stride, block_size=case.block)
+
+
+def _dilated_near(case: Case, x: int) -> Pattern:
+    rates = (1, 2, 4, 8)
+    return DilatedPattern(tuple(max(rate, min(x * rate, case.length)) for rate in rates), rates)
+
+
+METHODS: dict[str, Family] = {
+    "window": lambda case, x: LocalWindow(x, block_size=case.block),
+    "global-local": lambda case, x: GlobalLocal(x, case.first, block_size=case.block),
+    "big-bird": _big_bird,
+    "random-blocks": lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=case.block),
+    "strided": lambda case, x: LocalWindow(x, block_size=case.block) | Strided(case.stride, block_size=case.block),
+    "prefix-strided": _prefix_strided,
+    "top-blocks": lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=case.block),
+    # from the share of two branches on, branches that grow slower come closer to the target
+    "dilated": lambda case, x: DilatedPattern(*geometric_branches(case.length, max(1, x), 4 if case.share < 1 / 3 else 2)),
+    "dilated-near": _dilated_near,
+}
+ABOUT = {
+    "window": "the last keys",
+    "global-local": "the first keys and the last ones",
+    "big-bird": "first, last and random blocks",
+    "random-blocks": "random blocks and the own one",
+    "strided": "the last keys and every n-th block",
+    "prefix-strided": "the first keys, the last ones and every n-th block",
+    "top-blocks": "blocks chosen by content",
+    "dilated": "branches up to the whole length, each 4 times as long and as dilated as the last (2 times from a third of the pairs on)",
+    "dilated-near": "branches of rates 1, 2, 4, 8 with segments in proportion",
+}
+_DENSITIES = {"random-blocks", "top-blocks"}
+
+
+def family_of(spec: str) -> tuple[Family, int | None]:
+    """Reads a pattern's ``spec()`` with one number written as ``"?"``, and returns its family and its largest number, None for the length.
+
+    Raises:
+        ValueError: the spec has no "?", more than one, or is that of no pattern.
+    """
+    unknown = _UNKNOWN.findall(spec)
+    if len(unknown) != 1 or unknown == ["mass"]:
+        raise ValueError(
+            f'the pattern is {spec!r}; expected what spec() returns, with one number written as "?" that decides how many pairs are kept, '
+            'and no mass, whose share depends on the text: {"pattern":"TopBlocks","density":"?"}'
+        )
+    is_share = unknown[0] in _SHARES
+
+    def family(case: Case, x: int) -> Pattern:
+        return pattern_from_spec(_UNKNOWN.sub(rf'"\1":{max(1, x) / _STEPS if is_share else x}', spec))
+
+    family(Case(1024, 1, 0.5), 8)
+    return family, _STEPS if is_share else None
+
+
+def share_of(pattern: Pattern, length: int, heads: int) -> float:
+    """Returns the pairs of a causal call over those of dense attention, H · N · (N + 1) / 2; a pair of several branches counts in each.
+
+    Of a pattern chosen by content these are the pairs of random q and k: with a given number of blocks only the choice differs.
+    """
+    if isinstance(pattern, TopBlocks):
+        draw = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(1, length, heads, 8, generator=draw) for _ in range(2))
+        pattern = pattern.choose(q, k, is_causal=True)
+    return pattern.pairs(length, heads, is_causal=True) / (heads * length * (length + 1) / 2)
+
+
+def solve(family: Family, most: int | None, case: Case) -> Pattern:
+    """Returns the pattern whose share of pairs is nearest to ``case.share``.
+
+    Raises:
+        Refused: the nearest one differs by more than ``TOLERANCE``; blocks are too large for so short a sequence, or first tokens too many.
+    """
+
+    @functools.cache
+    def off(x: int) -> float:
+        return share_of(family(case, x), case.length, case.heads) / case.share - 1
+
+    low, high = 0, case.length if most is None else most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if off(middle) < 0 else (low, middle)
+    best = min((x for x in (low - 1, low) if x >= 0), key=lambda x: abs(off(x)))
+    if abs(off(best)) > TOLERANCE:
+        nearest = 100 * case.share * (1 + off(best))
+        raise Refused(f"none keeps {100 * case.share:g} % of the pairs of {case.length:,} positions; the nearest keeps {nearest:.1f} %")
+    return family(case, best)
+
+
+def of(name: str, case: Case) -> Pattern:
+    """Returns the pattern of ``METHODS[name]`` for a case. Raises Refused as ``solve`` does."""
+    return solve(METHODS[name], _STEPS if name in _DENSITIES else None, case)

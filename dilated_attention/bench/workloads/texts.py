@@ -1,0 +1,119 @@
+"""Passages of real texts for a language model: what is scored, what is tuned on, and keys hidden in them. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUFFIXES = (".py", ".txt", ".md", ".rst")
+# in the standard library, encodings and other tables of numbers and codes have fewer letters and spaces; nearly all code has more
+_LETTERS = 0.8
+# no tokenizer of text takes fewer bytes for a token on average, so smaller files are not read as tokens
+_BYTES_PER_TOKEN = 2
+# per file, so that no single one decides a score
+_PASSAGES_PER_FILE = 3
+_NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
+
+
+def split(places: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
+    """Returns the files to score and those to tune on, no text in both, in an order that only ``seed`` and the files decide.
+
+    Args:
+        places: files and folders, of which all files with one of ``SUFFIXES`` are taken except tables of data and second copies;
+            none for the sources of Python's standard library.
+
+    Raises:
+        ValueError: a place does not exist.
+    """
+    found: dict[str, Path] = {}
+    for place in places or (Path(sysconfig.get_path("stdlib")),):
+        if not place.exists():
+            raise ValueError(f"--texts {place} does not exist; expected a file or folder of {', '.join(SUFFIXES)}")
+        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            # packages that were installed are not part of the library, and differ between machines
+            if file.suffix in SUFFIXES and file.is_file() and not {"site-packages", "dist-packages"} & set(file.parts):
+                content = file.read_bytes()
+                if _is_text(content.decode(errors="replace")):
+                    found.setdefault(hashlib.sha256(content).hexdigest(), file)
+    # by the hash of the content, which paths do not change
+    ordered = [found[key] for key in sorted(found)]
+    random.Random(seed).shuffle(ordered)
+    return ordered[::2], ordered[1::2]
+
+
+def _is_text(text: str) -> bool:
+    return sum(x.isalpha() or x.isspace() for x in text) >= _LETTERS * max(1, len(text))
+
+
+def cut(tokenizer: Any, files: Sequence[Path], length: int, per_file: int | None = _PASSAGES_PER_FILE) -> Iterator[torch.Tensor]:
+    """Yields passages, (length,) int64, which do not overlap; at most ``per_file`` of each file."""
+    for file in files:
+        if file.stat().st_size >= _BYTES_PER_TOKEN * length:
+            ids = tokens(tokenizer, file.read_text(encoding="utf-8", errors="replace"))
+            yield from ids[: ids.numel() // length * length].view(-1, length)[:per_file]
+
+
+def passages(tokenizer: Any, files: Sequence[Path], length: int, count: int) -> torch.Tensor:
+    """Returns (count, length) int64. Raises ValueError where the files hold fewer passages."""
+    found = [passage for passage, _ in zip(cut(tokenizer, files, length), range(count), strict=False)]
+    if len(found) < count:
+        raise ValueError(
+            f"the texts hold {len(found)} passages of {length:,} tokens to score, at most {_PASSAGES_PER_FILE} of a file and half of the "
+            f"files, as the others are for tuning; expected {count}: give more --texts, or less --passages or --length"
+        )
+    return torch.stack(found)
+
+
+def tokens(tokenizer: Any, text: str) -> torch.Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def num_bytes(tokenizer: Any, ids: torch.Tensor) -> int:
+    """Returns the UTF-8 bytes of the text of (n,) tokens."""
+    return len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Texts with a hidden key that their last words ask for: ``ids`` (count, length), and how many last tokens are the key's digits."""
+
+    ids: torch.Tensor
+    num_digits: int
+
+
+def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, count: int, seed: int) -> Needles:
+    """Hides "The pass key of Ada is 48213." at ``depth``, 0 the beginning and 1 the end of a text, and asks for it at the end.
+
+    The same arguments give the same keys. Digits are random, so whoever does not attend to the key guesses one of ten.
+
+    Args:
+        texts: (passages, at least length) int64 to hide keys in.
+
+    Raises:
+        ValueError: ``length`` leaves no text around the key.
+    """
+    draw = random.Random(f"{seed} {length} {depth}")
+    made: list[torch.Tensor] = []
+    digits: set[int] = set()
+    while len(made) < count:
+        name, key = draw.choice(_NAMES), str(draw.randrange(10_000, 100_000))
+        asked, answer = tokens(tokenizer, f"\n\nThe pass key of {name} is"), tokens(tokenizer, f" {key}")
+        told = torch.cat([asked, answer, tokens(tokenizer, f". Remember: {key} is the pass key of {name}.\n\n")])
+        room = length - told.numel() - asked.numel() - answer.numel()
+        if room < 2:
+            raise ValueError(
+                f"a needle test of {length} tokens leaves {room} for a text around the key; expected --needle-lengths from 128"
+            )
+        text = texts[len(made) % len(texts)][:room]
+        at = round(depth * room)
+        made.append(torch.cat([text[:at], told, text[at:], asked, answer]))
+        # a token for the space before the digits is no digit
+        digits.add(sum(any(x.isdigit() for x in tokenizer.decode([token])) for token in answer.tolist()))
+    return Needles(torch.stack(made), min(digits))
