@@ -62,7 +62,7 @@ class Quality(Suite):
             help='another one: its spec() with "?" for the number that decides how many pairs are kept; repeatable',
         )
         parser.add_argument("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
-        parser.add_argument("--tune", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
+        parser.add_argument("--tuning", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
         parser.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate of tuning; default: 5e-5")
         parser.add_argument("--seed", type=int, default=0, help="of the choice of texts and keys; default: 0")
 
@@ -74,7 +74,7 @@ class Quality(Suite):
             "passages": _sizes(session)[1],
             "patterns": dict(options.pattern),
             "seed": options.seed,
-            "tune": options.tune,
+            "tuning": options.tuning,
             "lr": options.lr,
             "needle_lengths": _needle_lengths(session),
             "dtype": str(session.dtype).removeprefix("torch."),
@@ -88,8 +88,8 @@ class Quality(Suite):
         # read by the first group that measures
         work = functools.cache(lambda: _Work(session))
         groups = []
-        for is_tuned in (False, True) if options.tune else (False,):
-            tuned = f" tuned {options.tune:g} s" if is_tuned else ""
+        for is_tuned in (False, True) if options.tuning else (False,):
+            tuned = f" tuned {options.tuning:g} s" if is_tuned else ""
             groups.append(Group(f"{DENSE} N={length}{tuned}", functools.partial(_rows, work, DENSE, None, 1.0, is_tuned)))
             for share in densities:
                 for name, solved in families.items():
@@ -198,7 +198,7 @@ class _Work:
         options = self.session.options
         model, _ = pretrained.load(options.model, self.session.device, torch.float32)
         pretrained.use(model, pattern)
-        took = pretrained.tune(model, self.to_tune, seconds=options.tune, lr=options.lr, seed=options.seed)
+        took = pretrained.tune(model, self.to_tune, seconds=options.tuning, lr=options.lr, seed=options.seed)
         return model.to(self.session.dtype), {"tuning_s": took.seconds, "tuning_steps": took.steps, "tuning_tokens": took.tokens}
 
     def _loss(self, model: Any, name: str, case: dict[str, Any], pattern: Pattern | None, took: dict[str, float]) -> Iterable[Row]:

@@ -39,10 +39,13 @@ def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
     except ImportError as missing:
         raise ModuleNotFoundError('suite quality needs transformers: pip install "dilated-attention[hf]"') from missing
     if not (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         raise ValueError(f"--model is {path}; expected a folder that save_pretrained wrote, or a .gguf file: {GET_ONE}")
+    # a bar for every model that is loaded would be between the suite's own lines
+    logging.disable_progress_bar()
     place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True, **file)
