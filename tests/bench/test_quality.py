@@ -15,7 +15,8 @@ import torch
 
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.suites import quality, quality_report
+from dilated_attention.bench.report.quality import over
+from dilated_attention.bench.suites import quality
 from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
 from dilated_attention.bench.workloads.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.cli import main
@@ -190,15 +191,15 @@ def test_rows_are_complete(measured: Path) -> None:
         passages = [value for key, value in row.values.items() if key.startswith("passage_")]
         assert statistics.mean(passages) == pytest.approx(row.values["bits_per_byte"], rel=1e-3)
         if row.case["tuned"]:
-            # two passes through 4 files of 5 passages, of which a step takes 4
-            assert (row.values["tuning_steps"], row.values["tuning_tokens"]) == (10, 10 * 4 * LENGTH)
+            # four passes through 22 passages, of which a step takes 4
+            assert (row.values["tuning_steps"], row.values["tuning_tokens"]) == (22, 22 * 4 * LENGTH)
     positions = rows_of(measured, "position")
     assert len(positions) == 2 * len(names) * quality.BINS
     needle = rows_of(measured, "needle")
     assert [row.name for row in needle] == 2 * [name for name in names for _ in range(2)]
     assert all(0 <= row.values["keys_pct"] <= row.values["digits_pct"] <= 100 for row in needle)
     dense, near, window = (next(row for row in loss if row.name == name) for name in ("dense", "near", "window"))
-    assert quality_report.over(dense, dense) == (0, 0)
+    assert over(dense, dense) == (0, 0)
     assert near.values["bits_per_byte"] == pytest.approx(window.values["bits_per_byte"], rel=1e-4)
     # weights were trained on texts much like those scored
     for before, after in zip(loss[: len(names)], loss[len(names) :], strict=True):
@@ -232,7 +233,7 @@ def test_errors_are_those_of_paired_differences() -> None:
         return Row(name=name, case={}, values=values)
 
     base, other = row("dense", [1.0, 2.0, 3.0]), row("x", [1.1, 2.2, 3.3])
-    percent, error = quality_report.over(other, base)
+    percent, error = over(other, base)
     assert percent == pytest.approx(10) and error == pytest.approx(100 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3) / 2)
 
 

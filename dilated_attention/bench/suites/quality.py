@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.skip import Refused, release
+from dilated_attention.bench.report import quality as report
 from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.quality import DENSE
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.suites import quality_report as report
 from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
-from dilated_attention.bench.workloads.equal_pairs import DENSE, METHODS, Case
+from dilated_attention.bench.workloads.equal_pairs import ABOUT, METHODS, Case
 from dilated_attention.parsing import UsageError, positive, size
 from dilated_attention.pattern import Pattern
 
@@ -163,8 +164,8 @@ class _Work:
         )
 
     @functools.cached_property
-    def to_tune(self) -> list[torch.Tensor]:
-        return list(texts.cut(self.tokenizer, self.tuned_on, self.length, None))
+    def to_tune(self) -> torch.Tensor:
+        return texts.packed(self.tokenizer, self.tuned_on, self.length)
 
     def rows(self, name: str, solved: Solved | None, share: float, is_tuned: bool) -> Iterable[Row]:
         """Yields the rows of one method at one density: of the loss, of its positions, and of each needle test."""
@@ -213,8 +214,10 @@ class _Work:
         figures = {"bits_per_byte": float(by_bin[:, half:].sum() / self.bytes[:, half:].sum()), "kept_pct": 100 * kept}
         figures |= {"us_per_token": scores.us_per_token} | took
         figures |= {f"passage_{i:03d}": float(x) for i, x in enumerate(per_passage)}
-        about = "" if pattern is None else repr(pattern)
-        yield Row(name=name, case=case | {"task": "loss", "pattern": about}, values=figures)
+        # the parameters that were solved for
+        made = {} if pattern is None else {"pattern": repr(pattern)}
+        about = {"about": ABOUT[name]} if name in ABOUT else {}
+        yield Row(name=name, case=case | {"task": "loss"} | about | made, values=figures)
         for i, (low, high) in enumerate(self.bins):
             value = float(by_bin[:, i].sum() / self.bytes[:, i].sum())
             yield Row(name=name, case=case | {"task": "position", "from": low, "to": high}, values={"bits_per_byte": value})

@@ -23,7 +23,6 @@ from dilated_attention.pattern import (
     pattern_from_spec,
 )
 
-DENSE = "dense"
 # a density is solved for in these steps
 _STEPS = 10_000
 _UNKNOWN = re.compile(r'"(\w+)"\s*:\s*"\?"')

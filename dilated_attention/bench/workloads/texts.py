@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+# folders in that of the standard library that are no part of it, and differ between machines
+_INSTALLED = {"site-packages", "dist-packages"}
 SUFFIXES = (".py", ".txt", ".md", ".rst")
 # in the standard library, encodings and other tables of numbers and codes have fewer letters and spaces; nearly all code has more
 _LETTERS = 0.8
@@ -37,8 +40,7 @@ def split(places: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
         if not place.exists():
             raise ValueError(f"--texts {place} does not exist; expected a file or folder of {', '.join(SUFFIXES)}")
         for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            # packages that were installed are not part of the library, and differ between machines
-            if file.suffix in SUFFIXES and file.is_file() and not {"site-packages", "dist-packages"} & set(file.parts):
+            if file.suffix in SUFFIXES and file.is_file() and not _INSTALLED & set(file.relative_to(place).parts):
                 content = file.read_bytes()
                 if _is_text(content.decode(errors="replace")):
                     found.setdefault(hashlib.sha256(content).hexdigest(), file)
@@ -52,23 +54,22 @@ def _is_text(text: str) -> bool:
     return sum(x.isalpha() or x.isspace() for x in text) >= _LETTERS * max(1, len(text))
 
 
-def cut(tokenizer: Any, files: Sequence[Path], length: int, per_file: int | None = _PASSAGES_PER_FILE) -> Iterator[torch.Tensor]:
-    """Yields passages, (length,) int64, which do not overlap; at most ``per_file`` of each file."""
-    for file in files:
-        if file.stat().st_size >= _BYTES_PER_TOKEN * length:
-            ids = tokens(tokenizer, file.read_text(encoding="utf-8", errors="replace"))
-            yield from ids[: ids.numel() // length * length].view(-1, length)[:per_file]
-
-
 def passages(tokenizer: Any, files: Sequence[Path], length: int, count: int) -> torch.Tensor:
-    """Returns (count, length) int64. Raises ValueError where the files hold fewer passages."""
-    found = [passage for passage, _ in zip(cut(tokenizer, files, length), range(count), strict=False)]
+    """Returns (count, length) int64, each of one file. Raises ValueError where the files hold fewer passages."""
+    long = (file for file in files if file.stat().st_size >= _BYTES_PER_TOKEN * length)
+    found = list(itertools.islice((x for file in long for x in packed(tokenizer, [file], length)[:_PASSAGES_PER_FILE]), count))
     if len(found) < count:
         raise ValueError(
             f"the texts hold {len(found)} passages of {length:,} tokens to score, at most {_PASSAGES_PER_FILE} of a file and half of the "
             f"files, as the others are for tuning; expected {count}: give more --texts, or less --passages or --length"
         )
     return torch.stack(found)
+
+
+def packed(tokenizer: Any, files: Sequence[Path], length: int) -> torch.Tensor:
+    """Returns (passages, length) int64 of all files joined one after another, without what is left at the end."""
+    ids = torch.cat([tokens(tokenizer, file.read_text(encoding="utf-8", errors="replace")) for file in files])
+    return ids[: ids.numel() // length * length].view(-1, length)
 
 
 def tokens(tokenizer: Any, text: str) -> torch.Tensor:

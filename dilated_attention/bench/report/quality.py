@@ -1,4 +1,4 @@
-"""Tables and plots of ``quality``, created from its rows alone."""
+"""Tables and plots of suite ``quality``, created from its rows alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import replace
 from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
-from dilated_attention.bench.workloads.equal_pairs import ABOUT, DENSE
 
+# the name of the rows that others are compared with
+DENSE = "dense"
 # % over dense that a logarithmic axis begins with
 _LEAST = 0.01
 _EQUAL = "every pattern of a column keeps the same share of dense attention's causal pairs; a pair of several branches counts in each"
@@ -64,12 +65,11 @@ def tables(results: Results) -> list[Table]:
             found.append(_loss(rows, untuned, f"Loss over dense, %{suffix}"))
         if is_tuned and dense is not None:
             found.append(_loss(rows, dense, "Loss over dense that was tuned as long, %, tuned"))
-        names = dict.fromkeys(row.name for row in rows)
-        about = "; ".join(f"{name}: {ABOUT[name]}" for name in names if name in ABOUT)
+        about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['about']}" for row in rows if "about" in row.case))
         kept = [_kept(row) for row in rows]
         found.append(pivot(kept, "kept_pct", across="kept", title=f"Kept pairs, % of dense causal attention{suffix}", caption=about))
-        times = pivot(kept, "us_per_token", across="kept", title=f"Time of a forward without output layer, µs a token{suffix}")
-        found.append(times)
+        found.append(pivot(kept, "us_per_token", across="kept", title=f"Time of a forward without output layer, µs a token{suffix}"))
+        found.append(pivot(kept, "bits_per_byte", across="kept", title=f"Loss, bits a byte{suffix}"))
         if is_tuned:
             found.append(pivot(kept, "tuning_tokens", across="kept", title="Tuning, million tokens", scale=1e-6))
         found += _by_position(results, is_tuned, suffix) + _needles(results, is_tuned, suffix)
