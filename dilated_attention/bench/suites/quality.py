@@ -154,6 +154,12 @@ class _Work:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit is not None and self.length > limit:
             raise UsageError(f"--length is {self.length:,}; expected at most {limit:,}, the model's max_position_embeddings")
+        window = getattr(self.model.config, "sliding_window", None)
+        if window is not None and window < self.length and getattr(self.model.config, "use_sliding_window", True):
+            raise ValueError(
+                f"layers of {options.model.name} keep their own window of {window:,} under every pattern; expected a model without one, "
+                f"or --length up to {window:,}"
+            )
         self.heads = int(self.model.config.num_attention_heads)
         scored, self.tuned_on = texts.split(options.texts, options.seed)
         self.passages = texts.passages(self.tokenizer, scored, self.length, count)
@@ -200,7 +206,8 @@ class _Work:
         model, _ = pretrained.load(options.model, self.session.device, torch.float32)
         pretrained.use(model, pattern)
         took = pretrained.tune(model, self.to_tune, seconds=options.tuning, lr=options.lr, seed=options.seed)
-        return model.to(self.session.dtype), {"tuning_s": took.seconds, "tuning_steps": took.steps, "tuning_tokens": took.tokens}
+        pretrained.cast(model, self.session.dtype)
+        return model, {"tuning_s": took.seconds, "tuning_steps": took.steps, "tuning_tokens": took.tokens}
 
     def _loss(self, model: Any, name: str, case: dict[str, Any], pattern: Pattern | None, took: dict[str, float]) -> Iterable[Row]:
         scores = pretrained.score(model, self.passages)

@@ -48,12 +48,12 @@ def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
     logging.disable_progress_bar()
     place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True, **file)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file)
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
     except ImportError as missing:
         # transformers names the packages that a format needs
         raise ModuleNotFoundError(f"transformers cannot read {path.name} here: {str(missing).strip()}") from missing
-    model.to(device).eval()
+    cast(model.to(device).eval(), dtype)
     ids = torch.arange(8, device=device)[None]
     with torch.no_grad():
         if not torch.allclose(model(ids).logits, model.get_output_embeddings()(_hidden(model, ids)), atol=1e-3, rtol=1e-2):
@@ -62,6 +62,12 @@ def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
                 "expected a model that does not, e.g. of the family of Llama, Mistral or Qwen"
             )
     return model, tokenizer
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Casts the parameters, and not the frequencies of rotary embeddings, which 16 bits are too few for; ``model.to`` casts both."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def use(model: Any, pattern: Pattern | None) -> None:
