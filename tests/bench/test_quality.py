@@ -253,6 +253,26 @@ def test_wrong_arguments(model: Path, sources: Path, tmp_path: Path, capsys: pyt
         assert message in capsys.readouterr().err
 
 
+def test_layers_with_windows_of_their_own_are_refused(
+    model: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would keep their windows under every pattern, and fewer pairs than are reported."""
+    net, tokenizer = load(model)
+    tokenizer.save_pretrained(tmp_path / "mistral")
+    config = transformers.MistralConfig(**{**net.config.to_dict(), "model_type": "mistral", "sliding_window": 100})
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path / "mistral")
+    assert main(command(tmp_path / "mistral", sources, tmp_path, "--methods", "window")) == 1
+    assert "layers of mistral keep their own window of 100 under every pattern" in capsys.readouterr().err
+
+
+def test_16_bits_leave_the_rotary_frequencies_alone(model: Path) -> None:
+    net, _ = pretrained.load(model, torch.device("cpu"), torch.bfloat16)
+    assert {x.dtype for x in net.parameters()} == {torch.bfloat16} and {x.dtype for x in net.buffers()} == {torch.float32}
+    ids = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    exact, _ = load(model)
+    assert pretrained.score(net, ids).bits.mean() == pytest.approx(float(pretrained.score(exact, ids).bits.mean()), rel=0.02)
+
+
 def test_transformers_is_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs transformers: pip install"):

@@ -64,7 +64,7 @@ class Quality(Suite):
         )
         parser.add_argument("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
         parser.add_argument("--tuning", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
-        parser.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate of tuning; default: 5e-5")
+        parser.add_argument("--lr", type=positive, default=1e-4, help="highest learning rate of tuning; default: 1e-4")
         parser.add_argument("--seed", type=int, default=0, help="of the choice of texts and keys; default: 0")
 
     def settings(self, session: Session) -> dict[str, Any]:
