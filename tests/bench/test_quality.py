@@ -20,7 +20,7 @@ from dilated_attention.bench.suites import quality
 from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
 from dilated_attention.bench.workloads.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.cli import main
-from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, TopBlocks
+from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, Strided, TopBlocks
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -95,6 +95,9 @@ def test_a_spec_with_an_unknown_number_is_solved() -> None:
     pattern = equal_pairs.solve(*equal_pairs.family_of(spec), Case(1024, HEADS, 0.25))
     assert isinstance(pattern, TopBlocks) and pattern.always == LocalWindow(64, block_size=64)
     assert equal_pairs.share_of(pattern, 1024, HEADS) == pytest.approx(0.25, rel=TOLERANCE)
+    # fewer pairs with a larger number
+    falling = equal_pairs.family_of('{"pattern":"Strided","stride_blocks":"?","block_size":64}')
+    assert equal_pairs.solve(*falling, Case(1024, HEADS, 0.25)) == Strided(4, block_size=64)
     for wrong in ('{"pattern":"LocalWindow","window":64}', '{"pattern":"TopBlocks","mass":"?"}', '{"pattern":"Other","x":"?"}'):
         with pytest.raises(ValueError, match=r"expected|known are"):
             equal_pairs.family_of(wrong)
@@ -225,6 +228,28 @@ def test_tables_and_plots(measured: Path) -> None:
         assert f"### {title}" in text or title in text
     for name in ("loss", "time", "position-25", "needle-25", "loss-tuned", "time-tuned", "position-tuned-25", "needle-tuned-25"):
         assert (measured / f"quality-{name}.png").stat().st_size > 5000
+
+
+def test_a_refusal_is_told_and_the_rest_goes_on(model: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["--methods", "window", "top-blocks", "--densities", "10", "25", "--needle-lengths", "192", "--no-plots"]
+    assert main(command(model, sources, tmp_path, *how)) == 0
+    text = capsys.readouterr().out
+    assert "top-blocks: none keeps 10 % of the pairs of 512 positions; the nearest keeps 12.7 %" in text
+    assert "top-blocks: none keeps 25 % of the pairs of 192 positions" in text
+    assert [(row.name, row.case["share"]) for row in rows_of(tmp_path, "loss") if row.note] == [("top-blocks", 10)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_one_gpu(model: Path, sources: Path, tmp_path: Path) -> None:
+    given = [word for word in command(model, sources, tmp_path, *HOW[:1], *METHODS, *HOW[1 + len(MEASURED) :]) if word != "cpu"]
+    given[given.index("--device") + 1 : given.index("--device") + 1] = ["cuda"]
+    assert main(given) == 0
+    rows = rows_of(tmp_path, "loss")
+    losses = {(row.name, row.case["tuned"]): row.values["bits_per_byte"] for row in rows}
+    assert not [row for row in rows if row.note] and len(losses) == 2 * (2 + len(METHODS))
+    for name in METHODS:
+        assert losses[name, False] != losses["dense", False] and losses[name, True] < losses[name, False]
 
 
 def test_errors_are_those_of_paired_differences() -> None:

@@ -122,10 +122,10 @@ def _by_position(results: Results, is_tuned: bool, suffix: str) -> list[Table]:
 
 
 def _needles(results: Results, is_tuned: bool, suffix: str) -> list[Table]:
+    # a method that was refused at a length has no depth, and its note comes below the table
     rows = [
-        replace(row, case=row.case | {"length, depth": f"{row.case['length']:,}, {row.case['depth_pct']} %"})
+        replace(row, case=row.case | {"length, depth": f"{row.case['length']:,}, {row.case['depth_pct']} %"}) if row.values else row
         for row in _of(results, "needle", is_tuned)
-        if row.values
     ]
     found = []
     caption = "digits of a hidden key that are the likeliest token after the right ones before them; a guess finds 10 %"

@@ -55,7 +55,7 @@ class Case:
         return max(2, round(2 / self.share))
 
 
-# the pattern of a kind for a case and a whole number from 0 to ``length``, or to _STEPS where it is a density; the pairs grow with it
+# the pattern of a kind for a case and a whole number from 0 to ``length``, or to _STEPS where it is a density; the pairs grow with it, or fall
 Family = Callable[[Case, int], Pattern]
 
 
@@ -114,7 +114,7 @@ def family_of(spec: str) -> tuple[Family, int | None]:
     is_share = unknown[0] in _SHARES
 
     def family(case: Case, x: int) -> Pattern:
-        return pattern_from_spec(_UNKNOWN.sub(rf'"\1":{max(1, x) / _STEPS if is_share else x}', spec))
+        return pattern_from_spec(_UNKNOWN.sub(rf'"\1":{max(1, x) / _STEPS if is_share else max(1, x)}', spec))
 
     family(Case(1024, 1, 0.5), 8)
     return family, _STEPS if is_share else None
@@ -144,9 +144,10 @@ def solve(family: Family, most: int | None, case: Case) -> Pattern:
         return share_of(family(case, x), case.length, case.heads) / case.share - 1
 
     low, high = 0, case.length if most is None else most
+    grows = off(low) <= off(high)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if off(middle) < 0 else (low, middle)
+        low, high = (middle + 1, high) if (off(middle) < 0) == grows else (low, middle)
     best = min((x for x in (low - 1, low) if x >= 0), key=lambda x: abs(off(x)))
     if abs(off(best)) > TOLERANCE:
         nearest = 100 * case.share * (1 + off(best))
