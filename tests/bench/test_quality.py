@@ -142,6 +142,8 @@ def test_texts_are_apart_and_the_same_every_time(sources: Path, model: Path) -> 
     assert found.shape == (7, LENGTH) and len({tuple(x.tolist()) for x in found}) == 7
     assert tokenizer.decode(found[0].tolist()) == scored[0].read_text()[:LENGTH]
     assert texts.num_bytes(tokenizer, found[0]) == LENGTH
+    # no second passage of a file before the first of all
+    assert [tokenizer.decode(x.tolist()) for x in found[:4]] == [file.read_text()[:LENGTH] for file in scored]
     with pytest.raises(ValueError, match=r"hold 12 passages of 512 tokens .* expected 13"):
         texts.passages(tokenizer, scored, LENGTH, 13)
     with pytest.raises(ValueError, match="does not exist"):

@@ -55,7 +55,7 @@ class Case:
         return max(2, round(2 / self.share))
 
 
-# the pattern of a kind for a case and a whole number from 0 to ``length``, or to _STEPS where it is a density; the pairs grow with it, or fall
+# the pattern of a kind for a case and a number from 0 to ``length``, or to _STEPS for a density; the pairs grow or fall with it
 Family = Callable[[Case, int], Pattern]
 
 

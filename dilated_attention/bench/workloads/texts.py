@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -55,9 +56,11 @@ def _is_text(text: str) -> bool:
 
 
 def passages(tokenizer: Any, files: Sequence[Path], length: int, count: int) -> torch.Tensor:
-    """Returns (count, length) int64, each of one file. Raises ValueError where the files hold fewer passages."""
-    long = (file for file in files if file.stat().st_size >= _BYTES_PER_TOKEN * length)
-    found = list(itertools.islice((x for file in long for x in packed(tokenizer, [file], length)[:_PASSAGES_PER_FILE]), count))
+    """Returns (count, length) int64, each of one file, of as many files as there are. Raises ValueError where they hold fewer passages."""
+    long = [file for file in files if file.stat().st_size >= _BYTES_PER_TOKEN * length]
+    of_file = functools.cache(lambda file: packed(tokenizer, [file], length))
+    every = (of_file(file)[i] for i in range(_PASSAGES_PER_FILE) for file in long if len(of_file(file)) > i)
+    found = list(itertools.islice(every, count))
     if len(found) < count:
         raise ValueError(
             f"the texts hold {len(found)} passages of {length:,} tokens to score, at most {_PASSAGES_PER_FILE} of a file and half of the "
