@@ -64,9 +64,9 @@ def attend(
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds, is_guess = _bounds_of(cu_seq_lens_q, cu_seq_lens_k), False
-    elif bounds is None and settings.kind != "ring_dilated":
+    elif bounds is None and not settings.is_shared:
         refusals.check_untold_packing(name, module, mask, kwargs.get("position_ids"))
-    if window is not None:
+    if window is not None and settings.kind != "ring":
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
         refusals.check_stable(name, settings, mask)
@@ -80,7 +80,7 @@ def attend(
     if value_dim < q.shape[3]:
         # values with a smaller head dim than keys (DeepSeek's latent attention): zeros appended to them come out as zeros
         v = torch.nn.functional.pad(v, (0, q.shape[3] - value_dim))
-    if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and settings.kind != "ring_dilated":
+    if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and not settings.is_shared:
         q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
     options: dict[str, Any] = {
         "is_causal": mask.is_causal,
@@ -93,9 +93,9 @@ def attend(
         "deterministic": settings.deterministic or bool(deterministic),
         "backend": settings.backend,
     }
-    if settings.kind == "ring_dilated":
+    if settings.is_shared:
         refusals.check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
-        return _ring(name, settings, window, q, k, v, options)[..., :value_dim], None
+        return _ring(name, settings, mask.seq_len, window, q, k, v, options)[..., :value_dim], None
     options["query_offset"] = mask.query_offset
     if window is not None:
         out = attention(q, k, v, window=window, **options)
@@ -120,7 +120,7 @@ def _is_step(
     # these kernels support no padding, no gradients and no values shorter than keys, and compiled code would make a graph for each position
     if value.shape[3] != key.shape[3]:
         return False
-    if query.shape[2] != 1 or not mask.is_causal or settings.kind == "ring_dilated" or settings.backend != "auto":
+    if query.shape[2] != 1 or not mask.is_causal or settings.is_shared or settings.backend != "auto":
         return False
     if mask.padding is not None or bounds is not None or dropout_p > 0 or torch.compiler.is_compiling():
         return False
@@ -159,6 +159,7 @@ def _branches(settings: Settings) -> dict[str, Any]:
 def _ring(
     name: str,
     settings: Settings,
+    seq_len: int | None,
     window: tuple[int | None, int | None] | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -169,12 +170,12 @@ def _ring(
         "group": group_of(name),
         "layout": settings.layout,
         "exchange": settings.exchange,
-        "seq_len": settings.seq_len,
+        "seq_len": settings.seq_len if seq_len is None else seq_len,
         "ranks_per_node": settings.ranks_per_node,
         "timeout": settings.timeout,
     }
     out: torch.Tensor
-    if window is not None:
+    if window is not None or settings.kind == "ring":
         out = ring_attention(q, k, v, window=window, **place, **options)
     else:
         out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)

@@ -34,6 +34,7 @@ class KeyMask:
         padding: (B, num_filled) bool, True = padding.
         cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
         is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
+        seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
     """
 
     num_keys: int
@@ -45,6 +46,7 @@ class KeyMask:
     padding: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     is_guess: bool = False
+    seq_len: int | None = None
 
     # with a static cache, generate() makes the mask before the forward, and transformers then checks whether it is already a mask
     ndim: ClassVar[int] = 4

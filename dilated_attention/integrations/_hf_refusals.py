@@ -109,8 +109,11 @@ def check_shards(
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
             "which a sequence sharded over processes does not have; expected the whole sequence in one forward. "
-            'Decode with model.set_attn_implementation("dilated") on one process'
+            f"Decode with model.set_attn_implementation({'sdpa' if settings.kind == 'ring' else 'dilated'!r}) on one process"
         )
+    if mask.seq_len is not None:
+        # cut, with positions and bounds of the whole sequence
+        return
     if mask.cu_seqlens is not None and not is_packed:
         told = "may be packed, which a compiled model cannot rule out" if is_guess else "restart within the shard"
         raise ValueError(

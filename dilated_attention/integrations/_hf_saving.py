@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, REGISTERED, configs_of, settings_to_save
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, REGISTERED, configs_of, name_of, settings_to_save
 
 _NAME = "attn_implementation"
 
@@ -59,7 +59,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _config_to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, Any]:
-    output, name, configs = original(config), _name_of(config), configs_of(config)
+    output, name, configs = original(config), name_of(config), configs_of(config)
     if any(_is_ours(each) for each in configs):
         output[CONFIG_KEY] = settings_to_save(name, config) if name in REGISTERED else output.get(CONFIG_KEY, {})
         # a string would hold for the configs within this one, too; these write their own
@@ -84,14 +84,8 @@ def _config_from_dict(original: Callable[..., Any], cls: Any, config_dict: dict[
     return original(cls, config_dict, **kwargs)
 
 
-def _name_of(config: Any) -> str:
-    """Returns the implementation of a config; "" where none was chosen."""
-    name = getattr(config, "_attn_implementation", None)
-    return name if isinstance(name, str) else ""
-
-
 def _is_ours(config: Any) -> bool:
-    return _name_of(config) in REGISTERED
+    return name_of(config) in REGISTERED
 
 
 def _note(model: Any) -> None:
@@ -101,7 +95,7 @@ def _note(model: Any) -> None:
     for adapter in model.peft_config.values():
         vars(adapter).pop(CONFIG_KEY, None)
         if config is not None:
-            name = config._attn_implementation
+            name = name_of(config)
             setattr(adapter, CONFIG_KEY, {_NAME: name, **settings_to_save(name, config)})
 
 
@@ -161,7 +155,7 @@ def _compare(base: Any, adapter: str, noted: dict[str, Any]) -> None:
         )
     if not any(_is_ours(config) for config in configs):
         warnings.warn(
-            f"adapter {adapter!r} was trained with {_NAME}={name!r}; its base model has {_name_of(base.config)!r}, which computes "
+            f"adapter {adapter!r} was trained with {_NAME}={name!r}; its base model has {name_of(base.config)!r}, which computes "
             f"something else. Load the base model with {_NAME}={name!r}, or call set_attn_implementation({name!r}) on it"
             + ("" if name in REGISTERED else f", after register({name!r}, …)"),
             stacklevel=2,

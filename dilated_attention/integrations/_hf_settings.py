@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from dilated_attention.functional.ring import group_name_of
 from dilated_attention.pattern import BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
-KINDS = ("dilated", "ring_dilated", "block_sparse")
+KINDS = ("dilated", "ring_dilated", "ring", "block_sparse")
 # the attribute of a model's config, a plain dict, with the settings of this model's layers
 CONFIG_KEY = "dilated_attention"
 _BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad")
@@ -29,15 +30,16 @@ _PROCESSES = ("group", "mesh")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "dilated": (*_BRANCHES, *_RUN),
     "ring_dilated": (*_BRANCHES, *_RUN, *_RING, *_PROCESSES),
+    "ring": (*_RUN, *_RING, *_PROCESSES),
     "block_sparse": ("pattern", *_RUN),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of ``dilated_attention``, ``ring_dilated_attention`` or ``block_sparse_attention``, checked as far as possible.
+    """The arguments of ``dilated_attention``, ``ring_dilated_attention``, ``ring_attention`` or ``block_sparse_attention``.
 
-    What needs tensors is not checked. Neither lengths nor a pattern need be known yet: a model's config may provide them.
+    Checked is what needs no tensors. Neither lengths nor a pattern need be known yet: a model's config may provide them.
     """
 
     kind: str
@@ -60,7 +62,13 @@ class Settings:
 
     @property
     def is_complete(self) -> bool:
-        return self.pattern is not None if self.kind == "block_sparse" else bool(self.segment_lengths)
+        # "ring" is dense, and dense has no settings of its own
+        return self.pattern is not None if self.kind == "block_sparse" else bool(self.segment_lengths) or self.kind == "ring"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether processes share the sequence."""
+        return self.kind in ("ring_dilated", "ring")
 
     def branches(self) -> DilatedPattern:
         return _pattern_of(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)
@@ -131,8 +139,19 @@ def _pattern_of(*branches: Any) -> DilatedPattern:
 
 
 REGISTERED: dict[str, Settings] = {}
+# a name that an implementation has while processes share the sequences of a model, and the name that is saved in its place
+STANDS_FOR: dict[str, str] = {}
 # resolved settings by key: compiled code can treat the key as a constant, but not a pattern inside settings
 _KNOWN: dict[str, Settings] = {}
+
+
+def interfaces() -> tuple[Any, Any]:
+    """Returns transformers' registries of attention and mask functions, imported on first use."""
+    try:
+        modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
+        return modeling.AttentionInterface, masking.AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f'transformers 4.53 or later is needed ({error}): pip install "dilated-attention[hf]"') from error
 
 
 def remember(name: str, settings: Settings) -> None:
@@ -177,10 +196,16 @@ def settings_to_save(name: str, config: Any) -> Any:
     except (AttributeError, TypeError, ValueError):
         # what the model refuses at its next forward; a config's repr comes here, too
         return told
-    wanted: tuple[str, ...] = ("pattern",) if kind == "block_sparse" else _BRANCHES
+    wanted: tuple[str, ...] = {"block_sparse": ("pattern",), "ring": ()}.get(kind, _BRANCHES)
     if not settings.is_complete or (settings.pattern is not None and settings.pattern.lives_here):
         wanted = ()
     return settings.plain(dict.fromkeys(wanted)) | told
+
+
+def name_of(config: Any) -> str:
+    """Returns the implementation of a config that is saved with it; "" where none was chosen."""
+    name = getattr(config, "_attn_implementation", None)
+    return STANDS_FOR.get(name, name) if isinstance(name, str) else ""
 
 
 def configs_of(config: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Transformers models with this library's attention: ``attn_implementation="dilated"``, ``"ring_dilated"``, ``"block_sparse"``.
+"""Transformers models with this library's attention: ``"dilated"``, ``"ring_dilated"``, ``"ring"``, ``"block_sparse"``.
 
     from dilated_attention.integrations.huggingface import register
     register(segment_lengths=[2048, 8192, 32768], dilation_rates=[1, 4, 12])
@@ -16,20 +16,18 @@ by one.
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-
-from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
 from dilated_attention.integrations import _hf_refusals, _hf_saving
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, configs_of, remember
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, configs_of, interfaces, remember
+from dilated_attention.integrations._hf_shards import shard_inputs
+from dilated_attention.integrations.context_parallel import ContextParallel, context_parallel
 from dilated_attention.pattern.checks import one_of
 
-__all__ = ["CONFIG_KEY", "KeyMask", "configure", "register", "shard_inputs"]
+__all__ = ["CONFIG_KEY", "ContextParallel", "KeyMask", "configure", "context_parallel", "register", "shard_inputs"]
 
 # transformers uses names with these parts for its own implementations
 _TAKEN = ("eager", "sdpa", "flash", "flex_attention", "paged", "/", "|", ":", "@")
@@ -40,12 +38,13 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
 
     Args:
         name: a name of your own, for several settings in one process: ``register("wide", segment_lengths=…)``. None: ``"dilated"``,
-            ``"ring_dilated"`` and ``"block_sparse"``, each with those of the options that apply to it.
-        kind: which of these three ``name`` stands for. None: ``"block_sparse"`` if a pattern is given, otherwise ``"dilated"``.
+            ``"ring_dilated"``, ``"ring"`` and ``"block_sparse"``, each with those of the options that apply to it.
+        kind: which of these four ``name`` stands for. None: ``"block_sparse"`` if a pattern is given, otherwise ``"dilated"``.
         ignored: arguments of the model's own layers that do not affect attention, if one is refused as unknown.
         options: the defaults for models whose config does not say otherwise (see ``configure``):
             for dilated: ``segment_lengths, dilation_rates, head_offsets, branch_heads, tail, mixture_grad``, see ``dilated_attention``;
-            for ring_dilated also ``group, mesh, layout, exchange, seq_len, ranks_per_node, timeout``, see ``ring_dilated_attention``;
+            for ring_dilated also, and for ring, which is dense, nothing else: ``group, mesh, layout, exchange, seq_len, ranks_per_node,
+            timeout``, see ``ring_dilated_attention`` and ``ring_attention``;
             for block_sparse: ``pattern``, see ``block_sparse_attention``, or the string of its ``spec()``;
             for all: ``deterministic, backend``.
 
@@ -53,7 +52,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         ImportError: if transformers is not installed, or is older than 4.53.
         ValueError, TypeError: if none of the names has an option, or its value is not accepted.
     """
-    attention_interface, mask_interface = _interfaces()
+    attention_interface, mask_interface = interfaces()
     if name is None:
         if kind is not None:
             raise ValueError(f"kind is {kind!r} without a name; expected register({kind!r}, …) or register(name, kind={kind!r}, …)")
@@ -83,7 +82,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     for each, settings in found.items():
         remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))
-        mask_interface.register(each, functools.partial(key_mask, is_shared=settings.kind == "ring_dilated"))
+        mask_interface.register(each, functools.partial(key_mask, is_shared=settings.is_shared))
 
 
 def configure(model_or_config: Any, **options: Any) -> None:
@@ -118,61 +117,3 @@ def configure(model_or_config: Any, **options: Any) -> None:
         plain |= Settings(kind=kind).with_options(mine).plain(mine)
     for each in configs_of(config):
         setattr(each, CONFIG_KEY, dict(plain))
-
-
-def shard_inputs(
-    inputs: Mapping[str, Any], *, group: Any = None, mesh: Any = None, layout: str = "contiguous", ignore_index: int = -100
-) -> dict[str, Any]:
-    """Returns this process's shard of a model's inputs, for ``attn_implementation="ring_dilated"``. Needs no communication.
-
-    Every tensor whose second dimension is the sequence length N is sharded; ``position_ids`` are those in the whole sequence. With
-    ``labels``, the targets are shifted before they are sharded, so that no process needs its neighbour's. The result then contains
-    ``shift_labels`` and ``num_items_in_batch``, the number of targets of the whole sequence. The processes' losses then sum to the loss of
-    the whole sequence, and so do their gradients.
-
-    Args:
-        inputs: inputs of the whole sequence, equal on all processes; they must include ``input_ids`` or ``inputs_embeds`` (B, N, …).
-        group, mesh, layout: the same as given to ``register``.
-        ignore_index: the label of positions that do not count.
-
-    Returns:
-        A new dict to call the model with: ``model(**shard_inputs(inputs))``, (B, n, …).
-
-    Raises:
-        ValueError: if neither ``input_ids`` nor ``inputs_embeds`` is given.
-    """
-    if group is not None and mesh is not None:
-        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
-    place = mesh if group is None else group
-    first = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if first is None:
-        raise ValueError(
-            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
-        )
-    batch, length = first.shape[:2]
-    whole = dict(inputs)
-    if whole.get("labels") is not None and "shift_labels" not in whole:
-        labels = whole["labels"]
-        whole["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
-        whole.setdefault("num_items_in_batch", int((whole["shift_labels"] != ignore_index).sum()))
-    if whole.get("position_ids") is None:
-        whole.pop("position_ids", None)
-    names = [name for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == length]
-    parts = shard_sequence(place, [whole[name] for name in names], [1] * len(names), layout=layout)
-    whole |= dict(zip(names, parts, strict=True))
-    if "position_ids" not in whole:
-        positions = local_positions(place, length, layout=layout, device=first.device)
-        whole["position_ids"] = positions.expand(batch, -1)
-    if layout != "contiguous" and whole.get("attention_mask") is None:
-        # otherwise transformers would interpret jumps of positions as packed documents
-        whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
-    return whole
-
-
-def _interfaces() -> tuple[Any, Any]:
-    """Returns transformers' registries of attention and mask functions, imported on first use."""
-    try:
-        modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
-        return modeling.AttentionInterface, masking.AttentionMaskInterface
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f'transformers 4.53 or later is needed ({error}): pip install "dilated-attention[hf]"') from error

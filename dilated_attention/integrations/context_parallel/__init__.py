@@ -1,0 +1,90 @@
+"""Context parallelism for transformers' ``Trainer`` and for accelerate: ``context_parallel(trainer, size=4)`` before ``trainer.train()``.
+
+The batch that a model is called with is whole, and equal on the W processes of a group. Inside the call it is cut, and each process
+computes its part of the loss, the sum over its own targets divided by the number of all. What the model returns has
+
+    value     Σ over the group of the parts, which is the loss of the whole
+    gradient  W · d(part), so that the mean over all processes, which DDP and FSDP take, is the mean over the groups of the whole gradient
+
+so that nothing outside the model needs to know: the loss scale, gradient accumulation, clipping and logging stay transformers'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from dilated_attention.integrations.context_parallel import batches, memory
+from dilated_attention.integrations.context_parallel.model import ContextParallel
+from dilated_attention.pattern.checks import as_int
+
+__all__ = ["ContextParallel", "context_parallel"]
+
+
+def context_parallel(
+    trainer_or_accelerator: Any,
+    model: Any = None,
+    *,
+    size: int | None = None,
+    mesh: Any = None,
+    group: Any = None,
+    layout: str | None = None,
+    exchange: str = "auto",
+    timeout: float = 60.0,
+    tiled_mlp: int | None = None,
+    chunked_loss: int | None = None,
+) -> ContextParallel:
+    """Trains a causal language model on sequences that groups of W processes share; the other processes are data parallel.
+
+        context_parallel(trainer, size=4)                        # before trainer.train()
+        context_parallel(accelerator, model, size=4)             # before accelerator.prepare(model, optimizer, loader)
+
+    Every process of a group gets the same batch, different groups different ones. A call of the model with ``labels`` cuts the batch:
+    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and
+    every step are those of the same training with the data-parallel processes alone. ``logits`` are those of the process's own positions;
+    ``Trainer.predict`` and ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by each process
+    alone with the model's own attention.
+
+    A model with an attention of transformers stays exactly dense (windows, sinks and softcaps included); one with ``"dilated"``,
+    ``"ring_dilated"`` or ``"ring"`` keeps its settings. What is saved names the model's own attention: a dense model is a plain one.
+
+    Args:
+        trainer_or_accelerator: a ``Trainer``, or an ``Accelerator`` whose loaders are prepared afterwards.
+        model: with an accelerator, the model before it is prepared; PEFT's adapters included.
+        size: W consecutive processes share a sequence; it divides the number of processes. Or give ``mesh`` or ``group``.
+        mesh, group: a DeviceMesh of one axis, e.g. ``mesh["cp"]``, or a ProcessGroup; its processes share a sequence.
+        layout: see ``ring_attention``; None for the model's setting, for dense models ``"zigzag"``, which balances causal attention.
+        exchange, timeout: see ``ring_attention``.
+        tiled_mlp: positions that an MLP takes at a time, each tile recomputed in the backward; None for all at once.
+        chunked_loss: positions whose logits exist at a time, recomputed in the backward; ``logits`` are then not returned. None for all.
+
+    Returns:
+        A ``ContextParallel``, whose ``remove()`` makes the model and the trainer what they were.
+
+    Raises:
+        ValueError, TypeError: the model's loss is no sum over positions, its layers mix positions other than by attention, the trainer has
+            an option that needs the whole sequence in one process, or an argument is not accepted.
+    """
+    trainer = trainer_or_accelerator if hasattr(trainer_or_accelerator, "accelerator") else None
+    accelerator = trainer_or_accelerator if trainer is None else trainer.accelerator
+    if not hasattr(accelerator, "prepare_data_loader"):
+        raise TypeError(f"trainer_or_accelerator is a {type(accelerator).__name__}; expected a Trainer, or an Accelerator and a model")
+    if (model is None) == (trainer is None):
+        raise ValueError("expected context_parallel(trainer, size=…), which has a model, or context_parallel(accelerator, model, size=…)")
+    if trainer is not None:
+        batches.check_trainer(trainer)
+        model = trainer.model
+    batches.check_accelerator(accelerator)
+    with contextlib.ExitStack() as undo:
+        place = batches.place_of(size, mesh, group, accelerator.device.type)
+        handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
+        if chunked_loss is not None:
+            handle.chunk = as_int("chunked_loss", chunked_loss, minimum=1)
+            handle.head = memory.chunked_head(handle.base, handle.is_chunked, undo)
+        if tiled_mlp is not None:
+            memory.tile_mlps(handle.base, as_int("tiled_mlp", tiled_mlp, minimum=1), undo)
+        batches.share_batches(accelerator, handle.group, undo)
+        if trainer is not None:
+            batches.adapt_trainer(trainer, handle, undo)
+        handle.undo = undo.pop_all()
+    return handle

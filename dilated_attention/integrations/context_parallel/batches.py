@@ -1,0 +1,151 @@
+"""Batches, metrics and counts of ``Trainer`` and ``Accelerator`` where groups of processes share sequences: one batch for each group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dilated_attention.integrations.context_parallel.memory import replace
+from dilated_attention.pattern.checks import as_int
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuses a Trainer with options that need the whole sequence in one process, or that has begun.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    args = trainer.args
+    against = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "model_init": trainer.model_init is not None,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "use_liger_kernel": args.use_liger_kernel,
+        "deepspeed": bool(args.deepspeed),
+        "train_sampling_strategy": getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+        "eval_use_gather_object": args.eval_use_gather_object,
+    }
+    for option, is_given in against.items():
+        if is_given:
+            raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
+    if args.n_gpu > 1:
+        raise ValueError(f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each: torchrun")
+    if trainer.model_wrapped is not trainer.model:
+        raise ValueError("the trainer has wrapped its model already; expected context_parallel(trainer, …) before trainer.train()")
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Refuses an Accelerator that shares sequences itself, or has prepared loaders.
+
+    Raises:
+        ValueError: saying which.
+    """
+    config = getattr(accelerator, "parallelism_config", None)
+    for kind in ("cp", "tp", "sp"):
+        if getattr(config, f"{kind}_enabled", False):
+            raise ValueError(f"parallelism_config has {kind}_size above 1; expected dp_replicate_size and dp_shard_size only")
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches is True: the first process would cut each batch over all processes; expected None or False, so that every "
+            "process reads the data set, of which a group takes its batches"
+        )
+    if accelerator._dataloaders or accelerator._models:
+        raise ValueError("the accelerator has prepared a loader or a model; expected context_parallel(…) before accelerator.prepare(…)")
+
+
+def place_of(size: int | None, mesh: Any, group: Any, device_type: str) -> Any:
+    """Returns the mesh or group whose processes share a sequence; None for one process alone.
+
+    Raises:
+        ValueError, TypeError: if not exactly one of them is given, or ``size`` does not divide the number of processes.
+    """
+    if sum(x is not None for x in (size, mesh, group)) != 1:
+        raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
+    if size is None:
+        return mesh if group is None else group
+    size = as_int("size", size, minimum=1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % size:
+        raise ValueError(f"size is {size} and there are {world} processes; expected a divisor")
+    if world == 1:
+        return None
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+
+
+class _DataParallel:
+    """An accelerator as its loaders should see it: each group that shares sequences is one process."""
+
+    dispatch_batches = False
+
+    def __init__(self, accelerator: Any, groups: list[list[int]]) -> None:
+        self._accelerator, self._groups = accelerator, groups
+        self.num_processes = len(groups)
+        self.process_index = next(index for index, ranks in enumerate(groups) if accelerator.process_index in ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def _prepare_device_mesh(self) -> None:
+        return None
+
+    def gather(self, data: Any) -> Any:
+        """Returns what the first process of each group has, along the first dimension."""
+        first = [ranks[0] for ranks in self._groups]
+        world = self._accelerator.num_processes
+        return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
+
+
+def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
+    """Lets loaders that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
+    if accelerator.num_processes == 1:
+        return
+    mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, sorted(mine))
+    groups = sorted({tuple(ranks) for ranks in told})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(told))) or len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"the groups are {groups}; expected every process in one of them, and groups of equal size")
+    view = _DataParallel(accelerator, [list(ranks) for ranks in groups])
+    kind = type(accelerator)
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not all(isinstance(x, torch.Tensor) for x in tree_leaves(input_data)):
+            raise TypeError("gather_for_metrics of objects, which every process of a group would add once; expected tensors")
+        return kind.gather_for_metrics(view, input_data)
+
+    # accelerate's own methods, which ask the object that they are called on how many processes there are
+    replace(undo, accelerator, "prepare_data_loader", functools.partial(kind.prepare_data_loader, view))
+    replace(undo, accelerator, "gather_for_metrics", gather_for_metrics)
+
+
+def adapt_trainer(trainer: Any, handle: Any, undo: contextlib.ExitStack) -> None:
+    """Makes a Trainer's counts those of the groups, and gives whole logits to metrics."""
+    size, sizes = handle.size, trainer.get_total_train_batch_size
+    predict, operations, track = trainer.prediction_step, trainer.floating_point_ops, trainer._track_num_input_tokens
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        handle.whole_logits = not prediction_loss_only
+        try:
+            return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            handle.whole_logits = False
+
+    def track_tokens(inputs: Any) -> None:
+        # a group's processes all count their batch
+        before = trainer.state.num_input_tokens_seen
+        track(inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
+
+    replace(undo, trainer, "get_total_train_batch_size", lambda args: sizes(args) // size)
+    replace(undo, trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
+    replace(undo, trainer, "_track_num_input_tokens", track_tokens)
+    replace(undo, trainer, "prediction_step", prediction_step)
+    # bound when the trainer was made, and again after each evaluation
+    replace(undo, trainer, "gather_function", trainer.accelerator.gather_for_metrics)

@@ -1,0 +1,231 @@
+"""``ContextParallel``: a model whose calls with labels are cut; its attention, its masks and its loss meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.comm.group import members_of
+from dilated_attention.distributed.comm.handshake import agree
+from dilated_attention.distributed.sharding.layout import unshard_sequence
+from dilated_attention.integrations import _hf_saving
+from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask
+from dilated_attention.integrations._hf_settings import (
+    REGISTERED,
+    STANDS_FOR,
+    Settings,
+    configs_of,
+    interfaces,
+    name_of,
+    remember,
+    settings_of,
+)
+from dilated_attention.integrations.context_parallel import cut, memory
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward under way whose batch is cut: N, the bounds of its documents, and what the layers did."""
+
+    seq_len: int
+    cu_seqlens: torch.Tensor | None
+    is_chunked: bool
+    has_mask: bool = False
+    has_loss: bool = False
+
+
+class ContextParallel:
+    """What ``context_parallel`` attached to a model.
+
+    Args:
+        size, rank: W and this process's rank in its group.
+        group: the ProcessGroup; None for one process.
+        layout: of the rows; ``unshard_sequence(handle.group, [logits], [1], layout=handle.layout)`` makes logits whole.
+        whole_logits: whether a call with labels and without gradients returns the logits of all positions, on all processes.
+    """
+
+    def __init__(self, model: Any, place: Any, *, layout: str | None, exchange: str, timeout: float, undo: contextlib.ExitStack) -> None:
+        members = members_of(place)
+        self._place, self._members = place, members
+        self.group, self.rank, self.size = members.group, members.rank, members.size
+        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        cut.check_model(model, self.base)
+        self.timeout, self.whole_logits = timeout, False
+        self.chunk: int | None = None
+        self.head: memory.Head | None = None
+        self.undo = undo
+        self._call: _Call | None = None
+        self._depth = 0
+        self._plain: list[tuple[Any, str]] = []
+        self._register(place, layout, exchange)
+        self._loss_of_model = self.base.loss_function
+        memory.replace(undo, self.base, "_loss_function", self._loss)
+        # PEFT calls the forward of its base model, not the module, except in generate()
+        for module in {id(each): each for each in (model, self.base)}.values():
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+
+    def remove(self) -> None:
+        """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
+        self.undo.close()
+
+    def is_chunked(self) -> bool:
+        """Whether the forward under way computes its loss chunk by chunk."""
+        return self._call is not None and self._call.is_chunked
+
+    # ---- the attention
+
+    def _register(self, place: Any, layout: str | None, exchange: str) -> None:
+        attentions, masks = interfaces()
+        _hf_saving.install()
+        original = name_of(self.base.config) or "sdpa"
+        settings = REGISTERED.get(original, Settings(kind="ring", layout="zigzag"))
+        if settings.kind == "block_sparse":
+            raise ValueError(
+                f"attn_implementation is {original!r}, a block pattern, which transformers models have on one process only; expected a "
+                'dense model or "dilated"'
+            )
+        kind = "ring" if settings.kind == "ring" else "ring_dilated"
+        options = {"exchange": exchange, "timeout": self.timeout, "group": place} | ({} if layout is None else {"layout": layout})
+        settings = dataclasses.replace(settings, kind=kind, mesh=None, seq_len=None).with_options(options)
+        self.name = f"context_parallel_{next(_numbers)}"
+        remember(self.name, settings)
+        self.undo.callback(REGISTERED.pop, self.name)
+        resolved = settings_of(self.name, self.base.config)
+        if layout is not None and resolved.layout != layout:
+            raise ValueError(f"layout is {layout!r}, and the model's config says {resolved.layout!r}; expected one: configure(model)")
+        self.layout = resolved.layout
+        self._mask_of_model = masks()[original]
+        for registry, function in ((attentions, self._attend), (masks, self._mask)):
+            registry.register(self.name, function)
+            self.undo.callback(registry._global_mapping.pop, self.name)
+        STANDS_FOR[self.name] = original
+        self.undo.callback(STANDS_FOR.pop, self.name)
+        configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
+        self._configs = list({id(each): each for each in configs if name_of(each) == original}.values())
+        self._original = original
+        self._switch(self.name)
+        self.undo.callback(self._switch, original)
+
+    def _switch(self, name: str) -> None:
+        for config in self._configs:
+            config._attn_implementation_internal = name
+
+    def _attend(self, module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        # also outside of a call: where layers are recomputed in the backward
+        if not isinstance(attention_mask, KeyMask) or attention_mask.seq_len is None:
+            raise ValueError(
+                f"{type(module).__name__} is called outside of its model, or makes its own mask ({type(attention_mask).__name__}); "
+                "expected a model that transformers' masking_utils makes the masks of, called as model(input_ids=…, labels=…)"
+            )
+        return attend(self.name, module, query, key, value, attention_mask, **options)
+
+    def _mask(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call is None:
+            # generate() prepares the masks of a static cache before it calls the model
+            return self._mask_of_model(*args, **kwargs)
+        call.has_mask = True
+        # the positions of this process's rows jump where the layout does, and documents are known
+        mask = key_mask(*args, is_shared=True, **kwargs)
+        return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, is_guess=False, seq_len=call.seq_len)
+
+    # ---- the call
+
+    def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
+        if "labels" not in given:
+            if module.training and torch.is_grad_enabled():
+                raise ValueError(
+                    f"a training call of {type(module).__name__} with {', '.join(given)} and without labels: the loss of a sequence that "
+                    "processes share is computed inside the model; expected model(input_ids=…, labels=…), or model.eval()"
+                )
+            self._switch(self._original)
+            return None
+        cut.check_inputs(given, self.base.config, self.size)
+        self._check_equal(given)
+        bounds = cut.bounds_of(given)
+        whole_logits = self.whole_logits and not torch.is_grad_enabled()
+        length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
+        self._call = _Call(length, bounds, is_chunked=self.chunk is not None and not whole_logits)
+        return (), cut.cut(given, self._place, self.layout)
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        self._depth -= 1
+        if self._depth:
+            return None
+        call, self._call = self._call, None
+        if call is None:
+            self._switch(self.name)
+            return None
+        hidden = None if self.head is None else self.head.take()
+        if outputs is None:
+            # the forward raised
+            return None
+        if not call.has_mask or not call.has_loss:
+            missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
+            raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
+        if not hasattr(outputs, "items"):
+            raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
+        values = dict(outputs.items())
+        if call.is_chunked:
+            assert hidden is not None
+            values.pop("logits")
+        elif self.whole_logits and not torch.is_grad_enabled():
+            others = sorted(values.keys() - {"loss", "logits"})
+            if others:
+                raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")
+            if self.size > 1:
+                values["logits"] = unshard_sequence(self.group, [values["logits"]], [1], layout=self.layout, seq_len=call.seq_len)[0]
+        return type(outputs)(**values)
+
+    def _check_equal(self, given: dict[str, Any]) -> None:
+        # each batch, since samplers may part later than at the first; a few numbers through the store, beside a whole step
+        if self.size == 1:
+            return
+        same = {name: f"{tuple(x.shape)} {x.dtype} {cut.checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
+        try:
+            agree(self._members, {"function": "a model under context_parallel", **same}, {}, self.timeout)
+        except ValueError as error:
+            raise ValueError(
+                f"processes that share a sequence were given different batches: {error}. Expected equal ones: prepare loaders after "
+                "context_parallel, and make data sets and samplers that draw alike on all processes"
+            ) from error
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._call
+        if call is None:
+            loss: torch.Tensor = self._loss_of_model(*args, **kwargs)
+            return loss
+        targets, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+        if targets is None or count is None:
+            raise ValueError(
+                f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
+                "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
+            )
+        if call.is_chunked:
+            assert self.head is not None and self.chunk is not None
+            part = self.head.summed_loss(args[0] if args else kwargs["logits"], targets, self.chunk) / count
+        else:
+            part = self._loss_of_model(*args, **kwargs)
+        call.has_loss = True
+        if self.group is None:
+            return part
+        whole = part.detach().clone()
+        dist.all_reduce(whole, group=self.group)
+        return whole + self.size * (part - part.detach())
