@@ -72,8 +72,9 @@ class Head:
         self._hidden: torch.Tensor | None = None
 
     def hold(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._hidden = hidden
-        return hidden
+        # where FSDP2 wraps the layer, it warns of a view
+        self._hidden = hidden.clone() if hasattr(self.module, "unshard") and hidden._is_view() else hidden
+        return self._hidden
 
     def take(self) -> torch.Tensor | None:
         hidden, self._hidden = self._hidden, None
@@ -91,8 +92,8 @@ class Head:
                 "chunked_loss=None"
             )
         weight = self.module.weight
-        if type(weight.data).__name__ == "DTensor":
-            raise ValueError("chunked_loss with an output layer that FSDP wraps by itself; expected it in the unit of the whole model")
+        if hasattr(weight, "full_tensor"):
+            raise ValueError("chunked_loss with an output layer whose weight FSDP2 shards before the loss; expected chunked_loss=None, or it in the unit of the model")
         return summed_cross_entropy(logits, weight, targets, chunk=chunk)
 
 

@@ -1,0 +1,281 @@
+"""``context_parallel``: a Trainer and an accelerate loop on 2 and 4 processes take the steps that one process takes on the same batches.
+
+Models are float64, but transformers takes the loss of float32 logits, as one process does: what differs are the few logits that round
+to another float32, so that weights agree to 1e-9 and logged losses to 1e-6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dilated_attention.distributed.sharding.layout import unshard_sequence
+from dilated_attention.integrations.huggingface import context_parallel, register
+from tests.helpers.pool import patience, pool_of
+from tests.integrations.test_huggingface import gemma2, gpt_oss, llama, mistral, tokens
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
+
+MODELS = {"llama": llama, "mistral": mistral, "gpt_oss": gpt_oss, "gemma2": gemma2}
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "max_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "include_num_input_tokens_seen": "all",
+}
+TOLERANCE = 1e-9
+
+
+@contextlib.contextmanager
+def launched(rank: int, world: int, as_gpu: bool = False) -> Iterator[None]:
+    """What torchrun tells a process, and accelerate's singletons as in a new one.
+
+    Args:
+        as_gpu: accelerate takes the process for one with a GPU, which is when it shards parameters; its device is the CPU all the same.
+    """
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    before = dict(os.environ)
+    reset()
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+    patch = pytest.MonkeyPatch()
+    if as_gpu:
+        state = accelerate.state
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        patch.setattr(state.PartialState, "_prepare_backend", lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU))
+    try:
+        yield
+    finally:
+        patch.undo()
+        os.environ.clear()
+        os.environ.update(before)
+        reset()
+
+
+def reset() -> None:
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+class Texts(Dataset):  # type: ignore[type-arg]
+    """Samples whose targets are many, few, and none in some process's part."""
+
+    def __init__(self, count: int, length: int, kind: str = "plain") -> None:
+        ids = tokens(count, length)
+        self.rows = []
+        for index, row in enumerate(ids):
+            labels = row.clone()
+            labels[: 5 * (index % 3)] = -100
+            if index % 2:
+                # the last part has none
+                labels[length // 3 :] = -100
+            sample = {"input_ids": row, "labels": labels}
+            if kind == "padded":
+                sample["attention_mask"] = torch.arange(length).ge(length - 7 * (index % 2) - 1).logical_not().long()
+            if kind == "packed":
+                cuts = [0, 5 + index % 4, 30, length]
+                sample["position_ids"] = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cuts)])
+            self.rows.append(sample)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Samples one after the other, without a length."""
+
+    def __init__(self, rows: Texts) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.rows.rows)
+
+
+def trained(rank: int, world: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Weights, logs and more of a Trainer; without a size it is plain transformers'."""
+    size, batch, arguments = case.get("size"), case.get("batch", 1), case.get("args", {})
+    with launched(rank, world, as_gpu="fsdp" in arguments):
+        if "register" in case:
+            register(**case["register"])
+        model = MODELS[case.get("model", "llama")]()
+        model.config._attn_implementation = original = case.get("attention", model.config._attn_implementation)
+        batches = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+        args = transformers.TrainingArguments(output_dir=folder, **{**ARGUMENTS, **batches, **arguments})
+        length, kind = case.get("length", 49), case.get("kind", "plain")
+        data: Any = Texts(12, length, kind)
+        if case.get("is_stream"):
+            data = Stream(data)
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=Texts(case.get("evaluated", 4), length, kind))
+        handle = context_parallel(trainer, size=size, timeout=patience(), **case.get("options", {})) if size else None
+        trainer.train(resume_from_checkpoint=case.get("resume"))
+        found: dict[str, Any] = {"logs": [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]}
+        found |= {"eval": trainer.evaluate()["eval_loss"], "batch": trainer.get_total_train_batch_size(args)}
+        found |= {"tokens": trainer.state.num_input_tokens_seen, "flos": trainer.state.total_flos}
+        found["is_sharded"] = hasattr(next(model.parameters()), "full_tensor")
+        if case.get("predict"):
+            found["logits"] = torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions)
+        if case.get("save"):
+            trainer.save_model(case["save"])
+        if case.get("generate"):
+            found["written"] = written(model)
+        if handle is not None:
+            handle.remove()
+        assert model.config._attn_implementation == original
+        found["weights"] = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+        return found
+
+
+def written(model: Any) -> list[torch.Tensor]:
+    """Tokens from a dynamic and from a static cache."""
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(tokens(1, 9), **options, **more) for more in ({}, {"cache_implementation": "static", "disable_compile": True})]
+
+
+def check(found: dict[str, Any], expected: dict[str, Any], rounding: float = TOLERANCE) -> None:
+    assert found["weights"].keys() == expected["weights"].keys()
+    errors = {name: float((found["weights"][name] - weight).abs().max()) for name, weight in expected["weights"].items()}
+    assert max(errors.values()) < rounding, errors
+    # of float32 logits, and divided by the number of targets in float32
+    assert torch.tensor(found["logs"]).allclose(torch.tensor(expected["logs"]), rtol=1e-6, atol=0), (found["logs"], expected["logs"])
+    assert found["eval"] == pytest.approx(expected["eval"], rel=1e-6)
+    assert (found["batch"], found["tokens"], found["flos"]) == (expected["batch"], expected["tokens"], expected["flos"])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "odd length": {"size": 2, "batch": 2},
+    "data parallel too": {"size": 2, "world": 4},
+    "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
+    "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
+    "packed documents": {"size": 2, "kind": "packed"},
+    "windows": {"size": 2, "model": "mistral"},
+    "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
+    "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
+    "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
+    "tiles, chunks and checkpoints": {
+        "size": 2,
+        "options": {"tiled_mlp": 10, "chunked_loss": 7},
+        "args": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+    },
+    "fsdp": {
+        "size": 2,
+        "world": 4,
+        "options": {"tiled_mlp": 10, "chunked_loss": 7},
+        "args": {"use_cpu": False, "fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_takes_the_steps_of_one_process(name: str, tmp_path: Path) -> None:
+    case = {**CASES[name]}
+    world = case.pop("world", case["size"])
+    groups, rounding = world // case["size"], case.pop("rounding", TOLERANCE)
+    alone = {key: value for key, value in case.items() if key not in ("size", "options", "args")}
+    expected = trained(0, 1, str(tmp_path / "alone"), {**alone, "batch": case.get("batch", 1) * groups})
+    assert expected["logs"][0] != expected["logs"][2], "nothing was learned"
+    for found in pool_of(world).run(trained, str(tmp_path / "shared"), case, timeout=120):
+        check(found, expected, rounding)
+        assert found["is_sharded"] == (name == "fsdp")
+
+
+def test_a_stream_and_metrics_are_those_of_the_data_parallel_processes(tmp_path: Path) -> None:
+    """Three samples are evaluated, so that the last batch of two processes has one more, which metrics must not see."""
+    case = {"is_stream": True, "predict": True, "evaluated": 3, "options": {"chunked_loss": 20}}
+    expected, _ = pool_of(2).run(trained, str(tmp_path / "plain"), {**case})
+    for found in pool_of(4).run(trained, str(tmp_path / "shared"), {**case, "size": 2}, timeout=120):
+        check(found, expected)
+        assert found["logits"].shape == (3, 49, 61) and (found["logits"] - expected["logits"]).abs().max() < 1e-10
+
+
+def test_a_checkpoint_is_a_plain_one_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    case = {"size": 2, "world": 4, "args": saving, "save": str(tmp_path / "saved"), "generate": True}
+    expected = trained(0, 1, str(tmp_path / "alone"), {"batch": 2, "generate": True})
+    for found in pool_of(4).run(trained, str(tmp_path / "shared"), case, timeout=120):
+        check(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(found["written"], expected["written"], strict=True))
+    resumed = {**case, "resume": str(tmp_path / "shared" / "checkpoint-2")}
+    for again in pool_of(4).run(trained, str(tmp_path / "again"), resumed, timeout=120):
+        check({**again, "tokens": expected["tokens"]}, {**expected, "logs": expected["logs"]})
+    # by transformers alone, in a new process
+    program = (
+        "import sys, torch, transformers; model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64); "
+        "assert 'dilated_attention' not in sys.modules and model.config._attn_implementation == 'sdpa'; "
+        "torch.save(model(torch.arange(1, 31)[None]).logits, sys.argv[2])"
+    )
+    for folder in (tmp_path / "saved", tmp_path / "shared" / "checkpoint-3"):
+        config = (folder / "config.json").read_text()
+        assert "attn" not in config.replace("attention_", "") and "dilated" not in config
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "saved"), str(tmp_path / "logits")], check=True)
+    model = llama()
+    model.load_state_dict(expected["weights"], strict=False)
+    assert (torch.load(tmp_path / "logits") - model(torch.arange(1, 31)[None]).logits).abs().max() < 1e-8
+
+
+# ---- a loop of one's own
+
+
+def looped(rank: int, world: int, size: int | None, batch: int) -> dict[str, Any]:
+    """LoRA's weights after a loop with accelerate, and the loss over a last batch that is not full."""
+    peft = pytest.importorskip("peft")
+    with launched(rank, world):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        # equal numbers of targets, since this loop takes the mean of its batches' losses
+        rows = [{"input_ids": row, "labels": row} for row in tokens(8, 31)]
+        handle = context_parallel(accelerator, model, size=size, timeout=patience(), tiled_mlp=4) if size else None
+        loader = DataLoader(rows, batch_size=batch, shuffle=False)
+        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses = []
+        wrapped.train()
+        for given in loader:
+            with accelerator.accumulate(wrapped):
+                outputs = wrapped(**given)
+                accelerator.backward(outputs.loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.gather_for_metrics(outputs.loss.detach()).mean().item())
+        wrapped.eval()
+        with torch.no_grad():
+            outputs = wrapped(**given)
+            logits = outputs.logits if handle is None else unshard_sequence(handle.group, [outputs.logits], [1], layout=handle.layout)[0]
+        gathered = accelerator.gather_for_metrics(logits)
+        first = model.generate(input_ids=tokens(1, 9), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        if handle is not None:
+            handle.remove()
+        weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return {"weights": weights, "losses": losses, "logits": gathered, "written": first}
+
+
+def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_one_process() -> None:
+    expected = looped(0, 1, None, 2)
+    assert expected["losses"][0] != expected["losses"][-1] and len(expected["weights"]) == 8
+    for found in pool_of(4).run(looped, 2, 1, timeout=120):
+        assert max(float((found["weights"][name] - w).abs().max()) for name, w in expected["weights"].items()) < TOLERANCE
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert (found["logits"] - expected["logits"]).abs().max() < 1e-10 and torch.equal(found["written"], expected["written"])
