@@ -53,11 +53,12 @@ def launched(rank: int, world: int, as_gpu: bool = False) -> Iterator[None]:
     Args:
         as_gpu: accelerate takes the process for one with a GPU, which is when it shards parameters; its device is the CPU all the same.
     """
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     before = dict(os.environ)
     reset()
     if world > 1:
-        os.environ.update({name: str(value) for name, value in names.items()})
+        # torch.distributed is initialised; the address is looked for and not used
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     patch = pytest.MonkeyPatch()
     if as_gpu:
         state = accelerate.state
@@ -128,7 +129,8 @@ def trained(rank: int, world: int, folder: str, case: dict[str, Any]) -> dict[st
         data: Any = Texts(12, length, kind)
         if case.get("is_stream"):
             data = Stream(data)
-        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=Texts(case.get("evaluated", 4), length, kind))
+        held_out = Texts(case.get("evaluated", 4), length, kind)
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
         handle = context_parallel(trainer, size=size, timeout=patience(), **case.get("options", {})) if size else None
         trainer.train(resume_from_checkpoint=case.get("resume"))
         found: dict[str, Any] = {"logs": [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]}
@@ -219,7 +221,7 @@ def test_a_checkpoint_is_a_plain_one_and_training_goes_on_from_it(tmp_path: Path
         assert all(torch.equal(one, other) for one, other in zip(found["written"], expected["written"], strict=True))
     resumed = {**case, "resume": str(tmp_path / "shared" / "checkpoint-2")}
     for again in pool_of(4).run(trained, str(tmp_path / "again"), resumed, timeout=120):
-        check({**again, "tokens": expected["tokens"]}, {**expected, "logs": expected["logs"]})
+        check(again, expected)
     # by transformers alone, in a new process
     program = (
         "import sys, torch, transformers; model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64); "
@@ -239,7 +241,7 @@ def test_a_checkpoint_is_a_plain_one_and_training_goes_on_from_it(tmp_path: Path
 
 
 def looped(rank: int, world: int, size: int | None, batch: int) -> dict[str, Any]:
-    """LoRA's weights after a loop with accelerate, and the loss over a last batch that is not full."""
+    """LoRA's weights after a loop with accelerate, and logits and tokens with them."""
     peft = pytest.importorskip("peft")
     with launched(rank, world):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -279,3 +281,169 @@ def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_one_process() -> Non
         assert max(float((found["weights"][name] - w).abs().max()) for name, w in expected["weights"].items()) < TOLERANCE
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         assert (found["logits"] - expected["logits"]).abs().max() < 1e-10 and torch.equal(found["written"], expected["written"])
+
+
+# ---- memory
+
+
+def test_tiles_and_chunks_are_what_layers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tiles, chunks, real = llama(), [], [], torch.nn.functional.cross_entropy
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: tiles.append(out.shape[1]))
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda x, *args, **kwargs: chunks.append(len(x)) or real(x, *args, **kwargs))
+    plain = model(tokens(), labels=tokens())
+    with attached(model, tiled_mlp=16, chunked_loss=30):
+        outputs = model(tokens(), labels=tokens())
+        assert outputs.logits is None and outputs.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert (tiles, chunks) == ([50, 16, 16, 16, 2], [100, 30, 30, 30, 10])
+    again = model(tokens(), labels=tokens())
+    assert torch.equal(again.logits, plain.logits) and torch.equal(again.loss, plain.loss) and (tiles[-1], chunks[-1]) == (50, 100)
+
+
+# ---- refusals
+
+
+@contextlib.contextmanager
+def attached(model: Any, **options: Any) -> Iterator[Any]:
+    with launched(0, 1):
+        handle = context_parallel(accelerate.Accelerator(cpu=True), model, size=1, **options)
+        try:
+            yield handle
+        finally:
+            handle.remove()
+
+
+def bert_of(**changes: Any) -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+
+
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1))
+
+
+def convolutional() -> Any:
+    model = llama()
+    model.model.mix = torch.nn.Conv1d(32, 32, 3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (bert_of, {}, "the loss of BertForMaskedLM is ForMaskedLMLoss, which may be no sum over positions"),
+        (mamba, {}, "MambaForCausalLM has linear_attention"),
+        (lambda: torch.nn.Linear(2, 2), {}, "model is a Linear; expected a model of transformers"),
+        (gemma2, {"chunked_loss": 5}, "changes its logits after the output layer, e.g. by a softcap"),
+        (convolutional, {}, "a convolution, 'model.mix'"),
+        (llama, {"tiled_mlp": 0}, "tiled_mlp is 0"),
+        (llama, {"layout": "spiral"}, "layout"),
+        (llama, {"exchange": "post"}, "exchange"),
+    ],
+)
+def test_models_and_options_that_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message), attached(make(), **options) as handle:
+        handle.base(tokens(), labels=tokens())
+
+
+def test_a_refusal_leaves_no_trace() -> None:
+    model = llama()
+    before = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
+    with pytest.raises(ValueError, match="tiled_mlp"), attached(model, chunked_loss=3, tiled_mlp=-1):
+        pass
+    after = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
+    assert str(before) == str(after) and not model._forward_pre_hooks and not model._forward_hooks
+    assert not [name for name in transformers.AttentionInterface._global_mapping if name.startswith("context_parallel")]
+
+
+INPUTS = {
+    "without labels": ({"labels": None}, "a training call of LlamaForCausalLM with input_ids and without labels"),
+    "a cache": ({"past_key_values": [1]}, "past_key_values is given with labels"),
+    "some logits": ({"logits_to_keep": 3}, "logits_to_keep is given with labels"),
+    "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 50, 50)}, r"attention_mask is \(2, 1, 50, 50\); expected padding"),
+    "an image": ({"pixel_values": torch.ones(2, 3, 8, 8)}, r"pixel_values has shape \(2, 3, 8, 8\)"),
+    "a router's loss": ({"output_router_logits": True}, "the router's loss is no sum over positions"),
+    "tuples": ({"return_dict": False}, "return_dict is False"),
+    "rows of documents": ({"position_ids": torch.arange(50)[None].expand(2, -1) % 10}, "packed documents are one row"),
+    "other bounds": ({"cu_seq_lens_q": torch.tensor([0, 50])}, "expected equal bounds"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_are_refused(name: str) -> None:
+    changes, message = INPUTS[name]
+    model = llama().train()
+    with attached(model):
+        given = {"input_ids": tokens(), "labels": tokens(), **changes}
+        with pytest.raises(ValueError, match=message):
+            model(**{key: value for key, value in given.items() if value is not None})
+        # the next call is as if nothing had been
+        model(tokens(), labels=tokens()).loss.backward()
+        model.eval()
+        assert model(tokens()).logits.shape == (2, 50, 61)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is set"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is set"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True"),
+    ],
+)
+def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with launched(0, 1):
+        args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, **options})
+        trainer = transformers.Trainer(model=llama(), args=args, train_dataset=Texts(2, 9))
+        with pytest.raises(ValueError, match=message):
+            context_parallel(trainer, size=1)
+
+
+def test_calls_that_are_refused() -> None:
+    with launched(0, 1):
+        accelerator = accelerate.Accelerator(cpu=True)
+        with pytest.raises(TypeError, match="expected a Trainer, or an Accelerator and a model"):
+            context_parallel(llama(), size=1)
+        with pytest.raises(ValueError, match="context_parallel\\(accelerator, model"):
+            context_parallel(accelerator, size=1)
+        for options in ({}, {"size": 1, "group": object()}):
+            with pytest.raises(ValueError, match="expected one of size=, mesh= and group="):
+                context_parallel(accelerator, llama(), **options)
+        with pytest.raises(ValueError, match="size is 2 and there are 1 processes"):
+            context_parallel(accelerator, llama(), size=2)
+        accelerator.prepare(llama())
+        with pytest.raises(ValueError, match="a loader or a model"):
+            context_parallel(accelerator, llama(), size=1)
+
+
+def refused(rank: int, world: int) -> list[str]:
+    with launched(rank, world):
+        model, found = llama(), []
+        accelerator = accelerate.Accelerator(cpu=True)
+        handle = context_parallel(accelerator, model, group=dist.group.WORLD, timeout=patience())
+        same = tokens(1, 9)
+        swapped = same.flip(1) if rank else same
+        for given in (same + rank, swapped, same[:, : 8 + rank], tokens(1, 1)):
+            try:
+                model(given, labels=given)
+            except ValueError as error:
+                found.append(str(error))
+        try:
+            accelerator.gather_for_metrics(["a word"])
+        except TypeError as error:
+            found.append(str(error))
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+        try:
+            model.train()(same, labels=same)
+        except ValueError as error:
+            found.append(str(error))
+        found.append(str(float(model.eval()(same, labels=same).loss)))
+        handle.remove()
+        found.append(str(float(model(same, labels=same).loss)))
+        return found
+
+
+def test_batches_that_differ_are_refused_on_every_process() -> None:
+    for found in pool_of(2).run(refused):
+        assert len(found) == 8 and "drops 0.1 of its pairs" in found[5]
+        assert all("processes that share a sequence were given different batches" in text and "labels" in text for text in found[:3])
+        assert "a sequence of 1 positions for 2 processes" in found[3] and "expected tensors" in found[4]
+        assert float(found[6]) == pytest.approx(float(found[7]), rel=1e-6)

@@ -34,9 +34,6 @@ def check_model(model: Any, base: Any) -> None:
         if kinds or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
             what = ", ".join(sorted(kinds)) or "recurrent layers or an encoder"
             raise ValueError(f"{name} has {what}, which need all positions in one process; expected full and sliding attention only")
-        # each process draws other numbers
-        if getattr(config, "attention_dropout", 0.0):
-            raise ValueError(f"attention_dropout is {config.attention_dropout}; expected 0: processes would drop different pairs")
     mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
     if mixing is not None:
         raise ValueError(f"{name} has a convolution, {mixing!r}, which reads neighbouring positions; expected attention only")

@@ -93,7 +93,7 @@ class Head:
             )
         weight = self.module.weight
         if hasattr(weight, "full_tensor"):
-            raise ValueError("chunked_loss with an output layer whose weight FSDP2 shards before the loss; expected chunked_loss=None, or it in the unit of the model")
+            raise ValueError("chunked_loss with an output layer whose weight FSDP2 has sharded again by then; expected chunked_loss=None")
         return summed_cross_entropy(logits, weight, targets, chunk=chunk)
 
 

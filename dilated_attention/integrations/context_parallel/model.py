@@ -130,6 +130,9 @@ class ContextParallel:
                 f"{type(module).__name__} is called outside of its model, or makes its own mask ({type(attention_mask).__name__}); "
                 "expected a model that transformers' masking_utils makes the masks of, called as model(input_ids=…, labels=…)"
             )
+        if self.size > 1 and module.training and options.get("dropout"):
+            # pairs are dropped by seed and position, and shards of unequal length draw unequal seeds
+            raise ValueError(f"{type(module).__name__} drops {options['dropout']} of its pairs; expected 0 on several processes")
         return attend(self.name, module, query, key, value, attention_mask, **options)
 
     def _mask(self, *args: Any, **kwargs: Any) -> Any:
