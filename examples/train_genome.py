@@ -36,9 +36,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _markov
 import torch
 from _genome import UNKNOWN, Chromosome, find_fasta, read_genome, shrink_output
-from _measure import flops_per_token, peak_flops, plot
 from _muon import optimizers_of
 from recipe import log, settings
+from recipe.costs import flops_per_token, peak_flops, plot
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of

@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _text
 import torch
-from _measure import flops_per_token, peak_flops
 from _muon import optimizers_of
 from recipe import log, settings
+from recipe.costs import flops_per_token, peak_flops
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of

@@ -175,3 +175,32 @@ def test_a_transformers_model_reads_a_document(text: Path) -> None:
         assert int(steps) == 3 and float(seconds) > 0 and 3 < float(bits) < 8.2
     assert any(line.startswith("it writes on, 10 bytes") for line in lines)
     assert lines[-1].startswith("done: dilated reads 3000 bytes ")
+
+
+def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    losses = []
+    for processes in (None, 2):
+        options = ["--length", "301", "--tiled-mlp", "--chunked-loss", "--out", str(tmp_path / str(processes))]
+        result = run_script(EXAMPLES / "hf_context_parallel.py", *options, processes=processes)
+        assert result.returncode == 0, result.stderr
+        last = result.stdout.splitlines()[-1]
+        assert last.startswith(f"done: 5 steps of 301 tokens on {processes or 1} processes, loss "), last
+        losses.append(last.partition("loss ")[2].partition(";")[0])
+    assert losses[0] == losses[1]
+    first, _, end = losses[0].partition(" to ")
+    assert float(end) < float(first) - 0.2
+
+
+def test_the_longest_sequence_of_a_transformers_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "longest.json"
+    options = ["--length", "256", "--memory-gib", "64", "--most", "1024", "--out", str(out)]
+    result = run_script(EXAMPLES / "hf_context_parallel.py", "--longest", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("done: the longest sequence, of all options, has ")
+    rows = json.loads(out.read_text())["rows"]
+    assert list(rows) == ["all options", "without tiled_mlp", "without chunked_loss", "without offload", "none"]
+    for row in rows.values():
+        assert [point["tokens"] for point in row["measured"]] == [256, 512]
+        assert all(point["tokens a second"] > 0 and point["peak GiB"] > 0 for point in row["measured"])

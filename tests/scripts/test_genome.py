@@ -237,7 +237,7 @@ def test_muon_of_sharded_matrices_is_that_of_whole_ones() -> None:
 
 def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of a step's is the forward, as torch counts it op by op."""
-    measure = example("_measure", monkeypatch)
+    costs = example("recipe.costs", monkeypatch)
     for is_causal in (True, False):
         config = LongNetConfig(
             vocab_size=5, embed_dim=32, num_layers=2, num_heads=2, segment_lengths=(64, 256), dilation_rates=(1, 4),
@@ -246,7 +246,7 @@ def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> Non
         model = LongNetLM(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.randint(4, (1, 300)))
-        assert measure.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
+        assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
 
 
 def write_fasta(folder: Path) -> Path:
