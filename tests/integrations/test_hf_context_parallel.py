@@ -7,8 +7,10 @@ to another float32, so that weights agree to 1e-9 and logged losses to 1e-6.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -281,6 +283,36 @@ def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_one_process() -> Non
         assert max(float((found["weights"][name] - w).abs().max()) for name, w in expected["weights"].items()) < TOLERANCE
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         assert (found["logits"] - expected["logits"]).abs().max() < 1e-10 and torch.equal(found["written"], expected["written"])
+
+
+# ---- the page
+
+
+def page_runs(rank: int, world: int, code: str, folder: str) -> dict[str, torch.Tensor]:
+    with launched(rank, world), contextlib.chdir(folder):
+        args = transformers.TrainingArguments(output_dir=folder, per_device_train_batch_size=1, **ARGUMENTS)
+        other = llama()
+        names: dict[str, Any] = {
+            "Accelerator": functools.partial(accelerate.Accelerator, cpu=True),
+            "Trainer": transformers.Trainer,
+            "args": args,
+            "loader": DataLoader([{"input_ids": row, "labels": row} for row in tokens(6, 31)]),
+            "model": llama(),
+            "optimizer": torch.optim.SGD(other.parameters(), lr=0.5),
+            "other": other,
+            "train_dataset": Texts(12, 49),
+        }
+        exec(compile(code.replace("size=4", f"size={world}"), "docs/huggingface.md", "exec"), names)
+        return dict(names["model"].state_dict())
+
+
+def test_code_of_the_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[1]
+    expected = trained(0, 1, str(tmp_path / "alone"), {})["weights"]
+    for found in pool_of(2).run(page_runs, code, str(tmp_path), timeout=120):
+        assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < TOLERANCE
+    assert (tmp_path / "runs" / "tuned" / "model.safetensors").exists()
 
 
 # ---- memory

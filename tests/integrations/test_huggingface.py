@@ -866,7 +866,7 @@ def test_inputs_of_one_process() -> None:
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    first, ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    first, _, ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     names: dict[str, Any] = {"shard_inputs": shard_inputs}
     exec(compile(first, "docs/huggingface.md", "exec"), names)
     assert names["more"].shape == (1, 708)
