@@ -20,12 +20,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dilated_attention.distributed.sharding.layout import unshard_sequence
-from dilated_attention.integrations.huggingface import context_parallel, register
+from dilated_attention.integrations.huggingface import configure, context_parallel, register
 from tests.helpers.pool import patience, pool_of
-from tests.integrations.test_huggingface import gemma2, gpt_oss, llama, mistral, tokens
+from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
+    gemma2,
+    gpt_oss,
+    llama,
+    mistral,
+    registered,
+    tokens,
+)
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -133,7 +141,11 @@ def trained(rank: int, world: int, folder: str, case: dict[str, Any]) -> dict[st
             data = Stream(data)
         held_out = Texts(case.get("evaluated", 4), length, kind)
         trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
-        handle = context_parallel(trainer, size=size, timeout=patience(), **case.get("options", {})) if size else None
+        place: dict[str, Any] = {"size": size}
+        if size and case.get("is_strided"):
+            # processes 0 and 2 share a sequence, and 1 and 3
+            place = {"mesh": init_device_mesh("cpu", (size, world // size), mesh_dim_names=("cp", "dp"))["cp"]}
+        handle = context_parallel(trainer, **place, timeout=patience(), **case.get("options", {})) if size else None
         trainer.train(resume_from_checkpoint=case.get("resume"))
         found: dict[str, Any] = {"logs": [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]}
         found |= {"eval": trainer.evaluate()["eval_loss"], "batch": trainer.get_total_train_batch_size(args)}
@@ -171,6 +183,7 @@ def check(found: dict[str, Any], expected: dict[str, Any], rounding: float = TOL
 CASES: dict[str, dict[str, Any]] = {
     "odd length": {"size": 2, "batch": 2},
     "data parallel too": {"size": 2, "world": 4},
+    "processes that are not neighbours": {"size": 2, "world": 4, "is_strided": True},
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents": {"size": 2, "kind": "packed"},
@@ -183,6 +196,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"tiled_mlp": 10, "chunked_loss": 7},
         "args": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
     },
+    "compiled": {"size": 2, "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
     "fsdp": {
         "size": 2,
         "world": 4,
@@ -237,6 +251,22 @@ def test_a_checkpoint_is_a_plain_one_and_training_goes_on_from_it(tmp_path: Path
     model = llama()
     model.load_state_dict(expected["weights"], strict=False)
     assert (torch.load(tmp_path / "logits") - model(torch.arange(1, 31)[None]).logits).abs().max() < 1e-8
+
+
+def test_configs_name_the_model_s_own_attention() -> None:
+    dense, dilated = llama(), llama()
+    plain = dense.config.to_dict()
+    with attached(dense):
+        assert dense.config._attn_implementation.startswith("context_parallel") and dense.config.to_dict() == plain
+    register(segment_lengths=[8], dilation_rates=[1])
+    dilated.set_attn_implementation("dilated")
+    configure(dilated, segment_lengths=[16, 32], dilation_rates=[1, 2])
+    saved = dilated.config.to_dict()
+    assert saved["attn_implementation"] == "dilated"
+    expected = dilated(tokens(), labels=tokens()).loss
+    with attached(dilated) as handle:
+        assert handle.layout == "contiguous" and dilated.config.to_dict() == saved
+        assert dilated(tokens(), labels=tokens()).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 # ---- a loop of one's own

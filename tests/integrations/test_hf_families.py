@@ -48,7 +48,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
 transformers = pytest.importorskip("transformers")
 
 DENSE: dict[str, Any] = {"segment_lengths": [4096], "dilation_rates": [1], "pattern": LocalWindow((None, None))}
-NAMES = ("dilated", "block_sparse", "ring_dilated")
+NAMES = ("dilated", "block_sparse", "ring_dilated", "ring")
 TOLERANCE = 1e-10
 EAGER_TOLERANCE = 2e-6
 BOUNDS = (0, 13, 43, 50)
@@ -166,7 +166,7 @@ def test_one_process(family: str, name: str, variant: str) -> None:
     parts = [results(model, {"input_ids": given["input_ids"][:, a:b]}, weights=weights[:, a:b]) for a, b in itertools.pairwise(BOUNDS)]
     expected = {key: (torch.cat if key == "logits" else torch.stack)([part[key] for part in parts]) for key in parts[0]}
     expected = {key: x if key == "logits" else x.sum(0) for key, x in expected.items()}
-    if name == "ring_dilated" or not FAMILIES[family].tells_positions:
+    if name.startswith("ring") or not FAMILIES[family].tells_positions:
         # positions of a shard may begin again because it is one: the bounds of the whole say what is packed
         bounds = torch.tensor(BOUNDS, dtype=torch.int32)
         given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "max_length_k": 30}
@@ -232,14 +232,16 @@ def errors_on_a_ring(rank: int, world: int, families: tuple[str, ...], layout: s
         expected = results(on(model, "literal"), whole, whole["attention_mask"], weights)
         shard = shard_inputs(whole, layout=layout)
         real = whole["attention_mask"][:, mine]
-        found = results(on(model, "ring_dilated"), shard, real, weights[:, mine])
-        for name in sorted(found.keys() - {"logits"}):
-            dist.all_reduce(found[name])
         kept = torch.zeros(2, 49, dtype=torch.bool)
         kept[:, mine] = True
         # a zero more, since all of a rank's rows may be padding
         expected["logits"] = _with_zero(expected["logits"][kept[whole["attention_mask"].bool()]])
-        errors[family] = error({**found, "logits": _with_zero(found["logits"])}, expected)
+        errors[family] = 0.0
+        for attention in ("ring_dilated", "ring"):
+            found = results(on(model, attention), shard, real, weights[:, mine])
+            for name in sorted(found.keys() - {"logits"}):
+                dist.all_reduce(found[name])
+            errors[family] = max(errors[family], error({**found, "logits": _with_zero(found["logits"])}, expected))
     return errors
 
 
@@ -295,7 +297,7 @@ def table() -> str:
     """What the tests above hold, a row for each family."""
     rows = ["| family | its layers have | one process | 2, 3 and 4 processes |", "|---|---|---|---|"]
     names = ", ".join(f"`{name}`" for name in NAMES)
-    return "\n".join([*rows, *(f"| {family.label} | {family.layers} | {names} | `ring_dilated` |" for family in FAMILIES.values())])
+    return "\n".join([*rows, *(f"| {family.label} | {family.layers} | {names} | `ring_dilated`, `ring` |" for family in FAMILIES.values())])
 
 
 def test_the_page_has_the_table() -> None:

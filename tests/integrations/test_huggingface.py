@@ -239,7 +239,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ours", ["dilated", "ring_dilated", "block_sparse"])
+@pytest.mark.parametrize("ours", ["dilated", "ring_dilated", "ring", "block_sparse"])
 def test_one_segment_of_everything_is_sdpa(kind: str, ours: str) -> None:
     """In float32, with and without padding; without torch.distributed a ring has one process."""
     model = MODELS[kind]().float()
