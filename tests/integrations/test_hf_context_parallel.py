@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
     "include_num_input_tokens_seen": "all",
 }
+FSDP = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 TOLERANCE = 1e-9
 
 
@@ -182,7 +183,7 @@ def check(found: dict[str, Any], expected: dict[str, Any], rounding: float = TOL
 
 CASES: dict[str, dict[str, Any]] = {
     "odd length": {"size": 2, "batch": 2},
-    "data parallel too": {"size": 2, "world": 4},
+    "data parallel too, an epoch": {"size": 2, "world": 4, "args": {"max_steps": -1, "num_train_epochs": 1}},
     "processes that are not neighbours": {"size": 2, "world": 4, "is_strided": True},
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
@@ -201,7 +202,7 @@ CASES: dict[str, dict[str, Any]] = {
         "size": 2,
         "world": 4,
         "options": {"tiled_mlp": 10, "chunked_loss": 7},
-        "args": {"use_cpu": False, "fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+        "args": {"use_cpu": False, "fsdp": True, "fsdp_config": FSDP},
     },
 }
 
@@ -214,9 +215,12 @@ def test_a_trainer_takes_the_steps_of_one_process(name: str, tmp_path: Path) -> 
     alone = {key: value for key, value in case.items() if key not in ("size", "options", "args")}
     expected = trained(0, 1, str(tmp_path / "alone"), {**alone, "batch": case.get("batch", 1) * groups})
     assert expected["logs"][0] != expected["logs"][2], "nothing was learned"
-    for found in pool_of(world).run(trained, str(tmp_path / "shared"), case, timeout=120):
+    for found in pool_of(world).run(trained, str(tmp_path / "shared"), {**case, "save": str(tmp_path / "saved")}, timeout=120):
         check(found, expected, rounding)
         assert found["is_sharded"] == (name == "fsdp")
+    if "register" not in case:
+        saved = type(MODELS[case.get("model", "llama")]()).from_pretrained(tmp_path / "saved", dtype=torch.float64)
+        assert max(float((saved.get_parameter(name) - weight).abs().max()) for name, weight in expected["weights"].items()) < rounding
 
 
 def test_a_stream_and_metrics_are_those_of_the_data_parallel_processes(tmp_path: Path) -> None:

@@ -20,8 +20,11 @@ def check_trainer(trainer: Any) -> None:
 
     Raises:
         ValueError: naming the option.
+        ImportError: if transformers is too old.
     """
     args = trainer.args
+    if not hasattr(trainer, "_track_num_input_tokens"):
+        raise ImportError("a Trainer of an older transformers; expected transformers 5.23, with which context_parallel is tested")
     against = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
         "compute_loss_func": trainer.compute_loss_func is not None,
