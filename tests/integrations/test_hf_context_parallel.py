@@ -447,6 +447,30 @@ def test_inputs_that_are_refused(name: str) -> None:
         assert model(tokens()).logits.shape == (2, 50, 61)
 
 
+def test_a_call_after_an_interrupt_begins_anew() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = llama()
+    expected = model(tokens(), labels=tokens()).loss.item()
+    with attached(model):
+        hook = model.model.layers[1].register_forward_hook(interrupt)
+        for labels in (tokens(), None):
+            with pytest.raises(KeyboardInterrupt):
+                model(tokens(), labels=labels)
+        hook.remove()
+        assert model(tokens(), labels=tokens()).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_layout_of_the_config_is_not_overruled() -> None:
+    model = llama()
+    configure(model, layout="striped")
+    with attached(model) as handle:
+        assert handle.layout == "striped"
+    with pytest.raises(ValueError, match="layout is 'zigzag', and the model's config says 'striped'"), attached(model, layout="zigzag"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -29,7 +29,7 @@ def context_parallel(
     mesh: Any = None,
     group: Any = None,
     layout: str | None = None,
-    exchange: str = "auto",
+    exchange: str | None = None,
     timeout: float = 540.0,
     tiled_mlp: int | None = None,
     chunked_loss: int | None = None,
@@ -54,7 +54,7 @@ def context_parallel(
         size: W consecutive processes share a sequence; it divides the number of processes. Or give ``mesh`` or ``group``.
         mesh, group: a DeviceMesh of one axis, e.g. ``mesh["cp"]``, or a ProcessGroup; its processes share a sequence.
         layout: see ``ring_attention``; None for the model's setting, for dense models ``"zigzag"``, which balances causal attention.
-        exchange: see ``ring_attention``.
+        exchange: see ``ring_attention``; None for the model's setting, for dense models ``"auto"``.
         timeout: seconds that a process waits for the others of its group, of which one may be saving a checkpoint.
         tiled_mlp: positions that an MLP takes at a time, each tile recomputed in the backward; None for all at once.
         chunked_loss: positions whose logits exist at a time, recomputed in the backward; ``logits`` are then not returned. None for all.

@@ -55,7 +55,9 @@ class ContextParallel:
         whole_logits: whether a call with labels and without gradients returns the logits of all positions, on all processes.
     """
 
-    def __init__(self, model: Any, place: Any, *, layout: str | None, exchange: str, timeout: float, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self, model: Any, place: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
+    ) -> None:
         members = members_of(place)
         self._place, self._members = place, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
@@ -67,8 +69,8 @@ class ContextParallel:
         self.undo = undo
         self._call: _Call | None = None
         self._depth = 0
-        self._plain: list[tuple[Any, str]] = []
-        self._register(place, layout, exchange)
+        self._outer = model
+        self._register(place, {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None})
         self._loss_of_model = self.base.loss_function
         memory.replace(undo, self.base, "_loss_function", self._loss)
         # PEFT calls the forward of its base model, not the module, except in generate()
@@ -87,7 +89,7 @@ class ContextParallel:
 
     # ---- the attention
 
-    def _register(self, place: Any, layout: str | None, exchange: str) -> None:
+    def _register(self, place: Any, given: dict[str, str]) -> None:
         attentions, masks = interfaces()
         _hf_saving.install()
         original = name_of(self.base.config) or "sdpa"
@@ -98,14 +100,18 @@ class ContextParallel:
                 'dense model or "dilated"'
             )
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
-        options = {"exchange": exchange, "timeout": self.timeout, "group": place} | ({} if layout is None else {"layout": layout})
-        settings = dataclasses.replace(settings, kind=kind, mesh=None, seq_len=None).with_options(options)
+        settings = dataclasses.replace(settings, kind=kind, mesh=None, seq_len=None)
+        settings = settings.with_options({"timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)
         resolved = settings_of(self.name, self.base.config)
-        if layout is not None and resolved.layout != layout:
-            raise ValueError(f"layout is {layout!r}, and the model's config says {resolved.layout!r}; expected one: configure(model)")
+        for option, value in given.items():
+            if getattr(resolved, option) != value:
+                raise ValueError(
+                    f"{option} is {value!r}, and the model's config says {getattr(resolved, option)!r}; expected one of them: "
+                    f"configure(model, {option}=None) removes the latter"
+                )
         self.layout = resolved.layout
         self._mask_of_model = masks()[original]
         for registry, function in ((attentions, self._attend), (masks, self._mask)):
@@ -148,6 +154,10 @@ class ContextParallel:
     # ---- the call
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is self._outer:
+            # not within itself: after an interrupt, for which torch calls no hooks, a call begins anew
+            self._depth, self._call = 0, None
+            self._switch(self.name)
         self._depth += 1
         if self._depth > 1:
             return None
