@@ -126,6 +126,8 @@ def longest(args: argparse.Namespace) -> None:
     model = made(args.model, 2**21, torch.bfloat16 if IS_GPU else torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    described = {"device": torch.cuda.get_device_name() if IS_GPU else "cpu", "torch": torch.__version__, "model": args.model, "GiB": total}
     found: dict[str, Any] = {}
     off = [(), *((name,) for name in OPTIONS), OPTIONS]
     for without in off:
@@ -150,9 +152,8 @@ def longest(args: argparse.Namespace) -> None:
                 aim = aim * 9 // 10 // 64 * 64
         handle.remove()
         print(f"{name:<22} {json.dumps(row)}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    described = {"device": torch.cuda.get_device_name() if IS_GPU else "cpu", "torch": torch.__version__, "model": args.model, "GiB": total}
-    args.out.write_text(json.dumps(described | {"rows": found}, indent=1))
+        # after each, so that a run that is stopped has told what it found
+        args.out.write_text(json.dumps(described | {"rows": found}, indent=1))
     best = found["all options"].get("one step") or found["all options"]["measured"][-1] or {"tokens": 0}
     print(f"done: the longest sequence, of all options, has {best['tokens']:,} tokens")
 

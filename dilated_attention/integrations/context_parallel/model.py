@@ -170,8 +170,9 @@ class ContextParallel:
                 )
             self._switch(self._original)
             return None
-        cut.check_inputs(given, self.base.config, self.size)
+        # first, since what one process alone refuses leaves the others waiting
         self._check_equal(given)
+        cut.check_inputs(given, self.base.config, self.size)
         bounds = cut.bounds_of(given)
         whole_logits = self.whole_logits and not torch.is_grad_enabled()
         length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
