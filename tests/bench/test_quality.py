@@ -69,24 +69,25 @@ def command(model: Path, sources: Path, output: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("percent", [50, 25, 10])
+@pytest.mark.parametrize("percent", [40, 25])
 def test_patterns_keep_equally_many_pairs(name: str, percent: int) -> None:
     """The counts are those of dense masks, written out."""
-    case = Case(1024, HEADS, percent / 100)
+    heads = 2
+    case = Case(2048, heads, percent / 100)
     pattern = equal_pairs.of(name, case)
     if isinstance(pattern, TopBlocks):
         draw = torch.Generator().manual_seed(1)
-        q, k = (torch.randn(1, case.length, HEADS, 8, generator=draw) for _ in range(2))
-        mask = pattern.choose(q, k, is_causal=True).dense_mask(case.length, case.length, HEADS, is_causal=True)
+        q, k = (torch.randn(1, case.length, heads, 8, generator=draw) for _ in range(2))
+        mask = pattern.choose(q, k, is_causal=True).dense_mask(case.length, case.length, heads, is_causal=True)
     else:
-        mask = pattern.dense_mask(case.length, case.length, HEADS, is_causal=True)
-    kept = int(mask.sum()) / (HEADS * case.length * (case.length + 1) / 2)
+        mask = pattern.dense_mask(case.length, case.length, heads, is_causal=True)
+    kept = int(mask.sum()) / (heads * case.length * (case.length + 1) / 2)
     assert kept == pytest.approx(case.share, rel=TOLERANCE)
-    assert kept == pytest.approx(equal_pairs.share_of(pattern, case.length, HEADS), rel=1e-9)
+    assert kept == pytest.approx(equal_pairs.share_of(pattern, case.length, heads), rel=1e-9)
 
 
 def test_what_cannot_be_equal_is_refused() -> None:
-    with pytest.raises(Refused, match=r"none keeps 5 % of the pairs of 512 positions; the nearest keeps 12\.7 %"):
+    with pytest.raises(Refused, match=r"none keeps 5 % of the pairs of 512 positions; the nearest keeps 53\.2 %"):
         equal_pairs.of("top-blocks", Case(512, HEADS, 0.05))
 
 
@@ -111,12 +112,12 @@ def test_no_method_runs_dense_in_silence(name: str, model: Path) -> None:
     pretrained.use(net, None)
     dense = pretrained.score(net, ids)
     assert dense.chosen_share is None
-    pattern = equal_pairs.of(name, Case(LENGTH, HEADS, 0.25))
+    pattern = equal_pairs.of(name, Case(LENGTH, HEADS, 0.6))
     pretrained.use(net, pattern)
     found = pretrained.score(net, ids)
     assert (found.bits - dense.bits).abs().max() > 0.1
     if isinstance(pattern, TopBlocks):
-        assert found.chosen_share == pytest.approx(0.25, rel=TOLERANCE)
+        assert found.chosen_share == pytest.approx(0.6, rel=TOLERANCE)
         return
     assert found.chosen_share is None
     masked, _ = load(model)
@@ -169,7 +170,7 @@ def test_keys_are_hidden_where_they_should_be(depth: float, model: Path, sources
 
 # what a run measures in the tests below, and how: so short a time of tuning as two passes through the texts take
 MEASURED = ["window", "top-blocks", "dilated"]
-HOW = ["--methods", *MEASURED, "--densities", "25", "--needle-lengths", "256", "--tuning", "100", "--lr", "0.003"]
+HOW = ["--methods", *MEASURED, "--densities", "60", "--needle-lengths", "512", "--tuning", "100", "--lr", "0.003"]
 HOW += ["--pattern", 'near={"pattern":"LocalWindow","window":"?"}']
 
 
@@ -191,7 +192,7 @@ def test_rows_are_complete(measured: Path) -> None:
     assert [row.name for row in loss] == 2 * names and [row.case["tuned"] for row in loss] == [False] * len(names) + [True] * len(names)
     for row in loss:
         assert row.values["us_per_token"] > 0 and sum(key.startswith("passage_") for key in row.values) == 3
-        assert row.values["kept_pct"] == pytest.approx(100 if row.name == "dense" else 25, rel=TOLERANCE)
+        assert row.values["kept_pct"] == pytest.approx(100 if row.name == "dense" else 60, rel=TOLERANCE)
         # a passage is half of the score's bytes in each, so the mean of passages is the loss
         passages = [value for key, value in row.values.items() if key.startswith("passage_")]
         assert statistics.mean(passages) == pytest.approx(row.values["bits_per_byte"], rel=1e-3)
@@ -224,20 +225,20 @@ def test_tables_and_plots(measured: Path) -> None:
     for title in (
         "Loss over dense, %",
         "Loss over dense that was tuned as long, %, tuned",
-        "by position, 25 % of the pairs",
+        "by position, 60 % of the pairs",
         "Hidden keys",
     ):
         assert f"### {title}" in text or title in text
-    for name in ("loss", "time", "position-25", "needle-25", "loss-tuned", "time-tuned", "position-tuned-25", "needle-tuned-25"):
+    for name in ("loss", "time", "position-60", "needle-60", "loss-tuned", "time-tuned", "position-tuned-60", "needle-tuned-60"):
         assert (measured / f"quality-{name}.png").stat().st_size > 5000
 
 
 def test_a_refusal_is_told_and_the_rest_goes_on(model: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--methods", "window", "top-blocks", "--densities", "10", "25", "--needle-lengths", "192", "--no-plots"]
+    how = ["--methods", "window", "top-blocks", "--densities", "10", "60", "--needle-lengths", "192", "--no-plots"]
     assert main(command(model, sources, tmp_path, *how)) == 0
     text = capsys.readouterr().out
-    assert "top-blocks: none keeps 10 % of the pairs of 512 positions; the nearest keeps 12.7 %" in text
-    assert "top-blocks: none keeps 25 % of the pairs of 192 positions" in text
+    assert "top-blocks: none keeps 10 % of the pairs of 512 positions; the nearest keeps 53.2 %" in text
+    assert "top-blocks: none keeps 60 % of the pairs of 192 positions" in text
     assert [(row.name, row.case["share"]) for row in rows_of(tmp_path, "loss") if row.note] == [("top-blocks", 10)]
 
 
@@ -308,7 +309,7 @@ def test_transformers_is_needed(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_kind_of_pattern_is_there() -> None:
     """One for each kind that suits a text; the others need a picture, documents, a table or a function."""
-    case = Case(1024, HEADS, 0.25)
+    case = Case(1024, HEADS, 0.4)
     made = [equal_pairs.of(name, case) for name in METHODS]
     assert sum(isinstance(pattern, DilatedPattern) for pattern in made) == 2
     assert len({repr(pattern) for pattern in made}) == len(METHODS) == 2 + sum(isinstance(pattern, BlockPattern) for pattern in made)

@@ -27,7 +27,7 @@ from dilated_attention.pattern import Pattern
 BINS = 8
 # by size: positions, passages, densities in %, needles' depths in %, needles of each depth and length, methods
 _FULL = (8192, 100, (50, 25, 10, 5), (5, 25, 50, 75, 95), 16, tuple(METHODS))
-_SMALL = (1024, 4, (25, 10), (10, 50), 1, ("global-local", "top-blocks", "dilated"))
+_SMALL = (2048, 3, (50, 25), (10, 50), 1, ("global-local", "top-blocks", "dilated"))
 
 # a method at a density: the pattern for a case; raises Refused
 Solved = Callable[[Case], Pattern]
@@ -51,7 +51,7 @@ class Quality(Suite):
         parser.add_argument("--length", type=size, help=f"tokens of a passage; default: {_FULL[0]}, on a CPU {_SMALL[0]}")
         parser.add_argument("--passages", type=size, help=f"to score; default: {_FULL[1]}, on a CPU {_SMALL[1]}")
         parser.add_argument(
-            "--densities", type=_percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 25 10"
+            "--densities", type=_percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 50 25"
         )
         parser.add_argument("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {', '.join(_SMALL[5])}")
         parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.pattern import (
     BigBird,
+    DilatedBlocks,
     DilatedPattern,
     GlobalLocal,
     LocalWindow,
@@ -23,6 +25,8 @@ from dilated_attention.pattern import (
     pattern_from_spec,
 )
 
+# positions of a block: larger ones have too few rows and columns to keep a twentieth of a short sequence
+BLOCK = 64
 # a density is solved for in these steps
 _STEPS = 10_000
 _UNKNOWN = re.compile(r'"(\w+)"\s*:\s*"\?"')
@@ -38,11 +42,6 @@ class Case:
     length: int
     heads: int
     share: float
-
-    @property
-    def block(self) -> int:
-        """Positions of a block: shorter sequences have too few blocks of 128 to keep a twentieth of them."""
-        return 128 if self.length >= 4096 else 64
 
     @property
     def first(self) -> int:
@@ -61,11 +60,17 @@ Family = Callable[[Case, int], Pattern]
 
 def _big_bird(case: Case, x: int) -> Pattern:
     # random blocks take a quarter of the pairs; half of those drawn are later than the query
-    return BigBird(x, case.first, max(1, int(case.share * case.length / (4 * case.block))), block_size=case.block)
+    return BigBird(x, case.first, max(1, int(case.share * case.length / (4 * BLOCK))), block_size=BLOCK)
+
+
+def _prefix_dilated(case: Case, x: int) -> Pattern:
+    # at each rate as many blocks as the window has on one side
+    far = (DilatedBlocks(rate, 2 * max(1, x // (2 * BLOCK)), block_size=BLOCK) for rate in (2, 4, 8))
+    return functools.reduce(operator.or_, far, GlobalLocal(x, case.first, block_size=BLOCK))
 
 
 def _prefix_strided(case: Case, x: int) -> Pattern:
-    return GlobalLocal(x, case.first, block_size=case.block) | Strided(case.stride, block_size=case.block)
+    return GlobalLocal(x, case.first, block_size=BLOCK) | Strided(case.stride, block_size=BLOCK)
 
 
 def _dilated_near(case: Case, x: int) -> Pattern:
@@ -74,13 +79,13 @@ def _dilated_near(case: Case, x: int) -> Pattern:
 
 
 METHODS: dict[str, Family] = {
-    "window": lambda case, x: LocalWindow(x, block_size=case.block),
-    "global-local": lambda case, x: GlobalLocal(x, case.first, block_size=case.block),
+    "window": lambda case, x: LocalWindow(x, block_size=BLOCK),
+    "global-local": lambda case, x: GlobalLocal(x, case.first, block_size=BLOCK),
     "big-bird": _big_bird,
-    "random-blocks": lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=case.block),
-    "strided": lambda case, x: LocalWindow(x, block_size=case.block) | Strided(case.stride, block_size=case.block),
+    "random-blocks": lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=BLOCK),
     "prefix-strided": _prefix_strided,
-    "top-blocks": lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=case.block),
+    "prefix-dilated": _prefix_dilated,
+    "top-blocks": lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=BLOCK),
     # from the share of two branches on, branches that grow slower come closer to the target
     "dilated": lambda case, x: DilatedPattern(*geometric_branches(case.length, max(1, x), 4 if case.share < 1 / 3 else 2)),
     "dilated-near": _dilated_near,
@@ -90,8 +95,8 @@ ABOUT = {
     "global-local": "the first keys and the last ones",
     "big-bird": "first, last and random blocks",
     "random-blocks": "random blocks and the own one",
-    "strided": "the last keys and every n-th block",
     "prefix-strided": "the first keys, the last ones and every n-th block",
+    "prefix-dilated": "the first keys, the last ones, and of those before every second block, then every fourth, then every eighth",
     "top-blocks": "blocks chosen by content",
     "dilated": "branches up to the whole length, each 4 times as long and as dilated as the last (2 times from a third of the pairs on)",
     "dilated-near": "branches of rates 1, 2, 4, 8 with segments in proportion",
