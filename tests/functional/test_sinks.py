@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
 from dilated_attention.engine import sinks as engine_sinks
+from dilated_attention.engine.ops import resolve
 from dilated_attention.modules._settings import KernelSettings
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow
 from tests.helpers.pool import patience, pool_of
@@ -96,6 +97,14 @@ def test_every_function_and_all_gradients(name: str) -> None:
     # out alone, and the sinks' gradient alone
     out = function(*(x.detach() for x in leaves[:3]), **options, sinks=leaves[3])
     check_close(torch.autograd.grad(out, leaves[3], dout), torch.autograd.grad(plain(m, *leaves)[0], leaves[3], dout))
+
+
+def test_frozen_sinks_have_no_gradient_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    *leaves, dout, _ = tensors()
+    function, options, m = FUNCTIONS["dilated"]
+    truth = torch.autograd.grad(plain(m, *leaves)[0], leaves[:3], dout)
+    monkeypatch.setattr(resolve, "sinks_gradient", lambda *_: pytest.fail("computed"))
+    check_close(torch.autograd.grad(function(*leaves[:3], **options, sinks=leaves[3].detach()), leaves[:3], dout), truth)
 
 
 def test_rows_without_keys_have_the_sink_alone() -> None:

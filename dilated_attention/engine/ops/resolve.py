@@ -95,11 +95,17 @@ class ResolvedCall(ABC):
             add_sinks_(out, lse, inputs[-1])
         return out, lse, saved
 
-    def run_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dsinks or None)."""
+    def run_backward(
+        self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_sinks: bool = True
+    ) -> tuple[Any, ...]:
+        """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dsinks or None).
+
+        Args:
+            of_sinks: whether the gradient of sinks is needed, where there are any.
+        """
         grads = self._run(self.backward, (dout, dlse, inputs[:-1], outputs), inputs, (dout, dlse, *outputs))
         sinks = inputs[-1]
-        return *grads, None if sinks is None else sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks)
+        return *grads, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
 
     def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], *tensors: tuple[Any, ...]) -> Any:
         """Returns ``compute(*given)``. ``tensors``: see ``_arguments``."""
@@ -181,8 +187,11 @@ class DirectAttention(torch.autograd.Function):
         # with create_graph=True the op runs, since it refuses to be differentiated; it also handles batched gradients (vmap)
         eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
         eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
-        run = ctx.call.run_backward if eager else ctx.call.backward_op
-        dq, dk, dv, dsinks = run(dout, dlse, inputs, outputs)
+        if eager:
+            # frozen sinks, as of a model that is tuned by adapters
+            dq, dk, dv, dsinks = ctx.call.run_backward(dout, dlse, inputs, outputs, of_sinks=ctx.needs_input_grad[-1])
+        else:
+            dq, dk, dv, dsinks = ctx.call.backward_op(dout, dlse, inputs, outputs)
         return None, dq, dk, dv, *(None,) * (len(INPUTS) - 4), dsinks
 
 
