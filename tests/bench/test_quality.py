@@ -220,6 +220,14 @@ def test_a_second_run_measures_nothing(measured: Path, model: Path, sources: Pat
     assert (measured / "quality.json").read_text() == before
 
 
+def test_other_content_of_the_same_name_is_another_run(tmp_path: Path) -> None:
+    for folder, text in (("a", "one"), ("b", "two"), ("c", "one")):
+        (tmp_path / folder / "model").mkdir(parents=True)
+        (tmp_path / folder / "model/weights").write_text(text + 2**17 * "x")
+    a, b, c = (quality._fingerprint([tmp_path / folder / "model"]) for folder in "abc")
+    assert a == c != b
+
+
 def test_tables_and_plots(measured: Path) -> None:
     text = (measured / "quality.md").read_text()
     for title in (

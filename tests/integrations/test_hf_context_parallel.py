@@ -7,6 +7,7 @@ to another float32, so that weights agree to 1e-9 and logged losses to 1e-6.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -317,6 +318,45 @@ def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_one_process() -> Non
         assert max(float((found["weights"][name] - w).abs().max()) for name, w in expected["weights"].items()) < TOLERANCE
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         assert (found["logits"] - expected["logits"]).abs().max() < 1e-10 and torch.equal(found["written"], expected["written"])
+
+
+def scheduled(rank: int, world: int, size: int | None) -> tuple[list[float], list[str]]:
+    """Learning rates of a loop with accelerate, and what is refused in it."""
+    with launched(rank, world):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=16)
+        rows = Texts(8, 31)
+        refused = []
+        if size:
+            context_parallel(accelerator, model, size=size, timeout=patience())
+            with pytest.raises(TypeError) as copying:
+                copy.deepcopy(model)
+            refused.append(str(copying.value))
+        wrapped, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(rows, batch_size=1))
+        rates = []
+        for given in loader:
+            accelerator.backward(wrapped(**given).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(scheduler.get_last_lr()[0])
+        if size:
+            for _ in accelerator.prepare(DataLoader(Stream(rows), batch_size=1)):
+                with pytest.raises(ValueError) as metrics:
+                    accelerator.gather_for_metrics(torch.zeros(1))
+                refused.append(str(metrics.value))
+                break
+        return rates, refused
+
+
+def test_a_scheduler_steps_once_for_each_group() -> None:
+    expected, _ = pool_of(2).run(scheduled, None)[0]
+    assert expected == pytest.approx([0.4375, 0.375, 0.3125, 0.25])
+    for rates, refused in pool_of(4).run(scheduled, 2, timeout=120):
+        assert rates == expected
+        assert "expected remove() before" in refused[0] and "without a length in 2 groups" in refused[1]
 
 
 # ---- the page

@@ -193,6 +193,7 @@ def _lse_only() -> Any:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
     """Returns the band as a BlockMask, with lists computed from the blocks' corners: create_block_mask would materialise every pair."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -225,6 +226,7 @@ def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     """Returns the number as a tensor (): every value of a Python number would compile a separate kernel."""
     return torch.tensor(value, dtype=torch.float32, device=device)

@@ -128,7 +128,7 @@ def _needles(results: Results, is_tuned: bool, suffix: str) -> list[Table]:
         for row in _of(results, "needle", is_tuned)
     ]
     found = []
-    caption = "digits of a hidden key that are the likeliest token after the right ones before them; a guess finds 10 %"
+    caption = "digits of a hidden key that are the likeliest token after the right ones before them; a guess at one digit finds 10 %"
     for share in _shares(rows):
         title = f"Hidden keys: digits found, %, {share:g} % of the pairs{suffix}"
         chosen = [row for row in rows if row.name == DENSE or row.case["share"] == share]
@@ -191,7 +191,7 @@ def _of_share(results: Results, is_tuned: bool, share: float, slug: str, what: s
         ]
         bars.append(Line(f"at {depth} %", list(range(len(names))), percents))
     if bars:
-        note = "mean over lengths; a guess finds 10 %"
+        note = "mean over lengths; a guess at one digit finds 10 %"
         title = f"Hidden keys: digits found by depth, {what}"
         found.append(Plot(name=f"needle{slug}", title=title, x_label="", y_label="digits found, %", lines=bars, bars=names, note=note))
     return found

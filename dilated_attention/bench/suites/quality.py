@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from dilated_attention.bench.workloads.equal_pairs import ABOUT, METHODS, Case
 from dilated_attention.parsing import UsageError, positive, size
 from dilated_attention.pattern import Pattern
 
+# bytes of a file's beginning and end that tell it from others
+_ENDS = 2**16
 # bins of the loss by position
 BINS = 8
 # by size: positions, passages, densities in %, needles' depths in %, needles of each depth and length, methods
@@ -72,6 +75,8 @@ class Quality(Suite):
         return super().settings(session) | {
             "model": options.model.name,
             "texts": [path.name for path in options.texts],
+            # other checkpoints and texts have the same names
+            "content": _fingerprint([options.model, *options.texts]),
             "passages": _sizes(session)[1],
             "patterns": dict(options.pattern),
             "seed": options.seed,
@@ -107,6 +112,20 @@ class Quality(Suite):
 
 def _rows(work: Callable[[], _Work], name: str, solved: Solved | None, share: float, is_tuned: bool) -> list[Row]:
     return list(work().rows(name, solved, share, is_tuned))
+
+
+def _fingerprint(places: Iterable[Path]) -> str:
+    """Returns a digest of the names and sizes of files, and of what they begin and end with."""
+    digest = hashlib.sha256()
+    for place in places:
+        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if file.is_file():
+                size = file.stat().st_size
+                with file.open("rb") as content:
+                    begin = content.read(_ENDS)
+                    content.seek(max(0, size - _ENDS))
+                    digest.update(b"%s %d %s %s" % (file.name.encode(), size, begin, content.read()))
+    return digest.hexdigest()[:16]
 
 
 def _percent(text: str) -> float:

@@ -40,10 +40,10 @@ def context_parallel(
         context_parallel(accelerator, model, size=4)             # before accelerator.prepare(model, optimizer, loader)
 
     Every process of a group gets the same batch, different groups different ones. A call of the model with ``labels`` cuts the batch:
-    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and
-    every step are those of the same training with the data-parallel processes alone. ``logits`` are those of the process's own positions;
-    ``Trainer.predict`` and ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by each process
-    alone with the model's own attention.
+    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and,
+    without dropout, every step are those of the same training with the data-parallel processes alone. ``logits`` are those of the process's
+    own positions; ``Trainer.predict`` and ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by
+    each process alone with the model's own attention.
 
     A model with an attention of transformers stays exactly dense (windows, sinks and softcaps included); one with ``"dilated"``,
     ``"ring_dilated"`` or ``"ring"`` keeps its settings. What is saved names the model's own attention: a dense model is a plain one.

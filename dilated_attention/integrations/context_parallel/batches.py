@@ -105,8 +105,26 @@ class _DataParallel:
         return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
 
 
+class _OfGroups:
+    """A learning-rate scheduler that accelerate calls once for each process, and that steps once for each group."""
+
+    def __init__(self, scheduler: Any, size: int) -> None:
+        vars(self).update(_scheduler=scheduler, _size=size, _calls=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        vars(self)["_calls"] += 1
+        if self._calls % self._size == 0:
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_scheduler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._scheduler, name, value)
+
+
 def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
-    """Lets loaders that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
+    """Lets loaders and schedulers that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
     if accelerator.num_processes == 1:
         return
     mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -121,8 +139,22 @@ def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> N
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(x, torch.Tensor) for x in tree_leaves(input_data)):
             raise TypeError("gather_for_metrics of objects, which every process of a group would add once; expected tensors")
+        loader = accelerator.gradient_state.active_dataloader
+        if len(groups) > 1 and loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            # each group reads the stream and fills its last batch up, and nothing says by how much
+            raise ValueError(
+                f"gather_for_metrics over a data set without a length in {len(groups)} groups, whose last samples repeat; expected a data "
+                "set with a length, or gather(), which returns the repeated ones, too"
+            )
         return kind.gather_for_metrics(view, input_data)
 
+    def prepare_scheduler(scheduler: Any) -> Any:
+        prepared = kind.prepare_scheduler(accelerator, scheduler)
+        if prepared.step_with_optimizer and not prepared.split_batches and not isinstance(prepared.scheduler, _OfGroups):
+            prepared.scheduler = _OfGroups(prepared.scheduler, len(groups[0]))
+        return prepared
+
+    replace(undo, accelerator, "prepare_scheduler", prepare_scheduler)
     # accelerate's own methods, which ask the object that they are called on how many processes there are
     replace(undo, accelerator, "prepare_data_loader", functools.partial(kind.prepare_data_loader, view))
     replace(undo, accelerator, "gather_for_metrics", gather_for_metrics)

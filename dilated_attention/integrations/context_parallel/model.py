@@ -151,6 +151,9 @@ class ContextParallel:
         mask = key_mask(*args, is_shared=True, **kwargs)
         return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, is_guess=False, seq_len=call.seq_len)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
+
     # ---- the call
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
