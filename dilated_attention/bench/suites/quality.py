@@ -21,6 +21,7 @@ from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
 from dilated_attention.bench.workloads.equal_pairs import ABOUT, METHODS, Case
+from dilated_attention.fork import cached_property
 from dilated_attention.parsing import UsageError, positive, size
 from dilated_attention.pattern import Pattern
 
@@ -188,7 +189,7 @@ class _Work:
             [[texts.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
         )
 
-    @functools.cached_property
+    @cached_property
     def to_tune(self) -> torch.Tensor:
         return texts.packed(self.tokenizer, self.tuned_on, self.length)
 
