@@ -152,7 +152,7 @@ def longest(args: argparse.Namespace) -> None:
                 aim = aim * 9 // 10 // 64 * 64
         handle.remove()
         print(f"{name:<22} {json.dumps(row)}", flush=True)
-        # after each, so that a run that is stopped has told what it found
+        # after each, so that a run that is stopped leaves what it found
         args.out.write_text(json.dumps(described | {"rows": found}, indent=1))
     best = found["all options"].get("one step") or found["all options"]["measured"][-1] or {"tokens": 0}
     print(f"done: the longest sequence, of all options, has {best['tokens']:,} tokens")

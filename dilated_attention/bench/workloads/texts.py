@@ -109,15 +109,15 @@ def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, coun
     while len(made) < count:
         name, key = draw.choice(_NAMES), str(draw.randrange(10_000, 100_000))
         asked, answer = tokens(tokenizer, f"\n\nThe pass key of {name} is"), tokens(tokenizer, f" {key}")
-        told = torch.cat([asked, answer, tokens(tokenizer, f". Remember: {key} is the pass key of {name}.\n\n")])
-        room = length - told.numel() - asked.numel() - answer.numel()
+        hidden = torch.cat([asked, answer, tokens(tokenizer, f". Remember: {key} is the pass key of {name}.\n\n")])
+        room = length - hidden.numel() - asked.numel() - answer.numel()
         if room < 2:
             raise ValueError(
                 f"a needle test of {length} tokens leaves {room} for a text around the key; expected --needle-lengths from 128"
             )
         text = texts[len(made) % len(texts)][:room]
         at = round(depth * room)
-        made.append(torch.cat([text[:at], told, text[at:], asked, answer]))
+        made.append(torch.cat([text[:at], hidden, text[at:], asked, answer]))
         # a token for the space before the digits is no digit
         digits.add(sum(any(x.isdigit() for x in tokenizer.decode([token])) for token in answer.tolist()))
     return Needles(torch.stack(made), min(digits))

@@ -128,10 +128,10 @@ def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> N
     if accelerator.num_processes == 1:
         return
     mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, sorted(mine))
-    groups = sorted({tuple(ranks) for ranks in told})
-    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(told))) or len({len(ranks) for ranks in groups}) > 1:
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, sorted(mine))
+    groups = sorted({tuple(ranks) for ranks in of_all})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(of_all))) or len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"the groups are {groups}; expected every process in one of them, and groups of equal size")
     view = _DataParallel(accelerator, [list(ranks) for ranks in groups])
     kind = type(accelerator)

@@ -27,7 +27,7 @@ def check_model(model: Any, base: Any) -> None:
         raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
     parameters = inspect.signature(type(base).forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise ValueError(f"{name}.forward takes no **kwargs, by which its loss is told of the other parts; expected e.g. LlamaForCausalLM")
+        raise ValueError(f"{name}.forward takes no **kwargs, by which its loss knows of the other parts; expected e.g. LlamaForCausalLM")
     if not base._can_set_attn_implementation():
         raise ValueError(f"{name} computes its attention itself; expected a model of transformers' attention interface")
     if base.loss_function is not importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss:

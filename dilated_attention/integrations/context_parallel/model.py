@@ -212,7 +212,7 @@ class ContextParallel:
         return type(outputs)(**values)
 
     def _check_equal(self, given: dict[str, Any]) -> None:
-        # each batch, since samplers may part later than at the first; a few numbers through the store, beside a whole step
+        # each batch, since samplers may part later than at the first; a few numbers through the store, which a whole step outweighs
         if self.size == 1:
             return
         same = {name: f"{tuple(x.shape)} {x.dtype} {cut.checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
