@@ -42,10 +42,12 @@ registry.register(MathBackend())
 # FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
 # Volta and Turing have no flash kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
-registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "flex", "math"))
-registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "flex", "math"))
+registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
+registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
+registry.set_order(
+    "sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "xformers", "flex", "math")
+)
+registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
 registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))

@@ -363,7 +363,12 @@ def hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[str
     if hardware.torch_version < capabilities.min_torch:
         reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
     if capabilities.package is not None and capabilities.package not in hardware.packages:
-        reasons.append(f"{capabilities.package} is not installed: {capabilities.install}")
+        why = dict(hardware.unusable).get(capabilities.package)
+        reasons.append(
+            f"{capabilities.package} is installed and cannot be used: {why}"
+            if why
+            else f"{capabilities.package} is not installed: {capabilities.install}"
+        )
     return reasons
 
 

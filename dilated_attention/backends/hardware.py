@@ -44,6 +44,7 @@ class Hardware:
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
         packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"``,
             ``"flash-attn-3-fp8"`` and ``"nvidia-cudnn-frontend"``.
+        unusable: (package, why) of kernel packages that are installed and cannot be used.
         name: the device's name, for display and for matching tables of measured times.
         versions: versions of torch and the installed kernel packages, on a CPU also its instruction set. Empty in a record built by
             hand, to which no measurement of this machine applies.
@@ -55,6 +56,7 @@ class Hardware:
     torch_version: tuple[int, int] = (2, 11)
     cudnn_version: int | None = None
     packages: frozenset[str] = field(default_factory=frozenset)
+    unusable: tuple[tuple[str, str], ...] = ()
     name: str = ""
     versions: tuple[str, ...] = ()
 
@@ -86,6 +88,8 @@ def _detect(device_type: str, index: int) -> Hardware:
     is_cuda = device_type == "cuda"
     release = torch.__version__.split("+")[0].split(".")
     packages = _packages()
+    unusable = {"xformers": why} if is_cuda and "xformers" in packages and (why := _why_xformers_fails()) else {}
+    packages = packages.difference(unusable)
     return Hardware(
         device_type=device_type,
         capability=torch.cuda.get_device_capability(index) if is_cuda else None,
@@ -93,6 +97,7 @@ def _detect(device_type: str, index: int) -> Hardware:
         torch_version=(int(release[0]), int(release[1])),
         cudnn_version=torch.backends.cudnn.version() if is_cuda and torch.backends.cudnn.is_available() else None,
         packages=packages,
+        unusable=tuple(unusable.items()),
         name=torch.cuda.get_device_name(index) if is_cuda else device_type,
         versions=_versions(device_type, packages),
     )
@@ -116,6 +121,24 @@ def _packages() -> frozenset[str]:
     if _has_cudnn_blocks():
         found.add("nvidia-cudnn-frontend")
     return frozenset(found)
+
+
+def _why_xformers_fails() -> str:
+    """Returns why xformers, though installed, cannot compute attention; "" if it can. Found by importing it, since its parts fail apart."""
+    try:
+        from xformers import _cpp_lib
+        from xformers.ops import fmha  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        # xformers takes any package named flash_attn for FlashAttention-2, and flash-attn-4 has that name
+        return f"its import fails ({error}); with flash-attn-4 it needs flash-attn installed, too: uninstall one of the two"
+    error = _cpp_lib._cpp_library_load_exception
+    if error is None:
+        return ""
+    cause = error.__cause__ or error
+    return (
+        f"its library does not load ({str(cause).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
+        "and add its folder lib to LD_LIBRARY_PATH"
+    )
 
 
 def _has_cudnn_blocks() -> bool:

@@ -53,3 +53,8 @@ def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int
     right = None if highest is None else highest - diagonal
     assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal is in the band"
     return left, right
+
+
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Returns keys or values (P, S, K, D) with a copy of each head for every query head that reads it, for kernels without groups."""
+    return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)

@@ -197,6 +197,8 @@ def _described(hardware: Hardware, *, whole: bool) -> str:
     for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8", "nvidia-cudnn-frontend"):
         if package in hardware.packages:
             parts.append(f"{package} installed")
+        elif package in dict(hardware.unusable):
+            parts.append(f"{package} installed, not usable")
         elif whole:
             parts.append(f"{package} not installed")
     return ", ".join(parts)

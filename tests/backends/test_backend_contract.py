@@ -185,12 +185,6 @@ def test_flash4_backward_on_hopper_only_where_it_was_measured_right(head_dim: in
     assert all("wrong gradients" in reason for reason in reasons)
 
 
-def test_xformers_says_why_it_is_not_used() -> None:
-    hardware = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"xformers"}))
-    [reason] = registry.get("xformers").reasons_against(AttentionRequest(hardware=hardware, dtype=torch.bfloat16, head_dim=64))
-    assert "torch's own" in reason
-
-
 @pytest.mark.parametrize("band", [(None, 0), (0, 0), (-5, 3), (-200, None), (-130, 140), (None, None), (100, 300)])
 @pytest.mark.parametrize(("L", "S"), [(1, 1), (128, 128), (300, 300), (257, 640)])
 def test_flex_block_lists_say_what_the_band_says(band: tuple[int | None, int | None], L: int, S: int) -> None:

@@ -1,29 +1,55 @@
-"""xformers: listed so that users who look for it find it, and always refused with the reason."""
+"""xformers: ``memory_efficient_attention_forward_requires_grad`` and its backward, which run FlashAttention-2 or CUTLASS kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-
-_REASON = "adds nothing to torch (0.0.35: its flash and cutlass ops are torch's own, its partial attention has no backward)"
+from dilated_attention.backends.mask_convert import repeat_heads, window_sizes
 
 
 class XformersBackend(Backend):
-    """A backend that calls no kernels; ``reasons_against`` always gives the reason."""
+    """``xformers.ops.fmha`` 0.0.34 and later: its operator ``flash`` in half precision, ``cutlass`` in float32.
+
+    The operators are named, as xformers' own choice depends on what else is installed. Keys and values are copied for each query head
+    of a group: xformers' backward takes no groups of heads.
+    """
 
     name = "xformers"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
-        source="sources of xformers 0.0.34 and 0.0.35",
+        package="xformers",
+        install='pip install "dilated-attention[xformers]"',
+        compute_capabilities=((8, 0), (9, 0)),
+        head_dim_multiple=8,
+        window=True,
+        native_window=True,
+        deterministic=False,
+        # its launch grids put the batch in a 16-bit dimension, and offsets of CUTLASS are of 32 bits
+        max_batch=65_535,
+        max_extent=2**31,
+        aligned_last=True,
+        source="H200, torch 2.11, xformers 0.0.35",
     )
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
-        return [_REASON]
+        if request.window and request.dtype is torch.float32:
+            return ["takes windows in half precision only, not in float32"]
+        return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("selection never takes a backend with a reason against it")
+        fmha, kernels = _fmha(q.dtype)
+        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
+            q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp
+        )
+        # CUTLASS pads the rows of lse; FlashAttention-2 writes +inf for rows without keys
+        lse = lse[..., : q.shape[1]]
+        return out, lse if options.mask.band is None else lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
         self,
@@ -36,4 +62,45 @@ class XformersBackend(Backend):
         options: Options,
         dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        raise AssertionError("selection never takes a backend with a reason against it")
+        assert dlse is None
+        fmha, kernels = _fmha(q.dtype)
+        G, K = q.shape[2], k.shape[2]
+        k, v = (repeat_heads(x, G) for x in (k, v))
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        dq, dk, dv = fmha.memory_efficient_attention_backward(
+            # CUTLASS derives the row stride of out from its shape
+            dout.contiguous(),
+            out.contiguous(),
+            lse.contiguous(),
+            q,
+            k,
+            v,
+            _bias(fmha, options, q, k),
+            scale=options.scale,
+            op=kernels.BwOp,
+        )
+        if K != G:
+            dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def _fmha(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns the module ``xformers.ops.fmha`` and the kernels that compute in ``dtype``."""
+    from xformers.ops import fmha
+
+    return fmha, fmha.cutlass if dtype is torch.float32 else fmha.flash
+
+
+def _bias(fmha: Any, options: Options, q: torch.Tensor, k: torch.Tensor) -> Any:
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    if left is None and right is None:
+        return fmha.attn_bias.LowerTriangularFromBottomRightMask() if options.causal else None
+    assert not options.causal, "a band already includes causality"
+    # as wide as both together: no limit on that side
+    everything = q.shape[1] + k.shape[1]
+    return fmha.attn_bias.LocalAttentionFromBottomRightMask(everything if left is None else left, everything if right is None else right)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Returns ``x``, copied where a head does not begin at a multiple of 16 bytes."""
+    return x if x.stride(2) % 8 == 0 else x.contiguous()

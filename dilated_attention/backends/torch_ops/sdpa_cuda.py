@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, window_sizes
+from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, repeat_heads, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
 _MATH = MathBackend()
@@ -197,7 +197,7 @@ class SdpaEfficientBackend(Backend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         bias, empty_PL = _aligned_bias(q, k, options)
-        k, v = (_repeat_heads(x, q.shape[2]) for x in (k, v))
+        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, True, 0.0, options.causal, scale=options.scale
         )
@@ -220,7 +220,7 @@ class SdpaEfficientBackend(Backend):
         padded = -(-q.shape[1] // 32) * 32
         lse = torch.nn.functional.pad(lse, (0, padded - lse.shape[-1]), value=torch.inf).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        heads_first = (x.transpose(1, 2) for x in (dout, q, _repeat_heads(k, G), _repeat_heads(v, G)))
+        heads_first = (x.transpose(1, 2) for x in (dout, q, repeat_heads(k, G), repeat_heads(v, G)))
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *heads_first,
             bias,
@@ -246,7 +246,3 @@ def _aligned_bias(q: torch.Tensor, k: torch.Tensor, options: Options) -> tuple[t
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return bias, empty_PL
-
-
-def _repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)
