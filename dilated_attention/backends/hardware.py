@@ -131,10 +131,10 @@ def _why_xformers_fails() -> str:
     except (ImportError, AttributeError) as error:
         # xformers takes any package named flash_attn for FlashAttention-2, and flash-attn-4 has that name
         return f"its import fails ({error}); with flash-attn-4 it needs flash-attn installed, too: uninstall one of the two"
-    error = _cpp_lib._cpp_library_load_exception
-    if error is None:
+    failure = _cpp_lib._cpp_library_load_exception
+    if failure is None:
         return ""
-    cause = error.__cause__ or error
+    cause = failure.__cause__ or failure
     return (
         f"its library does not load ({str(cause).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
         "and add its folder lib to LD_LIBRARY_PATH"
