@@ -134,9 +134,10 @@ def _why_xformers_fails() -> str:
     failure = _cpp_lib._cpp_library_load_exception
     if failure is None:
         return ""
-    cause = failure.__cause__ or failure
+    while failure.__cause__ or failure.__context__:
+        failure = failure.__cause__ or failure.__context__
     return (
-        f"its library does not load ({str(cause).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
+        f"its library does not load ({str(failure).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
         "and add its folder lib to LD_LIBRARY_PATH"
     )
 

@@ -42,7 +42,8 @@ def test_what_is_wrong_with_xformers_is_found_by_importing_it(fails: str, monkey
     (tmp_path / "xformers" / "__init__.py").write_text("")
     (tmp_path / "xformers" / "_cpp_lib.py").write_text(
         "_cpp_library_load_exception = Exception('general')\n"
-        "_cpp_library_load_exception.__cause__ = OSError('libcudart.so.12: no such file')\n"
+        "_cpp_library_load_exception.__cause__ = OSError('Could not load this library')\n"
+        "_cpp_library_load_exception.__cause__.__context__ = OSError('libcudart.so.12: no such file')\n"
     )
     (ops / "__init__.py").write_text("")
     (ops / "fmha.py").write_text("" if fails == "library" else "import flash_attn_that_is_another_package")

@@ -32,7 +32,7 @@ class XformersBackend(Backend):
         max_batch=65_535,
         max_extent=2**31,
         aligned_last=True,
-        source="H200, torch 2.11, xformers 0.0.35",
+        source="H200, torch 2.11, xformers 0.0.35: 307/286 TFLOP/s forward/backward at D = 64, 361/310 at 128; float32 35/35, 44/37",
     )
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
