@@ -1,4 +1,4 @@
-"""The examples and the README's program under torchrun on GPUs, in small. Needs 2 and 4 GPUs; pyrodigal for one of them.
+"""The examples and the program of docs/ring.md under torchrun on GPUs, in small. Needs 2 and 4 GPUs; pyrodigal for one of them.
 
 Kernels of torch itself, but in one of them: a process would compile FlashAttention-4 for longer than it trains.
 """
@@ -94,8 +94,8 @@ def test_the_chromosome_of_the_wheel(tmp_path: Path) -> None:
 
 
 @needs_4
-@pytest.mark.parametrize("code", PROGRAMS, ids=["README"])
-def test_readme_code_for_several_processes_runs(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", PROGRAMS, ids=["docs/ring.md"])
+def test_the_program_for_several_processes_runs(code: str, tmp_path: Path) -> None:
     """On GPUs as it stands; at a fiftieth of its length where there are none."""
     file = tmp_path / "train.py"
     file.write_text(code.replace("100_00", "2_00") if ON_CPU else code, encoding="utf-8")

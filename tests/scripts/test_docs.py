@@ -39,7 +39,7 @@ WIDEST = 78
 FENCED = re.compile(r"(?:^<!-- wide: (?P<reason>[^\n]*) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install "dilated-attention[docs]"')
 # what a page's code has to print; the rest of the pages assert what they claim, or only run
-PRINTED = {"README.md": ["forward: ", "% of all pairs", "2010 tokens, slides (2, 768)"], "docs/block_sparse.md": ["of the pairs"]}
+PRINTED = {"README.md": ["forward: "], "docs/block_sparse.md": ["of the pairs"]}
 
 
 @dataclass(frozen=True)
