@@ -139,7 +139,7 @@ def attention_memory(
         nested: the forward visits pairs of nested branches once (``nested_selection.py``) where branches nest, and has no parts for them.
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
-        saved_bytes: bytes of the per-branch outputs that the forward saves for the backward (``requirements.saved_bytes``).
+        saved_bytes: bytes of the per-branch outputs that the forward saves for the backward (``prepare.saved_elements``).
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
     >>> pattern = DilatedPattern((2048, 8192), (1, 4))

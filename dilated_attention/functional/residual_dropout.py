@@ -5,13 +5,14 @@ A hash of an element's index and the seed decides whether the element is kept, s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dilated_attention.engine.branches.merge import has_kernels
-from dilated_attention.engine.oom.requirements import rows_requirement
+from dilated_attention.engine.oom.requirement import requirement
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.transforms import on_tangents, on_transforms
@@ -64,7 +65,7 @@ def _only_dropped(
     return _dropped(None, y, seed, path, dropout, dtype)
 
 
-@op_hook(rows_requirement("add_dropped"))
+@op_hook(functools.partial(requirement, "add_dropped"))
 def _dropped(
     x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:

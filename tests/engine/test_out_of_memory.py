@@ -1,8 +1,8 @@
-"""Memory that runs out inside our ops: the error keeps its type and torch's words, and says what was needed, is there and fits."""
+"""Memory that runs out inside our ops: an error of torch's type, with its words, that says what was needed, is there and fits."""
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import os
 import re
 import subprocess
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention import (
     DilatedPattern,
@@ -26,13 +27,10 @@ from dilated_attention import (
 )
 from dilated_attention.backends import registry
 from dilated_attention.distributed.errors import RingError
-from dilated_attention.engine.branches import fused_merge, strategy
-from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.oom import report
-from dilated_attention.engine.oom.device_memory import MemoryInfo, memory_info, size_text
-from dilated_attention.engine.oom.requirement import MemoryRequirement, TensorInfo, largest
-from dilated_attention.engine.oom.requirements import dilated_requirement
+from dilated_attention.engine.oom.report import MemoryInfo, memory_info
+from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_requirement, size_text
 from dilated_attention.functional.fused_norm_linear import norm_linear
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.op_settings import settings
@@ -84,20 +82,22 @@ def test_every_attention_says_it(name: str, pass_: str, kind: type[RuntimeError]
     broken(pass_, kind=kind, text=text)
     with pytest.raises(RuntimeError) as found:
         CALLS[name](q, k, v) if pass_ == "forward" else out.sum().backward()
-    assert type(found.value) is kind and found.value.__cause__ is None
+    # torch's own error is the cause, as it was raised
+    assert type(found.value) is kind and str(found.value.__cause__) == text
     # accelerate and others look into a single argument for torch's words
     (said,) = found.value.args
-    assert said.startswith(f"the {pass_} of {name} ran out of memory: it asked for 2.00 GiB in ")
-    assert text in said and "q (2, 256, 4, 16), k (2, 256, 4, 16), v (2, 256, 4, 16) in float32" in said
+    assert said.startswith(f"the {pass_} of {name} ran out of memory\n") and said.endswith(text)
+    assert "q (2, 256, 4, 16), k (2, 256, 4, 16), v (2, 256, 4, 16) in float32" in said
     assert re.search(r"needs: (about|at least) [\d.]+ MiB: q, k, v", said) and "memory: cpu: the process has" in said
-    assert "would fit:" in said and "in place of 2 sequences" in said
+    assert "would fit: 1 in place of 2 sequences at once: " in said
 
 
 def test_a_decoder_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_decode.Cached, "places", fails())
     q, cache = torch.randn(3, 1, 4, 16), torch.randn(3, 100, 2, 16)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"(?s)the forward of decode_attention.*decode \(engine/decode/row.py\).*cache of \(3, 100, 2, 16\)"
+        torch.OutOfMemoryError,
+        match=r"(?s)the forward of decode_attention.*a cache of \(3, 100, 2, 16\), at most 45 keys per row.*2 in place of 3 sequences",
     ):
         decode_attention(q, cache, cache, torch.tensor([7, 99, 50]), DilatedPattern((32, 64), (1, 2)))
 
@@ -109,7 +109,7 @@ def test_linear_layers_say_it(pass_: str, monkeypatch: pytest.MonkeyPatch) -> No
     x, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
     (y,) = norm_linear(x, [weight], [], norm="layer")
     monkeypatch.setattr(fused_norm_linear_torch, pass_, fails())
-    with pytest.raises(torch.OutOfMemoryError, match=rf"the {pass_} of norm_linear ran out.*"):
+    with pytest.raises(torch.OutOfMemoryError, match=rf"the {pass_} of norm_linear ran out of memory\n  call: .*weights\[0\] \(4, 16\)"):
         norm_linear(x, [weight], [], norm="layer") if pass_ == "forward" else y.sum().backward()
 
 
@@ -124,11 +124,12 @@ def test_what_cannot_be_explained_hides_nothing(broken: Callable[..., None], mon
     q, k, v = leaves()
     broken("forward")
     monkeypatch.setattr(report, "memory_info", fails(ValueError, "no such file"))  # type: ignore[arg-type]
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)no details are available \(ValueError: no such file\).*CUDA out of memory"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*no details are available \(ValueError: no such file\)"):
         dilated_attention(q, k, v, [64], [1])
 
 
-def test_an_error_that_is_kept_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_kept_once_the_error_is_gone(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames of a traceback hold the failed call's tensors; nothing else does, and there are no reference cycles."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def fail(self: Any, q: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -139,30 +140,19 @@ def test_an_error_that_is_kept_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
     for name in CPU_NAMES:
         monkeypatch.setattr(type(registry.get(name)), "forward", fail)
     q, k, v = leaves()
-    with pytest.raises(torch.OutOfMemoryError) as found:
-        dilated_attention(q, k, v, [64], [1])
-    assert made[0]() is None and "fail (" not in str(found.value) and found.value.__traceback__ is not None
-
-
-def test_an_error_in_a_chunk_keeps_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which are variables of the function around the one that failed. A GPU's path, on a CPU."""
-    results: list[weakref.ref[torch.Tensor]] = []
-    forward = fused_merge.forward
-
-    def short(plan: Any, layers: Any, tensors: Any, given: tuple[torch.Tensor, ...], *arguments: Any, **options: Any) -> None:
-        results.extend(weakref.ref(x if x._base is None else x._base) for x in given)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "new_empty", fails(torch.OutOfMemoryError, TORCH))
-            forward(plan, layers, tensors, given, *arguments, **options)
-
-    monkeypatch.setattr(strategy, "_is_fused", lambda *_: True)
-    monkeypatch.setattr(fused_merge, "forward", short)
-    q, k, v = leaves()
-    with pytest.raises(torch.OutOfMemoryError) as found:
-        dilated_attention(q, k, v, [16, 32, 64], [1, 1, 1], backend="sdpa_cpu")
-    assert len(results) == 2 and [x() for x in results] == [None, None]
-    # and where it happened is still told
-    assert "fused_merge.py" in str(found.value) and found.value.__traceback__ is not None
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            dilated_attention(q, k, v, [64], [1])
+        except torch.OutOfMemoryError as error:
+            kept = made[0]()
+            # it counts as free
+            assert kept is not None and report._allocated(error.__cause__, {"q": q}, q.device) >= 4000  # type: ignore[arg-type]
+            del kept
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_through_torch_compile(broken: Callable[..., None]) -> None:
@@ -177,108 +167,65 @@ def test_through_torch_compile(broken: Callable[..., None]) -> None:
         compiled(q, k, v)
 
 
-def arguments(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", **changes: Any) -> dict[str, Any]:
-    """Of the op, without any memory: so of a GPU that is not there."""
-    where = torch.device(device)
-    x = TensorInfo((batch, length, 16, 64), dtype, where, batch * length * 16 * 64 * dtype.itemsize)
-    tensors = {"q": x, "k": x, "v": x, "key_padding_mask": None, "cu_seqlens": None, "seed": None, "kept": None}
+def requirement_of(length: int, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> MemoryRequirement:
+    """Of the op, on a GPU that is not there."""
     call = settings(branches=((2048, 16384), (1, 4), "cyclic", "all", "mask"), scale=0.125, needs_grad=True)
-    return {**tensors, **call._asdict(), **changes}
+    with FakeTensorMode():
+        x = [torch.empty(batch, length, 16, 64, dtype=dtype, device="cuda:0") for _ in range(3)]
+        tensors = dict(zip("qkv", x, strict=True)) | {"key_padding_mask": None, "cu_seqlens": None, "seed": None}
+        return dilated_requirement({**tensors, **call._asdict(), **changes})
 
 
-def gpu_room(left: int, *, pieces: int = 0) -> MemoryInfo:
-    return MemoryInfo(
-        device="cuda:0", total=80 * GIB, free=left, allocated=70 * GIB, reserved=70 * GIB + pieces, bound="the driver's figure"
-    )
+def fits(requirement: MemoryRequirement, free: int, cached: int = 0) -> str:
+    memory = MemoryInfo(free, "the driver's figure", 70 * GIB, cached)
+    return report.what_fits(requirement, memory, requirement.held)
 
 
-def numbers(suggestions: list[str], pattern: str) -> list[int]:
-    found = [re.search(pattern, way) for way in suggestions]
-    return [int(x[1].replace(",", "")) for x in found if x]
-
-
-@pytest.mark.parametrize("left", [GIB, 5 * GIB, 20 * GIB])
-def test_suggestions_fit_and_are_the_largest(left: int) -> None:
-    requirement = dilated_requirement(arguments(2**20, dtype=torch.float32))
-    assert requirement.bytes_at(requirement.setting) > left + requirement.held
-    suggestions = report.suggestions_for(requirement, gpu_room(left), None)
-    there = report.MARGIN * (left + requirement.held)
-    (length,) = numbers(suggestions, r"^([\d,]+) in place of 1,048,576 positions")
-    assert requirement.bytes_at(dataclasses.replace(requirement.setting, length=length)) <= there
-    assert requirement.bytes_at(dataclasses.replace(requirement.setting, length=length + 2**12)) > there
-    for batch in numbers(suggestions, r"^(\d) in place of 4 sequences"):
-        assert (
-            requirement.bytes_at(dataclasses.replace(requirement.setting, batch=batch))
-            <= there
-            < requirement.bytes_at(dataclasses.replace(requirement.setting, batch=batch + 1))
-        )
-    half = requirement.bytes_at(dataclasses.replace(requirement.setting, dtype=torch.bfloat16))
-    assert any("bfloat16 in place of float32" in way for way in suggestions) == (half <= there)
-    (gpus,) = numbers(suggestions, r"^ring_dilated_attention over (\d+) GPUs")
-    assert gpus >= 2
-
-
-def test_detached_mixing_is_named_where_it_is_what_is_too_much() -> None:
-    def requirement_of(detached: bool) -> MemoryRequirement:
-        return dilated_requirement(arguments(2**15, detached=detached))
-
-    detached, exact = requirement_of(True), requirement_of(False)
-    more = detached.bytes_at(detached.setting) - exact.bytes_at(exact.setting)
-    # branches of 1/1 and 1/4 of the positions
-    assert more == 4 * 2**15 * 16 * 64 * 2 * 5 // 4
-    enough = int(exact.bytes_at(exact.setting) / report.MARGIN) - exact.held + 2**20
-    assert any('mixture_grad="exact"' in way for way in report.suggestions_for(detached, gpu_room(enough), None))
-    assert not any("mixture_grad" in way for way in report.suggestions_for(exact, gpu_room(enough // 2), None))
+@pytest.mark.parametrize("free", [GIB, 5 * GIB, 20 * GIB])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_setting_fits_and_is_the_largest(free: int, batch: int) -> None:
+    requirement = requirement_of(2**22 // batch, batch=batch)
+    there = report.MARGIN * (free + requirement.held)
+    assert requirement.bytes_at() > there
+    found = re.match(r"([\d,]+) in place of ([\d,]+) (sequences|positions).*, after torch.cuda.empty_cache\(\)$", fits(requirement, free))
+    assert found is not None
+    name, step = ("batch", 1) if found[3] == "sequences" else ("length", 2**14)
+    size, most = (int(x.replace(",", "")) for x in found.groups()[:2])
+    assert (name == "batch") is (batch > 1) and most == getattr(requirement.setting, name)
+    assert requirement.bytes_at(**{name: size}) <= there < requirement.bytes_at(**{name: size + step})
 
 
 def test_pieces_are_named_where_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    requirement = dilated_requirement(arguments(2**18))
-    (text,) = [way for way in report.suggestions_for(requirement, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
-    assert "3.00 GiB reserved" in text and "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
-    assert not any("pieces" in way for way in report.suggestions_for(requirement, gpu_room(0, pieces=GIB), 2 * GIB))
+    requirement = requirement_of(2**18)
+    more = requirement.bytes_at() - requirement.held
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in fits(requirement, 0, int(1.2 * more))
+    assert "expandable" not in fits(requirement, 0, more // 2)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    (text,) = [way for way in report.suggestions_for(requirement, gpu_room(0, pieces=3 * GIB), 2 * GIB) if "pieces" in way]
-    assert "joins" not in text
+    assert "3 in place of 4 sequences" in fits(requirement, 0, int(1.2 * more))
 
 
 def test_nothing_is_suggested_that_does_not_fit() -> None:
-    requirement = dataclasses.replace(dilated_requirement(arguments(2**18)), held=0, suggestions=())
-    assert report.suggestions_for(requirement, gpu_room(1000), None) == []
-    unknown = dataclasses.replace(gpu_room(GIB), free=None)
-    assert unknown.left is None and report.suggestions_for(requirement, unknown, None) == [] and "unknown" in str(unknown)
+    requirement = requirement_of(2**18)
+    memory = MemoryInfo(1000, "", 70 * GIB)
+    assert report.what_fits(requirement, memory, 0) == "no part of this call, while other tensors hold 70.00 GiB: free some of that"
 
 
-def test_asked_bytes_and_bisection() -> None:
-    assert report.asked_bytes(TORCH) == 2 * GIB == report.asked_bytes(CPU)
-    assert report.asked_bytes("HIP out of memory. Tried to allocate 12.50 MiB.") == 12.5 * 2**20
-    assert report.asked_bytes("out of memory") is None
-    for limit in range(20):
-        for step in (1, 3):
-            fitting = [n for n in range(step, 15, step) if n <= limit]
-            assert largest(lambda n, limit=limit: n <= limit, 15, step) == (fitting[-1] if fitting else None)
-    assert [size_text(x) for x in (0, 1023, 1024, 1536 * 2**20, 2**50)] == [
-        "0 bytes",
-        "1,023 bytes",
-        "1.00 KiB",
-        "1.50 GiB",
-        "1,024.00 TiB",
-    ]
+def test_sizes_are_readable() -> None:
+    sizes = {0: "0 bytes", 1023: "1,023 bytes", 1024: "1.00 KiB", 1536 * 2**20: "1.50 GiB", 2**50: "1,024.00 TiB"}
+    assert {size: size_text(size) for size in sizes} == sizes
 
 
 def test_the_decoder_in_torch_is_counted() -> None:
-    """Its copies are what is measured, and the kernel that makes none is named on a GPU."""
     from dilated_attention.profiling import profile_memory
 
     q, cache = torch.randn(4, 1, 8, 64), torch.randn(4, 4096, 8, 64)
     positions = torch.full((4,), 4095)
     with profile_memory(device="cpu") as profile:
         decode_attention(q, cache, cache, positions)
-    (seen,) = profile.seen
-    requirement = seen.requirement
-    assert 0.5 < requirement.bytes_at(requirement.setting) / profile.peak_allocated <= 1.05
-    assert dispatch.reasons_against("triton", dispatch.request_of(q, 8), dense=True)
+    ((requirement, _),) = profile.seen
+    assert 0.5 < requirement.bytes_at() / profile.peak_allocated <= 1.05
 
 
 CHILD = """
@@ -293,13 +240,13 @@ used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
 limit = used + 350 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
-    step(2, 32768)
+    step(1, 65536)
 except RuntimeError as error:
     assert type(error) is RuntimeError
     said = str(error)
 print(said)
-length = int(re.search(r"([\\d,]+) in place of 32,768 positions", said)[1].replace(",", ""))
-step(2, length)
+length = int(re.search(r"([\\d,]+) in place of 65,536 positions", said)[1].replace(",", ""))
+step(1, length)
 print("fits:", length)
 """
 
@@ -312,14 +259,14 @@ def test_a_process_with_a_limit_is_told_a_length_that_fits() -> None:
     assert done.returncode == 0, done.stderr
     assert "RLIMIT_AS" in done.stdout and "DefaultCPUAllocator" in done.stdout
     length = int(done.stdout.rsplit("fits:", 1)[1])
-    assert 4096 < length < 32768
+    assert 16384 < length < 65536
 
 
 def test_memory_of_this_machine() -> None:
-    room = memory_info(torch.device("cpu"))
-    assert room.device == "cpu" and room.allocated > 0
+    memory = memory_info(torch.device("cpu"))
+    assert memory.allocated > 0 and memory.cached == 0
     if Path("/proc/meminfo").exists():
-        assert room.free is not None and 0 <= room.free <= room.total and room.bound in str(room)
+        assert memory.free is not None and memory.free >= 0 and memory.bound
 
 
 def one_rank_runs_out(rank: int, world: int) -> str:
@@ -348,9 +295,6 @@ def test_a_rank_that_runs_out_is_named_by_the_others() -> None:
         other, own = pool.run(one_rank_runs_out)
     finally:
         pool.close()
-    assert own.startswith(
-        "OutOfMemoryError: the forward of ring_attention ran out of memory: it asked for 2.00 GiB in _inputs "
-        "(distributed/exchange/context_parallel.py)"
-    )
-    assert "on rank 1 of 2" in own and "keys of other ranks" in own and "over 4 ranks in place of 2" in own
+    assert own.startswith("OutOfMemoryError: the forward of ring_attention ran out of memory\n")
+    assert "on rank 1 of 2" in own and "keys of other ranks" in own and "would fit: 63 in place of 64 positions on each rank" in own
     assert other.startswith("RingError: rank 0: forward, hop 1: K and V: receiving") and "rank 1 has not reported" in other

@@ -14,14 +14,11 @@ import torch
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement
+from dilated_attention.engine.oom.requirement import MemoryRequirement, Setting
 from dilated_attention.engine.ops import op_hooks
 from dilated_attention.models import LongNetConfig, LongNetEncoder
-from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
+from dilated_attention.profiling import MemoryProfile, profile_memory
 from dilated_attention.profiling.ledger import replay
-from dilated_attention.profiling.measure import _untold
-from dilated_attention.profiling.profile import SeenCall
-from tests.helpers.fused import run_fused
 
 # poisoned allocations are filled, which is an op more for each
 pytestmark = pytest.mark.no_poison
@@ -95,12 +92,11 @@ def test_the_engines_own_account_is_what_is_measured(causal: bool) -> None:
     estimate = attention_memory(DilatedPattern((1024, 4096), (1, 4)), 4096, 4, 64, is_causal=causal)
     measured = profile.peak_allocated + estimate.inputs + dout.numel() * 4
     assert 0.9 < estimate.peak / measured < 1.1
-    assert [(x.requirement.op, x.requirement.pass_name, x.count) for x in profile.seen] == [
+    assert [(call.op, call.pass_name, count) for call, count in profile.seen] == [
         ("dilated_attention", "forward", 1),
         ("dilated_attention", "backward", 1),
     ]
-    requirement = profile.seen[0].requirement
-    assert requirement.bytes_at(requirement.setting) == estimate.peak
+    assert profile.seen[0][0].bytes_at() == estimate.peak
 
 
 def test_both_forms_say_the_same() -> None:
@@ -120,12 +116,10 @@ def test_both_forms_say_the_same() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the process's memory is read from /proc")
-def test_the_process_is_seen_to_grow() -> None:
+def test_the_process_is_seen_to_hold_what_it_touches() -> None:
     profile = profile_memory(lambda: torch.ones(floats(200)).sum(), device="cpu")
-    assert profile.resident_peak - profile.resident_before > 150 * MIB
-    if not any("life" in what for what in profile.cannot_tell):
-        again = profile_memory(lambda: torch.ones(floats(1)).sum(), device="cpu")
-        assert again.resident_peak < profile.resident_peak - 100 * MIB
+    # of the process at the peak, which has torch in it, too: other memory may be given back in between
+    assert profile.resident_peak > 200 * MIB and 0 < profile.resident_before <= profile.total
 
 
 def test_what_is_refused() -> None:
@@ -182,8 +176,7 @@ def test_advice_about_dtypes_and_gradients() -> None:
     q, k, v = leaves()
     wide = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward(), device="cpu")
     (text,) = advised(wide, "bfloat16 in place of float32")
-    requirement = wide.seen[0].requirement
-    assert "q (1, 1024, 4, 32)" in text and "MiB" in text and requirement.bytes_at(requirement.setting) > 0
+    assert "q (1, 1024, 4, 32)" in text and "MiB" in text
     narrow = profile_memory(lambda: dilated_attention(*leaves(dtype=torch.bfloat16), [256, 1024], [1, 4]).sum().backward(), device="cpu")
     assert not advised(narrow, "bfloat16")
     assert not advised(wide, "torch.no_grad()")
@@ -219,18 +212,14 @@ def gpu_profile(**changes: object) -> MemoryProfile:
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def call(size: int, **changes: object) -> SeenCall:
-    """A call that needs ``size`` bytes in float32, half of that in bfloat16, a tenth less with exact mixing."""
+def call(size: int) -> tuple[MemoryRequirement, int]:
+    """A call that needs ``size`` bytes."""
+    setting = Setting(batch=1, length=100, dtype=torch.bfloat16)
     plain = MemoryRequirement(
-        op="dilated_attention", is_backward=False, device=torch.device("cuda"), shapes="q", held=0,
-        setting=AdjustableSetting(batch=1, length=100, dtype=torch.bfloat16),
-        terms=lambda x: (("all", int(size * x.dtype.itemsize / 2 * (1 if x.detached else 0.8))),),
+        op="dilated_attention", is_backward=False, device=torch.device("cuda"), shapes="q", held=0, setting=setting,
+        terms=lambda x: (("all", size),),
     )  # fmt: skip
-    return SeenCall(count=2, requirement=dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
-
-
-def op(name: str, **sizes: int) -> OpMemory:
-    return OpMemory(**{"name": name, "calls": 1, "allocated": 0, "largest": 0, "peak": 0, "kept": 0, "at_peak": 0, **sizes})  # type: ignore[arg-type]
+    return plain, 2
 
 
 def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
@@ -243,41 +232,9 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
     assert "empty_cache" in text and "on already" in text
     (text,) = gpu_profile(retries=3).advice()
     assert "3 times" in text
-    detached = call(5 * GIB, setting=AdjustableSetting(batch=1, length=9, dtype=torch.bfloat16, detached=True))
-    (text,) = gpu_profile(seen=(detached,)).advice()
-    assert 'mixture_grad="exact"' in text and "1.00 GiB less" in text
-    chunks = op("dilated_attention::dilated_attention_backward", peak=4 * GIB, kept=2 * GIB, allocated=4 * GIB)
-    (text,) = gpu_profile(ops=(chunks,)).advice()
-    assert "TRANSIENT_BYTES below its 512.00 MiB" in text and "2.00 GiB in a call" in text
-    assert gpu_profile(ops=(dataclasses.replace(chunks, kept=4 * GIB),)).advice() == []
-    lse = call(GIB, is_backward=True, lse_gradient=True)
-    assert advised(gpu_profile(ops=(chunks,), seen=(lse,)), "lse.detach()")
-    wide = call(60 * GIB, suggestions=(lambda there: [f"over 2 GPUs in {there // GIB} GiB"],))
-    (text,) = gpu_profile(seen=(wide,)).advice()
-    assert "over 2 GPUs in 24 GiB" in text and "48.00 GiB on one" in text
-
-
-@pytest.mark.slow
-def test_smaller_launches_follow_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice about chunk sizes names constants that do what it says."""
-    from dilated_attention.engine.branches import chunking
-    from dilated_attention.engine.branches.launch_views import PART_BYTES
-
-    q, k, v = (x.detach() for x in leaves(8192, 4, 64))
-    scratch = []
-    for size in (32 * MIB, MIB // 2):
-        monkeypatch.setitem(PART_BYTES, "cpu", size)
-        profile = profile_memory(dilated_attention, q, k, v, [512, 8192], [1, 8], device="cpu")
-        scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
-    assert scratch[1] < 0.6 * scratch[0]
-    run_fused(monkeypatch)
-    scratch = []
-    monkeypatch.setattr(chunking, "TRANSIENT_SHARE", 0.0)
-    for size in (512 * MIB, MIB // 2):
-        monkeypatch.setattr(chunking, "TRANSIENT_BYTES", size)
-        profile = profile_memory(dilated_attention, q, k, v, [512, 2048], [1, 8], device="cpu")
-        scratch.append(profile.op("dilated_attention::dilated_attention").scratch)
-    assert scratch[1] < 0.6 * scratch[0]
+    (text,) = gpu_profile(seen=(call(48 * GIB),)).advice()
+    assert "a ring over several GPUs" in text and "48.00 GiB of 80.00 GiB" in text
+    assert gpu_profile(seen=(call(30 * GIB),)).advice() == []
 
 
 def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
@@ -309,7 +266,6 @@ def node(name: str, start: int, *children: SimpleNamespace, size: int = 0, addre
 
 def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> None:
     op = [node("aten::mul", 10 * i, node("[memory]", 10 * i + 1, size=100, address=7)) for i in range(50)]
-    ledger = replay([*op, node("aten::add", 900, node("[memory]", 901, size=30, address=8))], torch.device("cpu"), 5)
-    assert (ledger.peak, ledger.end) == (135, 135)
-    assert {found.name: found.at_peak for found in ledger.ops} == {"aten::mul": 100, "aten::add": 30}
-    assert _untold(ledger, 135) == () and "65 bytes more" in _untold(ledger, 70)[0] and _untold(None, 70)
+    ops, peak, end = replay([*op, node("aten::add", 900, node("[memory]", 901, size=30, address=8))], torch.device("cpu"), 5)
+    assert (peak, end) == (135, 135)
+    assert {found.name: found.at_peak for found in ops} == {"aten::mul": 100, "aten::add": 30}

@@ -12,14 +12,11 @@ import torch
 
 from dilated_attention.distributed.comm.call_consistency import RingCall, ring_call
 from dilated_attention.distributed.exchange.context_parallel import ring_backward, ring_forward
-from dilated_attention.distributed.exchange.requirements import over_gpus, ring_requirement
-from dilated_attention.engine.oom.requirements import more_suggestions
+from dilated_attention.distributed.exchange.requirements import ring_requirement
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.fork import cached_property
-
-more_suggestions.append(over_gpus)
 
 
 class ResolvedRing(ResolvedCall):

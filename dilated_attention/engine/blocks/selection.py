@@ -20,7 +20,7 @@ from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists,
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.branches.merge import has_kernels
-from dilated_attention.engine.oom.requirements import selection_requirement
+from dilated_attention.engine.oom.requirement import requirement
 from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
@@ -37,7 +37,7 @@ _WEIGHT_BITS = 24
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
-@op_hook(selection_requirement)
+@op_hook(functools.partial(requirement, "the choice of blocks by content"))
 def choose_blocks_op(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from dilated_attention.backends.flash import flash3_decode
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
-from dilated_attention.engine.oom.requirement import AdjustableSetting, MemoryRequirement, TensorInfo, Terms, dtype_text, held_bytes
+from dilated_attention.engine.oom.requirement import MemoryRequirement, Setting, Terms, requirement
 from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.sinks import add_sinks_
 
@@ -98,21 +98,20 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
 
 
-def request_of(q: torch.Tensor | TensorInfo, num_kv_heads: int, hardware: Hardware | None = None) -> AttentionRequest:
+def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> AttentionRequest:
     return AttentionRequest(
         hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
     )
 
 
-def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
+def _requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
     """Returns what a call needs. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
     q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
-    (B, H, D), K, G, is_dense = q.shape, cached.k.shape[2], runs.num_groups, runs.dense is not None
-    request = request_of(q, K)
-    chosen = explain(request, is_dense, arguments.get("backend", "auto")).chosen
+    (B, H, D), K, G = q.shape, cached.k.shape[2], runs.num_groups
+    chosen = explain(request_of(q, K), runs.dense is not None, arguments.get("backend", "auto")).chosen
     keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
 
-    def terms(setting: AdjustableSetting) -> Terms:
+    def terms(setting: Setting) -> Terms:
         e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
         rows = setting.batch * (K if G == 1 else G) * setting.length
         # the values are gathered while the copy of the keys is alive
@@ -120,26 +119,19 @@ def _need(arguments: Mapping[str, Any]) -> MemoryRequirement:
         # int64 each: the positions and their places in the cache
         return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
 
-    def kernels(_: int) -> Iterator[str]:
-        if not reasons_against("triton", request, dense=is_dense):
-            yield 'backend="triton" in place of "torch": reads the keys without a copy'
-
     cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys per row"
-    return MemoryRequirement(
-        op="decode_attention",
-        is_backward=False,
-        device=q.device,
-        shapes=f"q {(B, 1, H, D)}, {cache}, in {dtype_text(q.dtype)}, by {chosen}",
-        held=held_bytes({"q": q}, q.device),
-        setting=AdjustableSetting(batch=B, length=keys, dtype=q.dtype),
+    return requirement(
+        "decode_attention",
+        {"q": q},
+        f", {cache}, by {chosen}",
+        setting=Setting(B, keys, q.dtype),
         terms=terms if chosen == "torch" else None,
         least=True,
-        can_shorten=False,
-        suggestions=(kernels,) if chosen == "torch" else (),
+        positions="",
     )
 
 
-@op_hook(_need)
+@op_hook(_requirement)
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto", sinks: torch.Tensor | None = None) -> Result:
     """Returns (out (B, H, D), lse (B, H)), with ``sinks`` (H,) in them, by the most preferred decoder that can, or by the named one.
 

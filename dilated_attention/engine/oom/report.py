@@ -1,163 +1,121 @@
-"""Writes the error message for a call that runs out of memory inside one of this library's operations.
-
-The exception remains the one that torch raised, with its type and traceback. Its message keeps torch's own text, since other libraries
-search for it. In front of that text, it states what was requested, what the call needs in total, what is available, and which smaller
-calls would fit.
-"""
+"""Explains a call that ran out of memory: what it needs, what there is, and the one setting that would fit."""
 
 from __future__ import annotations
 
-import gc
+import bisect
+import functools
 import os
-import re
+import sys
 import traceback
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.engine.oom.device_memory import MemoryInfo, memory_info, size_text
-from dilated_attention.engine.oom.requirement import MemoryRequirement, dtype_text, largest, terms_text
+from dilated_attention.engine.oom.requirement import MemoryRequirement, size_text
 
 # estimates count tensors, but kernels need a little more, and the allocator rounds blocks up
 MARGIN = 0.95
-_PACKAGE = Path(__file__).parents[2]
-_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether one of torch's allocators raised the error. The CPU allocator has no error type, so the message is checked.
+class MemoryInfo(NamedTuple):
+    """Memory in bytes: what is free (None if unknown) up to a bound, what tensors (on a CPU, the process) hold, what torch has cached."""
 
-    It is False for an error that has already been explained.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return not hasattr(error, "_told")
-    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error) and not hasattr(error, "_told")
-
-
-def explain(error: RuntimeError, requirement_of: Callable[[], MemoryRequirement]) -> None:
-    """Puts an explanation of the shortage in front of the error's message, in place.
-
-    First it releases what the failed call holds, since its frames end here anyway. So the figures show what others hold, and a handler
-    that keeps the error does not keep the memory.
-    """
-    own = str(error)
-    error._told = True  # type: ignore[attr-defined]
-    place = _place(error)
-    _let_go(error)
-    try:
-        text = _text(own, place, requirement_of())
-    except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
-        text = f"out of memory in {place}; no details are available ({type(failed).__name__}: {failed})"
-    # a single argument, since some libraries read args[0]
-    error.args = (f"{text}\n  torch: {own.strip()}",)
+    free: int | None
+    bound: str
+    allocated: int
+    cached: int = 0
 
 
-def _let_go(error: RuntimeError) -> None:
-    """Clears the frames of the failed call.
+def memory_info(device: torch.device) -> MemoryInfo:
+    """Returns the current figures. For a GPU this calls the driver, so use it for reports and not in every call of an op."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        limit = f"this process is allowed {size_text(allowed)}, torch.cuda.set_per_process_memory_fraction"
+        free, bound = min((free, "the driver's figure"), (max(0, allowed - reserved), limit))
+        return MemoryInfo(free, bound, allocated, reserved - allocated)
+    found = machine_memory()
+    bounds = [(found["MemAvailable"], "available on the machine")] if "MemAvailable" in found else []
+    if sys.platform == "linux":
+        import resource
 
-    A frame keeps its function alive, and a nested function keeps the variables of the enclosing one. So these variables are cleared
-    too, if the enclosing function was also part of the failed call.
-    """
-    traceback.clear_frames(error.__traceback__)
-    # the first frame is the caller, which is still running
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    inside = {code for frame in frames for code in _defined_in(frame.f_code)}
-    for frame in frames:
-        if frame.f_code in inside:
-            for found in gc.get_referents(frame):
-                if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
-                    for cell in found.__closure__ or ():
-                        cell.cell_contents = None
-
-
-def _defined_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _defined_in(constant)
+        allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if allowed != resource.RLIM_INFINITY:
+            bounds.append((max(0, allowed - found["VmSize"]), f"the limit of {size_text(allowed)} of address space, RLIMIT_AS"))
+    left, bound = min(bounds, default=(None, "the system does not report it"))
+    return MemoryInfo(left, bound, found.get("VmRSS", 0))
 
 
-def asked_bytes(text: str) -> int | None:
-    """Returns the number of bytes that torch's message says were requested, or None."""
-    found = _ASKED.search(text)
-    return None if found is None else int(float(found[1]) * _BYTES[found[2]])
-
-
-def suggestions_for(requirement: MemoryRequirement, memory: MemoryInfo, asked: int | None) -> list[str]:
-    """Returns sentences, each with a setting that would fit into the available memory according to the estimate."""
-    suggestions = list(_in_pieces(requirement, memory, asked))
-    if requirement.terms is None or memory.left is None:
-        return suggestions
-    # the call's own tensors count as available, since their size changes with the setting
-    there = int(MARGIN * (memory.left + requirement.held))
-    now = requirement.setting
-
-    def fits(**changes: object) -> bool:
-        return requirement.bytes_at(replace(now, **changes)) <= there  # type: ignore[arg-type]
-
-    def with_bytes(text: str, **changes: object) -> str:
-        size = size_text(requirement.bytes_at(replace(now, **changes)))  # type: ignore[arg-type]
-        return f"{text}: {'at least' if requirement.least else 'about'} {size}"
-
-    if now.detached and fits(detached=False):
-        suggestions.append(with_bytes('mixture_grad="exact" in place of "detached"', detached=False))
-    if requirement.can_shorten and now.dtype.itemsize > 2 and fits(dtype=torch.bfloat16):
-        suggestions.append(with_bytes(f"bfloat16 in place of {dtype_text(now.dtype)}", dtype=torch.bfloat16))
-    batch = largest(lambda batch: fits(batch=batch), now.batch)
-    if batch is not None:
-        suggestions.append(with_bytes(f"{batch} in place of {now.batch} sequences at once", batch=batch))
-    length = largest(lambda length: fits(length=length), now.length, step=max(1, now.length // 256)) if requirement.can_shorten else None
-    if length is not None:
-        suggestions.append(with_bytes(f"{length:,} in place of {now.length:,} positions", length=length))
-    for way in requirement.suggestions:
-        suggestions += way(there)
-    return suggestions
-
-
-def _in_pieces(requirement: MemoryRequirement, memory: MemoryInfo, asked: int | None) -> Iterator[str]:
-    kept = memory.reserved - memory.allocated
-    if requirement.device.type == "cuda" and asked is not None and kept >= asked:
-        how = "" if "expandable_segments:True" in allocator_settings() else "; PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
-        yield f"torch has {size_text(kept)} reserved that no tensor holds, in pieces too small or of other streams{how}"
+def machine_memory() -> dict[str, int]:
+    """Returns what Linux says of this process's and the machine's memory, such as VmRSS and MemTotal, in bytes; {} on other systems."""
+    files = [file for file in (Path("/proc/self/status"), Path("/proc/meminfo")) if file.exists()]
+    rows = [line.split() for file in files for line in file.read_text().splitlines()]
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
 
 
 def allocator_settings() -> str:
     """Returns the settings of torch's allocator in the environment, under any of the variable's names."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    return ",".join(os.environ.get(name, "") for name in names).strip(",")
+    return ",".join(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_")).strip(",")
 
 
-def _text(own: str, place: str, requirement: MemoryRequirement) -> str:
-    asked, memory = asked_bytes(own), memory_info(requirement.device)
-    lines = [f"{requirement.name} ran out of memory: it asked for {'more' if asked is None else size_text(asked)} in {place}"]
-    lines.append(f"  call: {requirement.shapes}")
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator of torch raised the error; the one for CPUs has no type of its own. False for one that is explained already."""
+    of_cpu = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+    return error.__cause__ is None and (of_cpu or isinstance(error, torch.OutOfMemoryError))
+
+
+def explanation(error: RuntimeError, requirement: MemoryRequirement, arguments: Mapping[str, Any]) -> str:
+    """Returns what the call needs, what there is, and the setting that would fit, with torch's own words at the end."""
+    memory = memory_info(requirement.device)
+    held = "the process has" if requirement.device.type == "cpu" else f"{size_text(memory.cached)} are cached, tensors hold"
+    free = "unknown" if memory.free is None else size_text(memory.free)
+    lines = [
+        f"the {requirement.pass_name} of {requirement.op} ran out of memory",
+        f"  call: {requirement.shapes}",
+        f"  memory: {requirement.device}: {held} {size_text(memory.allocated)}, free: {free} ({memory.bound})",
+    ]
     if requirement.terms is not None:
-        how = "at least" if requirement.least else "about"
-        terms, held = terms_text(requirement.terms(requirement.setting)), size_text(requirement.held)
-        lines.append(f"  needs: {how} {terms}; of that {held} existed before the call")
-    lines.append(f"  memory: {memory}")
-    suggestions = suggestions_for(requirement, memory, asked)
-    if suggestions:
-        # cached free blocks of this call's sizes get split for smaller tensors, and the remainders are unusable
-        lines.append("  would fit, after torch.cuda.empty_cache():" if requirement.device.type == "cuda" else "  would fit:")
-        lines += [f"    {way}" for way in suggestions]
-    elif requirement.terms is not None and memory.left is not None:
-        others = max(0, memory.allocated - requirement.held)
-        lines.append(f"  would fit: no part of this call, while other tensors hold {size_text(others)}: free some of that")
-    return "\n".join(lines)
+        terms = ", ".join(f"{what} {size_text(size)}" for what, size in requirement.terms(requirement.setting))
+        lines.insert(2, f"  needs: {requirement.size_text()}: {terms}; of that {size_text(requirement.held)} existed before the call")
+    if requirement.terms is not None and memory.free is not None:
+        # the call's own tensors count as free: their size changes with the setting, or they are gone with the failed call
+        own = requirement.held + _allocated(error, arguments, requirement.device)
+        lines.append(f"  would fit: {what_fits(requirement, memory, own)}")
+    return "\n".join([*lines, f"  torch: {str(error).strip()}"])
 
 
-def _place(error: BaseException) -> str:
-    """Returns the innermost function of this package in the error's traceback."""
-    found = "an operation"
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        path = Path(frame.f_code.co_filename)
-        # skips names such as "<genexpr>"
-        is_named = not frame.f_code.co_name.startswith("<")
-        if is_named and path.is_relative_to(_PACKAGE) and path.name != "op_hooks.py":
-            found = f"{frame.f_code.co_name} ({path.relative_to(_PACKAGE)})"
-    return found
+def what_fits(requirement: MemoryRequirement, memory: MemoryInfo, own: int) -> str:
+    """Returns the setting closest to the call's that fits into what is free, with the call's ``own`` bytes free again."""
+    assert memory.free is not None
+    is_gpu = requirement.device.type == "cuda"
+    there = int(MARGIN * (memory.free + memory.cached + own))
+    pieces = memory.cached > memory.free and "expandable_segments:True" not in allocator_settings()
+    if is_gpu and pieces and requirement.bytes_at() <= there:
+        return "this call, with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: the cached memory is in pieces"
+    batch, length, _ = requirement.setting
+    step = max(1, length // 256)
+    fewer = [("batch", range(1, batch), "sequences at once"), ("length", range(step, length, step), requirement.positions)]
+    for name, sizes, what in fewer[: 2 if requirement.positions else 1]:
+        number = bisect.bisect_right(sizes, there, key=functools.partial(_bytes_with, requirement, name))
+        if number:
+            changed = {name: sizes[number - 1]}
+            after = ", after torch.cuda.empty_cache()" if is_gpu else ""
+            return f"{changed[name]:,} in place of {sizes.stop:,} {what}: {requirement.size_text(**changed)}{after}"
+    return f"no part of this call, while other tensors hold {size_text(max(0, memory.allocated - own))}: free some of that"
+
+
+def _bytes_with(requirement: MemoryRequirement, name: str, value: int) -> int:
+    return requirement.bytes_at(**{name: value})
+
+
+def _allocated(error: BaseException, arguments: Mapping[str, Any], device: torch.device) -> int:
+    """Returns the bytes of the tensors that the failed call's functions had made and hold in variables."""
+    # the first frame is the caller's, which is still running
+    frames = traceback.walk_tb(error.__traceback__ and error.__traceback__.tb_next)
+    found = [x for frame, _ in frames for x in frame.f_locals.values() if isinstance(x, torch.Tensor) and x.device == device]
+    given = {x.untyped_storage().data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    return sum(size for pointer, size in sizes.items() if pointer not in given)

@@ -1,4 +1,4 @@
-"""A decorator for every custom op, which reports calls to watchers and explains out-of-memory errors.
+"""What surrounds the implementation of every custom op: calls are reported to watchers, and out-of-memory errors are explained.
 
 It is applied below ``torch.library.custom_op``, so it sees only calls that really run, not fake tensors or torch.compile.
 """
@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 # torch.library resolves annotations such as torch.Tensor in the globals of the function it is given, which is the one made here
 import torch  # noqa: F401
 
-from dilated_attention.engine.oom.requirement import MemoryRequirement, without_memory
+from dilated_attention.engine.oom.report import explanation, is_out_of_memory
+from dilated_attention.engine.oom.requirement import MemoryRequirement
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,23 +27,24 @@ watchers: list[Callable[[MemoryRequirement], None]] = []
 def report(requirement_of: RequirementOf, arguments: Mapping[str, Any]) -> None:
     """Passes the memory requirement of a call to all watchers."""
     for watcher in list(watchers):
-        watcher(requirement_of(without_memory(arguments)))
+        watcher(requirement_of(arguments))
 
 
 def explain_shortage(error: RuntimeError, requirement_of: RequirementOf, arguments: Mapping[str, Any]) -> None:
-    """Adds to the error's message what the call needs and what fits, if memory has run out (``oom/report.py``)."""
-    from dilated_attention.engine.oom.report import explain, is_out_of_memory
-
+    """If memory has run out, raises an error of the same type from ``error`` that explains what the call needs and what fits."""
     if is_out_of_memory(error):
-        explain(error, lambda: requirement_of(without_memory(arguments)))
+        try:
+            text = explanation(error, requirement_of(arguments), arguments)
+        except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
+            text = f"{error}\n  no details are available ({type(failed).__name__}: {failed})"
+        raise type(error)(text) from error
 
 
 def op_hook(requirement_of: RequirementOf) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an op's implementation: its calls are reported to watchers, and an out-of-memory error is explained.
+    """Decorates an op's implementation.
 
     Args:
-        requirement_of: returns what a call needs, given its arguments by name, with ``TensorInfo`` in place of tensors. It is called only
-            when memory has run out or a profile runs.
+        requirement_of: returns what a call needs, given its arguments by name; called only when memory has run out or a profile runs.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -20,8 +20,7 @@ from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.oom.requirement import MemoryRequirement
-from dilated_attention.engine.oom.requirements import dilated_requirement
+from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_requirement
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
 from dilated_attention.engine.ops.prepare import (
@@ -77,8 +76,8 @@ class ResolvedCall(ABC):
 
     @staticmethod
     @abstractmethod
-    def requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-        """Returns what a call needs, from its arguments by name, with ``TensorInfo`` in place of tensors."""
+    def requirement(x: Mapping[str, Any]) -> MemoryRequirement:
+        """Returns what a call needs, from its arguments by name."""
 
     @abstractmethod
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:

@@ -15,7 +15,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.blocks.run import BlockMasks, BlockPass, as_new, blocks_backward, blocks_forward, blocks_shares, make_pass
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.merge import merge_onto
-from dilated_attention.engine.oom.requirements import blocks_requirement
+from dilated_attention.engine.oom.requirement import blocks_requirement
 from dilated_attention.engine.ops.prepare import kernel_ready, prepare
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, Tensors, record_of
 from dilated_attention.engine.ops.settings import CallSettings
