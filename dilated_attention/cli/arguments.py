@@ -6,31 +6,18 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.choices import DTYPES, PATTERN_KINDS
-from dilated_attention.parsing import MAX_LENGTH, UsageError, below, positive, shown, size
+from dilated_attention.cli.choices import DTYPES as DTYPES
+from dilated_attention.cli.choices import PATTERN_KINDS as PATTERN_KINDS
+from dilated_attention.parsing import MAX_LENGTH, below, shown
+from dilated_attention.parsing import UsageError as UsageError
+from dilated_attention.parsing import positive as positive
+from dilated_attention.parsing import size as size
 
 if TYPE_CHECKING:
     import torch
 
     from dilated_attention.pattern import BlockPattern, DilatedPattern
 
-__all__ = [
-    "DTYPES",
-    "PATTERN_KINDS",
-    "UsageError",
-    "add_json",
-    "add_pattern",
-    "add_shape",
-    "add_tensors",
-    "as_flags",
-    "count",
-    "dtype_of",
-    "gib",
-    "gib_of",
-    "pattern_from",
-    "positive",
-    "size",
-]
 _OF_KIND = {
     "dense": (),
     "dilated": ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
@@ -61,20 +48,18 @@ def gib(text: str) -> int:
     return max(1, int(gib_of(text) * 2**30))
 
 
-# function arguments whose command line option has another name
-_FLAGS = {
-    "num_positions": "--length",
-    "num_heads": "--heads",
-    "num_kv_heads": "--kv-heads",
-    "batch_size": "--batch",
-    **{
-        name: "--" + name.replace("_", "-")
-        for name in (
-            *("head_dim", "world_size", "weight_shards", "segment_lengths", "dilation_rates", "head_offsets", "branch_heads"),
-            *("global_tokens", "random_blocks", "density_kind", "block_size"),
-        )
-    },
-}
+# function arguments whose command line option has another name, and those whose option has the same
+_FLAGS = {"num_positions": "--length", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "batch_size": "--batch"}
+_SAME = (
+    "head_dim",
+    "world_size",
+    "weight_shards",
+    "global_tokens",
+    "random_blocks",
+    "density_kind",
+    "block_size",
+    *_OF_KIND["dilated"][:4],
+)
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -92,8 +77,9 @@ def as_flags(text: str) -> str:
     text = re.sub(r"^ratio(?= is )", "--density", text)
     text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
     if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
-        text = ", ".join("--" + name.replace("_", "-") for name in found[0].split(", ")) + text[found.end() :]
-    return re.sub(r"(?<!-)\b(" + "|".join(_FLAGS) + r")\b(=?)", lambda found: _FLAGS[found[1]] + " " * len(found[2]), text)
+        text = _flags(found[0].split(", ")) + text[found.end() :]
+    names = "|".join((*_FLAGS, *_SAME))
+    return re.sub(rf"(?<!-)\b({names})\b(=?)", lambda found: _FLAGS.get(found[1], _flags([found[1]])) + " " * len(found[2]), text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
-            f"--device is {args.device!r}, which torch cannot use here ({_first_line(error)}); expected cpu, cuda or cuda:<index>"
+            f"--device is {args.device!r}, which torch cannot use here ({str(error).partition(chr(10))[0]}); expected cpu, cuda or cuda:<index>"
         ) from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device is {args.device!r}; expected cpu, cuda or cuda:<index>")
@@ -76,7 +77,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Voc
         model = LongNetLM.from_pretrained(folder, device=device, backend=args.backend)
         return model, vocabulary_of(model.config)
     except (ValueError, RuntimeError, ImportError) as error:
-        raise OSError(f"{folder} cannot be used: {_line(error)}") from error
+        raise OSError(f"{folder} cannot be used: {_shortened(error)}") from error
 
 
 @contextlib.contextmanager
@@ -101,14 +102,8 @@ def computing(model: LongNetLM, args: argparse.Namespace, device: torch.device, 
         with torch.autocast(device.type, dtype) if is_cast else contextlib.nullcontext():
             yield args.dtype or default
     except (ValueError, torch.OutOfMemoryError, BackendUnavailable) as error:
-        raise error if isinstance(error, UsageError) else OSError(_line(error)) from error
+        raise error if isinstance(error, UsageError) else OSError(_shortened(error)) from error
 
 
-def _line(error: BaseException) -> str:
-    """An error as one line of at most 500 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 500 else f"{text[:500]} …"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _shortened(error: BaseException) -> str:
+    return textwrap.shorten(str(error), 500, placeholder=" …")

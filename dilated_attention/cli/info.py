@@ -27,13 +27,6 @@ _REASONS = (
     ("takes no lists of blocks", "computes no block-sparse attention", "compute no block-sparse attention"),
     ("needs compute capability ", "needs a GPU of another compute capability", "need a GPU of another compute capability"),
 )
-# how the basis of a choice begins, and which order that is
-_ORDERS = {
-    "measured here": "the times measured here",
-    "shipped table": "the shipped table",
-    "architecture order": "the architecture's order",
-    "order of registration": "the order of registration",
-}
 # of the reasons against those that cannot be used; the others are counted together
 _NAMED_REASONS = 3
 
@@ -44,9 +37,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
     parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
     parser.add_argument("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
-    parser.add_argument(
-        "--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=("key/value heads; default: as many as query heads")
-    )
+    text = "key/value heads; default: as many as query heads"
+    parser.add_argument("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=text)
     parser.add_argument("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
     parser.add_argument("--precision", choices=PRECISIONS, default="native")
     parser.add_argument(
@@ -71,22 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--kv-heads is {args.num_kv_heads}; expected a divisor of --heads, which is {args.num_heads}")
     if args.decode:
         return _info_decode(args, hardware)
-    asked: dict[str, Any] = {
-        "dtype": dtype_of(args),
-        "head_dim": args.head_dim,
-        "num_heads": args.num_heads,
-        "num_kv_heads": args.num_kv_heads,
-        "is_causal": args.causal,
-        "needs_grad": not args.inference,
-        "key_padding_mask": args.key_padding_mask,
-        "window": args.window,
-        "dropout_p": 0.1 if args.dropout else 0.0,
-        "deterministic": args.deterministic,
-        "precision": args.precision,
-        "length": args.length,
-        "block_size": args.block_size,
-        "block_masks": args.block_masks,
-    }
+    same = ("head_dim", "num_heads", "num_kv_heads", "key_padding_mask", "window", "deterministic", "precision", "length")
+    asked: dict[str, Any] = {name: getattr(args, name) for name in (*same, "block_size", "block_masks")}
+    asked |= {"dtype": dtype_of(args), "is_causal": args.causal, "needs_grad": not args.inference, "dropout_p": 0.1 * args.dropout}
     explanation = explain_backend(hardware=hardware, **asked)
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     found = explanation.forward is not None and (explanation.backward is not None or not explanation.request.needs_grad)
@@ -123,9 +102,9 @@ def _verdict(explanation: Explanation) -> list[str]:
 
 
 def _order(basis: str) -> str:
-    """Returns the order without its file or source, which the line on the preference gives."""
+    """Returns "the times measured here", "the shipped table" and so on, without their file or source."""
     begin = basis.split(" (")[0]
-    return _ORDERS.get(begin, begin)
+    return "the times measured here" if begin == "measured here" else f"the {begin}".replace("the architecture ", "the architecture's ")
 
 
 def _faster(explanation: Explanation, asked: dict[str, Any]) -> list[str]:

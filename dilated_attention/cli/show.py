@@ -29,42 +29,25 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
     )
     shown = parser.add_subparsers(dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:")
-    _add_pattern(
-        shown.add_parser(
-            "dilated",
-            usage=("%(prog)s --segment-lengths W [W ...] --dilation-rates R [R ...] [options]"),
-            help="dilated attention, by its branches",
-        ),
-        "dilated",
-        length=64,
-    )
-    _add_pattern(
-        shown.add_parser(
-            "block_sparse",
-            usage="%(prog)s (--window N [N] | --density PART) [options]",
-            help="block-sparse attention, by its window or its density",
-        ),
-        "block_sparse",
-        length=1024,
-    )
+    for kind, length, usage, text in (
+        ("dilated", 64, "--segment-lengths W [W ...] --dilation-rates R [R ...]", "dilated attention, by its branches"),
+        ("block_sparse", 1024, "(--window N [N] | --density PART)", "block-sparse attention, by its window or its density"),
+    ):
+        parser = shown.add_parser(kind, usage=f"%(prog)s {usage} [options]", help=text)
+        add_pattern(parser, kind)
+        add_shape(parser, length=length, heads=4)
+        parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
+        parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
+        parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
+        add_json(parser)
+        parser.set_defaults(run=_pattern, kind=kind, parser=parser)
     for preset in MODEL_PRESETS:
         model = shown.add_parser(preset, help="a model")
         model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
-        model.add_argument(
-            "--memory", type=gib, metavar="GIB", help=("of the device that it must fit in; default: this machine's GPU, or its RAM")
-        )
+        text = "of the device that it must fit in; default: this machine's GPU, or its RAM"
+        model.add_argument("--memory", type=gib, metavar="GIB", help=text)
         add_json(model)
         model.set_defaults(run=_model, parser=model)
-
-
-def _add_pattern(parser: argparse.ArgumentParser, kind: str, *, length: int) -> None:
-    add_pattern(parser, kind)
-    add_shape(parser, length=length, heads=4)
-    parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
-    parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
-    parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
-    add_json(parser)
-    parser.set_defaults(run=_pattern, kind=kind, parser=parser)
 
 
 def _model(args: argparse.Namespace) -> int:
