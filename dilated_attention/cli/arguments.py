@@ -50,16 +50,7 @@ def gib(text: str) -> int:
 
 # function arguments whose command line option has another name, and those whose option has the same
 _FLAGS = {"num_positions": "--length", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "batch_size": "--batch"}
-_SAME = (
-    "head_dim",
-    "world_size",
-    "weight_shards",
-    "global_tokens",
-    "random_blocks",
-    "density_kind",
-    "block_size",
-    *_OF_KIND["dilated"][:4],
-)
+_SAME = ("head_dim", "world_size", "weight_shards", "global_tokens", "random_blocks", "density_kind", "block_size")
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -78,7 +69,7 @@ def as_flags(text: str) -> str:
     text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
     if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
         text = _flags(found[0].split(", ")) + text[found.end() :]
-    names = "|".join((*_FLAGS, *_SAME))
+    names = "|".join((*_FLAGS, *_SAME, *_OF_KIND["dilated"][:4]))
     return re.sub(rf"(?<!-)\b({names})\b(=?)", lambda found: _FLAGS.get(found[1], _flags([found[1]])) + " " * len(found[2]), text)
 
 

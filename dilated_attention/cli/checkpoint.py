@@ -50,8 +50,9 @@ def device_of(args: argparse.Namespace) -> torch.device:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
         raise UsageError(
-            f"--device is {args.device!r}, which torch cannot use here ({str(error).partition(chr(10))[0]}); expected cpu, cuda or cuda:<index>"
+            f"--device is {args.device!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>"
         ) from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device is {args.device!r}; expected cpu, cuda or cuda:<index>")

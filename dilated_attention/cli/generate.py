@@ -68,11 +68,13 @@ def run(args: argparse.Namespace) -> int:
         last = b""
         for token in generate_stream(model, prompt, args.max_new_tokens, sampling=sampling):
             character = vocabulary.decode_bytes(token % len(vocabulary))
-            print(decoder.decode(character), end="", flush=True)
+            _write(decoder.decode(character))
             last = (last + character)[-len(ending) :] if ending else b""
             if ending and last == ending:
                 break
-        print(decoder.decode(b"", final=True), end="\n" if sys.stdout.isatty() else "", flush=True)
+        _write(decoder.decode(b"", final=True))
+    if sys.stdout.isatty():
+        print()
     return 0
 
 
@@ -105,3 +107,8 @@ def _tokens(args: argparse.Namespace, text: bytes, vocabulary: Vocabulary) -> to
     if not len(tokens):
         raise ValueError(f"the prompt has no {vocabulary.unit}s; expected at least one to continue from")
     return tokens
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)

@@ -16,7 +16,7 @@ import torch
 from dilated_attention.engine.oom.report import allocator_settings, machine_memory
 from dilated_attention.engine.oom.requirement import MemoryRequirement, size_text
 from dilated_attention.engine.ops.op_hooks import watchers
-from dilated_attention.profiling.ledger import OpMemory, replay
+from dilated_attention.profiling.ledger import replay
 from dilated_attention.profiling.profile import MemoryProfile
 
 # share of the peak by which replayed events may miss it without a note
@@ -81,52 +81,50 @@ class ProfiledBlock:
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
         watchers.remove(self._watch)
-        seconds = time.perf_counter() - self._began
         figures = self._of_gpu() if self._device.type == "cuda" else self._of_cpu()
-        self._result = MemoryProfile(device=str(self._device), seconds=seconds, seen=tuple(self._seen.values()), **figures)
+        if self._ops:
+            tree = self._profiler.profiler.kineto_results.experimental_event_tree()
+            figures["ops"], peak, end = replay(tree, self._device, figures["allocated_before"])
+            counted = figures.setdefault("peak_allocated", peak)
+            figures.setdefault("allocated_after", end)
+            if abs(peak - counted) > _UNTOLD * counted:
+                off = size_text(abs(peak - counted))
+                figures["cannot_tell"] = (f"which ops hold the peak: the profiler's events miss frees, and are {off} off",)
+        self._result = MemoryProfile(device=str(self._device), seen=tuple(self._seen.values()), **figures)
 
     def _watch(self, requirement: MemoryRequirement) -> None:
         if requirement.device.type == self._device.type:
             kind = (requirement.op, requirement.is_backward, requirement.shapes)
             self._seen[kind] = (requirement, self._seen.get(kind, (requirement, 0))[1] + 1)
 
-    def _replayed(self, before: int) -> tuple[tuple[OpMemory, ...], int, int]:
-        return replay(self._profiler.profiler.kineto_results.experimental_event_tree(), self._device, before)
-
     def _of_cpu(self) -> dict[str, Any]:
-        (ops, peak, end), memory = self._replayed(0), machine_memory()
-        figures = {"resident_before": self._resident, "resident_peak": memory.get("VmHWM"), "total": memory.get("MemTotal", 0)}
-        name = platform.processor() or platform.machine()
-        return figures | {
-            "hardware": name, "peak_allocated": peak, "allocated_before": 0, "allocated_after": end, "ops": ops, "cannot_tell": _CPU_CANNOT
-        }  # fmt: skip
+        memory = machine_memory()
+        return {
+            "seconds": time.perf_counter() - self._began,
+            "hardware": platform.processor() or platform.machine(),
+            "allocated_before": 0,
+            "resident_before": self._resident,
+            "resident_peak": memory.get("VmHWM"),
+            "total": memory.get("MemTotal", 0),
+            "cannot_tell": _CPU_CANNOT,
+        }
 
     def _of_gpu(self) -> dict[str, Any]:
         torch.cuda.synchronize(self._device)
+        figures: dict[str, Any] = {"seconds": time.perf_counter() - self._began, "allocator": allocator_settings()}
         stats, before = torch.cuda.memory_stats(self._device), self._before
         if self._snapshot is not None:
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
             torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
-        figures: dict[str, Any] = {name: stats[counter] - before[counter] for name, counter in _COUNTS.items()}
-        for name in ("allocated", "reserved"):
-            counter = f"{name}_bytes.all"
-            figures[f"peak_{name}"] = stats[f"{counter}.peak"]
-            figures[f"{name}_before"], figures[f"{name}_after"] = before[f"{counter}.current"], stats[f"{counter}.current"]
-        ops, peak, _ = self._replayed(figures["allocated_before"]) if self._ops else ((), figures["peak_allocated"], 0)
-        off = peak - figures["peak_allocated"]
-        cannot = () if self._ops else ("which op allocated what: ops=False",)
-        if abs(off) > _UNTOLD * figures["peak_allocated"]:
-            cannot = (f"which ops hold the peak: the profiler's events are {size_text(abs(off))} off, as some frees are missing in them",)
-        return figures | {
-            "hardware": torch.cuda.get_device_name(self._device),
-            "total": torch.cuda.get_device_properties(self._device).total_memory,
-            "inactive_split": stats["inactive_split_bytes.all.current"],
-            "peak_inactive_split": stats["inactive_split_bytes.all.peak"],
-            "allocator": allocator_settings(),
-            "ops": ops,
-            "snapshot": None if self._snapshot is None else str(self._snapshot),
-            "cannot_tell": cannot,
-        }
+            figures["snapshot"] = str(self._snapshot)
+        for name in ("allocated", "reserved", "inactive_split"):
+            now, then = (found[f"{name}_bytes.all.current"] for found in (stats, before))
+            figures[f"peak_{name}"] = stats[f"{name}_bytes.all.peak"]
+            figures |= {name: now} if name == "inactive_split" else {f"{name}_before": then, f"{name}_after": now}
+        properties = torch.cuda.get_device_properties(self._device)
+        figures |= {"hardware": properties.name, "total": properties.total_memory}
+        figures["cannot_tell"] = () if self._ops else ("which op allocated what: ops=False",)
+        return figures | {name: stats[counter] - before[counter] for name, counter in _COUNTS.items()}
 
 
 @overload
@@ -154,15 +152,13 @@ def profile_memory(
     Args:
         function: called once with ``args`` and ``kwargs``; without it, a context manager is returned.
         device: the device whose memory is measured; None for the current GPU if there is one, else the CPU.
-        ops: also reports by op, from PyTorch's profiler, which sees every allocation and costs a few microseconds per op. False: only the
-            allocator's own counters, which cost nothing, on a GPU.
+        ops: also reports by op, from PyTorch's profiler, at a few microseconds per op. False: only the allocator's counters, on a GPU.
         snapshot: file to write for PyTorch's memory viewer, on a GPU. It takes over PyTorch's recording of memory history, and ends it.
-        empty_cache: first releases the allocator's unused memory, so that reserved memory is the block's own; on a GPU. The peaks of
-            ``torch.cuda.memory_stats`` are reset in any case.
+        empty_cache: first releases the allocator's unused memory, on a GPU. The peaks of ``torch.cuda.memory_stats`` are always reset.
 
     Returns:
-        With a function, its ``MemoryProfile``. Without one, a context manager whose value is that profile once the block has ended, even by
-        an error.
+        With a function, its ``MemoryProfile``. Without one, a context manager that is that profile once the block has ended, even by an
+        error.
 
     Raises:
         ValueError: ``snapshot`` or ``ops=False`` on a CPU, which has no allocator to query.

@@ -269,3 +269,22 @@ def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> N
     ops, peak, end = replay([*op, node("aten::add", 900, node("[memory]", 901, size=30, address=8))], torch.device("cpu"), 5)
     assert (peak, end) == (135, 135)
     assert {found.name: found.at_peak for found in ops} == {"aten::mul": 100, "aten::add": 30}
+
+
+def test_the_counters_of_a_gpu_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU's path, on a CPU: torch's functions return what an allocator would."""
+    counters = [f"{kind}_bytes.all.{what}" for kind in ("allocated", "reserved", "inactive_split") for what in ("current", "peak")]
+    counters += ["num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"]
+    readings = iter([{name: i for i, name in enumerate(counters)}, {name: 100 + 2 * i for i, name in enumerate(counters)}])
+    fakes = {"memory_stats": lambda _: next(readings), "get_device_properties": lambda _: SimpleNamespace(name="a GPU", total_memory=GIB)}
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory._record_memory_history", "memory._dump_snapshot"):
+        fakes[name] = lambda *_, **__: None
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", fake)
+    profile = profile_memory(lambda: None, device="cuda:0", ops=False, snapshot=tmp_path / "a.pickle")
+    assert (profile.allocated_before, profile.allocated_after, profile.peak_allocated) == (0, 100, 102)
+    assert (profile.reserved_before, profile.reserved_after, profile.peak_reserved) == (2, 104, 106)
+    assert (profile.inactive_split, profile.peak_inactive_split) == (108, 110)
+    assert (profile.retries, profile.refused, profile.device_allocs, profile.device_frees) == (106, 107, 108, 109)
+    text = str(profile)
+    assert "a GPU" in text and "retried 106, was refused 107" in text and "a.pickle" in text and "ops=False" in text
