@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import os
 import sys
 import traceback
@@ -96,19 +95,15 @@ def what_fits(requirement: MemoryRequirement, memory: MemoryInfo, own: int) -> s
     if is_gpu and pieces and requirement.bytes_at() <= there:
         return "this call, with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: the cached memory is in pieces"
     batch, length, _ = requirement.setting
-    step = max(1, length // 256)
-    fewer = [("batch", range(1, batch), "sequences at once"), ("length", range(step, length, step), requirement.positions)]
-    for name, sizes, what in fewer[: 2 if requirement.positions else 1]:
-        number = bisect.bisect_right(sizes, there, key=functools.partial(_bytes_with, requirement, name))
+    step, after = max(1, length // 256), ", after torch.cuda.empty_cache()" if is_gpu else ""
+    batches = [{"batch": size} for size in range(1, batch)]
+    lengths = [{"length": size} for size in range(step, length, step)] if requirement.positions else []
+    for changes, now, what in ((batches, batch, "sequences at once"), (lengths, length, requirement.positions)):
+        number = bisect.bisect_right(changes, there, key=lambda change: requirement.bytes_at(**change))
         if number:
-            changed = {name: sizes[number - 1]}
-            after = ", after torch.cuda.empty_cache()" if is_gpu else ""
-            return f"{changed[name]:,} in place of {sizes.stop:,} {what}: {requirement.size_text(**changed)}{after}"
+            (size,) = changes[number - 1].values()
+            return f"{size:,} in place of {now:,} {what}: {requirement.size_text(**changes[number - 1])}{after}"
     return f"no part of this call, while other tensors hold {size_text(max(0, memory.allocated - own))}: free some of that"
-
-
-def _bytes_with(requirement: MemoryRequirement, name: str, value: int) -> int:
-    return requirement.bytes_at(**{name: value})
 
 
 def _allocated(error: BaseException, arguments: Mapping[str, Any], device: torch.device) -> int:
