@@ -145,6 +145,7 @@ def _session(args: argparse.Namespace) -> Session:
     import torch
 
     from dilated_attention.bench import Session
+    from dilated_attention.bench.measure import rank_sync
 
     # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -159,8 +160,8 @@ def _session(args: argparse.Namespace) -> Session:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    if world_size > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    if world_size > 1:
+        rank_sync.start(device)
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     dtypes = tuple(getattr(torch, name) for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
     full = args.size == "full" if args.size else on_gpu

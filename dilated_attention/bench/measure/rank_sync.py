@@ -3,131 +3,140 @@
 from __future__ import annotations
 
 import datetime
-import itertools
+import os
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from dilated_attention.bench.measure.skip import Attempt, attempt
-from dilated_attention.bench.measure.timing import Timing, synchronise
+from dilated_attention.bench.measure.skip import Refused, attempt
+from dilated_attention.bench.measure.timing import one_call, synchronise
 from dilated_attention.bench.suite import Session
 
 T = TypeVar("T")
 # seconds until a missing verdict of one process ends the others; longer than kernels take to compile
 _PATIENCE = 300.0
-# maximum number of calls of one function in one turn
-_MOST_CALLS = 25
+# loops that a median is of, and the largest number of calls in one
+_LOOPS, _MOST_CALLS = 3, 20
 
 
 class Broken(RuntimeError):
     """A process failed during an exchange, or because of a bug, so the group is unusable. Raised on all processes with the same text."""
 
 
+def start(device: torch.device) -> None:
+    """Starts the process group of torchrun's processes, unless it is there already."""
+    if dist.is_initialized():
+        return
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun's store outlives its processes: after a restart their old addresses are still in it
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
+
+
 class RankSync:
-    """The processes of a session, one or several. All of them make the same calls in the same order."""
+    """The processes of a session, one or several. All of them make the same calls in the same order.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        timeout: seconds that an exchange of ``group`` may take, in which contenders without a limit of their own exchange.
+    """
+
+    def __init__(self, session: Session, timeout: float = 60.0) -> None:
         self.device, self.rank, self.size = session.device, session.rank, session.world_size
-        self._control = _control() if self.size > 1 else None
+        if "MASTER_ADDR" in os.environ:
+            # of one process, too, if torchrun started it
+            start(self.device)
+        groups: tuple[Any, Any] = _groups_of(timeout) if dist.is_initialized() else (None, None)
+        self.group, self._control = groups
 
-    def everywhere(self, function: Callable[[], T]) -> Attempt[list[T]]:
-        """Returns ``function()`` of every process, by rank. If one failed, returns on all of them a note that names the first that did.
+    def everywhere(self, function: Callable[[], T], *, ranks: int | None = None, foreign: bool = False) -> list[T]:
+        """Returns ``function()`` of every process, by rank.
 
-        Results are sent between processes, so they must be plain figures.
+        Args:
+            function: its results are sent between processes, so they must be plain figures.
+            ranks: only the first ``ranks`` processes call it, while the others wait; None for all.
+            foreign: whether third-party code runs inside, all of whose errors are refusals.
 
         Raises:
-            Broken: there are several processes, and one raised an error that is neither a refusal nor out of memory.
+            Refused: on all processes, if one refused or ran out of memory; names the first that did.
+            Broken: on all processes, if there are several and one raised another error.
         """
-        if self.size == 1:
-            alone = attempt(lambda: self._done(function))
-            return Attempt(None, alone.note) if alone.note else Attempt([alone.value])  # type: ignore[list-item]
-        value, note, bug = None, "", ""
+        mine: Any = (None, "", "")
         cause: Exception | None = None
-        try:
-            found = attempt(lambda: self._done(function))
-            value, note = found.value, found.note
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-            bug, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, (value, note, bug), group=self._control)
+        if self.rank < (ranks or self.size):
+            try:
+                found = attempt(lambda: self._done(function), foreign=foreign)
+                mine = (found.value, found.note, "")
+            except Exception as error:
+                if self.size == 1:
+                    raise
+                mine, cause = (None, "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"), error
+        answers: list[Any] = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(answers, mine, group=self._control)
+        failed = [f"process {rank}: {bug or note}" for rank, (_, note, bug) in enumerate(answers) if bug or note]
         if any(bug for _, _, bug in answers):
-            told = [f"process {rank}: {bug or note}" for rank, (_, note, bug) in enumerate(answers) if bug or note]
-            raise Broken("; ".join(told)) from cause
-        notes = [f"process {rank}: {note}" for rank, (_, note, _) in enumerate(answers) if note]
-        return Attempt(None, notes[0]) if notes else Attempt([value for value, _, _ in answers])
+            raise Broken("; ".join(failed)) from cause
+        if failed:
+            raise Refused(failed[0] if self.size > 1 else mine[1])
+        return [value for value, _, _ in answers[: ranks or self.size]]
 
     def _done(self, function: Callable[[], T]) -> T:
         value = function()
         synchronise(self.device)
         return value
 
-    def timed(
-        self, functions: Mapping[str, Callable[[], Any]], *, seconds: float, least: int = 3, most: int = 20
-    ) -> Attempt[dict[str, Timing]]:
-        """Returns {name: ``Timing`` of the slowest process} of functions that take turns, each for about ``seconds``.
+    def called(self, call: Callable[[], Any], *, seconds: float, **who: Any) -> dict[str, float]:
+        """Times ``call`` as people call it: in a loop that does not synchronise, until the device is done with the last call.
 
-        Like ``timing.interleaved``, with the same number of turns and calls on every process. An untimed call precedes each turn: processes
-        start a turn at slightly different times, and an exchange synchronizes them.
+        Returns figures of one call of the slowest process: ``ms``, the median of the loops, ``low_ms``, ``high_ms``, and ``host_ms``, the
+        time until the loop's calls have returned. ``who``: see ``everywhere``, as for what is raised.
         """
-        firsts = self.everywhere(lambda: self._firsts(functions))
-        if firsts.value is None:
-            return Attempt(None, firsts.note)
-        once: dict[str, float] = {name: max(found[name] for found in firsts.value) for name in functions}
-        turns = max(least, min(most, int(seconds / max(*once.values(), 1e-9))))
-        calls = {name: max(1, min(_MOST_CALLS, int(seconds / turns / max(each, 1e-9)))) for name, each in once.items()}
-        times = self.everywhere(lambda: self._turns(functions, turns, calls))
-        if times.value is None:
-            return Attempt(None, times.note)
-        of_all = {name: [Timing.of(found[name]) for found in times.value] for name in functions}
-        return Attempt({name: max(timings, key=lambda timing: timing.ms) for name, timings in of_all.items()})
 
-    def _firsts(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Returns the seconds of a third call: the first may compile, and the second may still have to allocate its blocks."""
-        found = {}
-        for name, function in functions.items():
-            for _ in range(3):
+        def first() -> float:
+            # the first call may compile, and the second may still have to allocate its blocks
+            return [one_call(call, self.device) for _ in range(3)][-1]
+
+        def loops() -> list[list[float]]:
+            times = []
+            for _ in range(_LOOPS):
+                # processes start at slightly different times, and an exchange synchronizes them
+                call()
                 synchronise(self.device)
-                start = time.perf_counter()
-                function()
+                if self.size > 1 and who.get("ranks") is None:
+                    dist.barrier()
+                    synchronise(self.device)
+                begun = time.perf_counter()
+                for _ in range(count):
+                    call()
+                issued = time.perf_counter()
                 synchronise(self.device)
-                found[name] = time.perf_counter() - start
-        return found
+                times.append([1000 * (moment - begun) / count for moment in (time.perf_counter(), issued)])
+            return [sorted(column) for column in zip(*times, strict=True)]
 
-    def _turns(self, functions: Mapping[str, Callable[[], Any]], turns: int, calls: Mapping[str, int]) -> dict[str, list[float]]:
-        samples: dict[str, list[float]] = {name: [] for name in functions}
-        for _ in range(turns):
-            for name, function in functions.items():
-                function()
-                samples[name] += self._calls(function, calls[name])
-        return samples
-
-    def _calls(self, function: Callable[[], Any], count: int) -> list[float]:
-        """Returns the milliseconds of each of ``count`` consecutive calls."""
-        if self.device.type != "cuda":
-            marks = [time.perf_counter()]
-            for _ in range(count):
-                function()
-                marks.append(time.perf_counter())
-            return [1000 * (after - before) for before, after in itertools.pairwise(marks)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            function()
-            event.record()
-        events[-1].synchronize()
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+        longest = max(self.everywhere(first, **who))
+        count = max(1, min(_MOST_CALLS, int(seconds / _LOOPS / max(longest, 1e-9))))
+        found = self.everywhere(loops, **who)
+        slowest = max((times for times, _ in found), key=statistics.median)
+        host = max(statistics.median(issued) for _, issued in found)
+        figures = {"ms": statistics.median(slowest), "low_ms": slowest[0], "high_ms": slowest[-1]}
+        return figures | {"host_ms": host, "samples": _LOOPS * count}
 
 
-_groups: dict[Any, Any] = {}
+_groups: dict[Any, tuple[Any, Any]] = {}
 
 
-def _control() -> Any:
-    """Returns a CPU process group for reporting failures: it works even while a GPU's exchange hangs."""
-    world = dist.group.WORLD
-    if world not in _groups:
+def _groups_of(timeout: float) -> tuple[Any, Any]:
+    """Returns a group of all processes, and one on CPUs for reporting failures, which works even while a GPU's exchange hangs."""
+    key = dist.group.WORLD, timeout
+    if key not in _groups:
         _groups.clear()
-        _groups[world] = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE))
-    return _groups[world]
+        limit, patience = (datetime.timedelta(seconds=each) for each in (timeout, max(_PATIENCE, 2 * timeout)))
+        _groups[key] = dist.new_group(timeout=limit), dist.new_group(backend="gloo", timeout=patience)
+    return _groups[key]

@@ -1,68 +1,41 @@
-"""Measures how time and memory grow: with the length, with the batch, and over processes that share a sequence.
+"""Measures attention on sequences that processes share, and how time and memory grow with the length, the batch and the processes.
 
     python -m dilated_attention bench scaling
-    torchrun --nproc-per-node 4 -m dilated_attention bench scaling
+    torchrun --nproc-per-node 4 --max-restarts 3 -m dilated_attention bench scaling --cases 'gigapath-*' 'packed-*' --graphs
+    torchrun --nproc-per-node 4 -m dilated_attention bench scaling --list --cases '*'
 
-Each number of processes has a separate file, and all files in one folder are reported together.
+Each number of processes has a separate file, and all files in one folder are reported together. A contender during which a process died or
+hung is named and left out when the same command runs again, as torchrun does by ``--max-restarts``.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
+import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.measure import contest, forward_backward
+from dilated_attention.backends.flash import flash3
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.sharded.cases import BATCHES, CASES, LENGTHS, SHRINK, UNIT, Setting, Way
+from dilated_attention.bench.sharded.competitors import competitors
+from dilated_attention.bench.sharded.measure import ShardedContender, measure
+from dilated_attention.bench.sharded.slide import SlideStep
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import scaling_report as report
-from dilated_attention.bench.workloads import sharded
-from dilated_attention.bench.workloads.contenders import Contender, block_sparse, dense
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.factory import create_attention
 from dilated_attention.parsing import size
-from dilated_attention.pattern import DilatedPattern
-from dilated_attention.profiling import profile_memory
+from dilated_attention.pattern import BlockPattern
 
-PASSES = ("forward", "both")
-# maximum seconds of one call
-_LONGEST = 4.0
-_MASKS = {"full": False, "causal": True}
-
-
-_AUTO = dense("auto", "dense attention, on the backend that this library chooses")
-
-
-def contenders(unit: int) -> tuple[Contender, ...]:
-    """Returns dense attention, and two kinds whose work grows with N: their shortest segment and their window are fixed."""
-
-    def dilated(problem: Problem) -> Attend:
-        lengths, rates = sharded.branches(problem, unit)
-        module = create_attention("dilated", segment_lengths=lengths, dilation_rates=rates)
-        return functools.partial(module, is_causal=problem.is_causal)
-
-    return (
-        replace(_AUTO, name="dense"),
-        Contender(
-            name="DilatedAttention",
-            what=f"LongNet's branches: w = {unit:,} · 4^i, r = 4^i",
-            make=dilated,
-            pattern=lambda problem: DilatedPattern(*sharded.branches(problem, unit)),
-        ),
-        block_sparse(
-            "BlockSparseAttention window",
-            f"keys within {unit // 2:,} positions on either side",
-            lambda problem: sharded.window(problem, unit),
-        ),
-    )
+DEFAULT = ("dense-*", "longnet-*", "local-*")
 
 
 class Scaling(Suite):
@@ -73,22 +46,47 @@ class Scaling(Suite):
     over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 1M; on a CPU 256 … 4k")
-        parser.add_argument("--batches", type=size, nargs="+", help="default: 1 … 32; on a CPU 1 … 4")
-        parser.add_argument("--positions", type=size, help="of each sequence in the weak part over batch; default 4k, on a CPU 512")
+        names = ", ".join(case.name for case in CASES)
+        about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {names}; default: {' '.join(DEFAULT)}"
+        parser.add_argument("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
+        parser.add_argument("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
+        parser.add_argument("--list", action="store_true", help="print cases and contenders, and measure nothing")
+        parser.add_argument("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
+        parser.add_argument("--totals", type=size, nargs="+", help="of the whole sequence, likewise")
         parser.add_argument(
-            "--strong", type=size, help="positions that processes share; default 64k, dilated and window 512k; on a CPU 2k, 4k"
+            "--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases"
         )
-        parser.add_argument("--weak", type=size, help="positions for each process; default 16k, dilated and window 128k; on a CPU 1k, 2k")
-        parser.add_argument("--masks", nargs="+", choices=list(_MASKS), help="over processes; default: both; on a CPU causal")
+        parser.add_argument("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
+        parser.add_argument("--exchange", nargs="+", default=["auto"], help="of dense and dilated rings; default: auto")
+        parser.add_argument("--backends", nargs="+", default=["auto"], help="default: auto")
+        parser.add_argument(
+            "--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends"
+        )
+        parser.add_argument("--check-tokens", type=size, default=1024, help="of the sequence that is compared with float64; default 1k")
+        parser.add_argument("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
         parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        return super().settings(session) | {"unit": _unit(session), "dtype": str(session.dtype).removeprefix("torch.")}
+        kept = {name: getattr(session.options, name) for name in ("heads", "check_tokens", "graphs")}
+        return super().settings(session) | kept | {"dtype": str(session.dtype).removeprefix("torch.")}
 
     def groups(self, session: Session) -> Sequence[Group]:
-        mine = _of_processes(session)
-        return mine if session.world_size > 1 else [*_of_lengths(session), *_of_batches(session), *mine]
+        if "FLASH3_LIBRARY" in os.environ:
+            flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
+        options, together = session.options, RankSync(session, session.options.timeout)
+        journal = _journal(session)
+        last = together.everywhere(lambda: journal.read_text() if journal is not None and journal.exists() else "")[0]
+        run = functools.partial(measure, seconds=session.seconds, check_tokens=options.check_tokens, graphs=options.graphs)
+        groups = []
+        for contender in _contenders(session, together):
+            label = f"{contender.case['case']} {contender.case['mask']} W={session.world_size} {contender.name}"
+            died = Row(name=contender.name, case=contender.case, note="a process died of it, or it hung")
+            measured = functools.partial(_journalled, journal, label, functools.partial(run, contender, together))
+            groups.append(Group(label, functools.partial(list, [died]) if label == last else measured))
+        if options.list:
+            sys.stdout.write("\n".join([*(group.label for group in groups if session.rank == 0), ""]))
+            raise SystemExit(0)
+        return groups
 
     def tables(self, results: Results) -> list[Table]:
         return report.tables(results)
@@ -97,97 +95,86 @@ class Scaling(Suite):
         return report.plots(results)
 
 
-def _unit(session: Session) -> int:
-    """Returns the unit of segments and windows, in positions."""
-    return 2048 if session.full else 128
+def _journal(session: Session) -> Path | None:
+    """Returns the file in which the first of torchrun's processes writes what is measured; it is left where that ends the process."""
+    if session.rank or "MASTER_ADDR" not in os.environ or getattr(session.options, "output", None) is None:
+        return None
+    path = Path(session.options.output) / f".scaling-{session.world_size}.under-way"
+    if session.options.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        path.unlink(missing_ok=True)
+    return path
 
 
-def _problem(session: Session, positions: int, batch: int = 1) -> Problem:
-    heads, head_dim = (16, 128) if session.full else (2, 64)
-    return Problem(
-        num_positions=positions,
-        num_heads=heads,
-        head_dim=head_dim,
-        batch_size=batch,
-        dtype=session.dtype,
-        device=session.device,
-    )
+def _journalled(journal: Path | None, label: str, run: Callable[[], list[Row]]) -> list[Row]:
+    if journal is not None:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        journal.write_text(label)
+    rows = run()
+    if journal is not None:
+        journal.unlink()
+    return rows
 
 
-def _of_lengths(session: Session) -> list[Group]:
-    lengths = session.options.lengths or ([2**i for i in range(12, 21, 2)] if session.full else [2**i for i in range(8, 13)])
-    return [_group(session, "length", _problem(session, n)) for n in lengths]
+def _settings(session: Session) -> Iterator[tuple[str, Setting, bool]]:
+    """Yields (label, setting, whether it is there for the growth with length or batch alone)."""
+    options, W, shrink = session.options, session.world_size, 1 if session.full else SHRINK
+    for case in CASES:
+        # what no process can hold is a hundred times as long as the others
+        by = shrink if case.fits else shrink**2
+        tokens = options.tokens or ([] if options.totals else [n // by for n in case.tokens])
+        totals = options.totals or ([] if options.tokens else [N // by for N in case.totals])
+        sizes: dict[str, tuple[int, int, bool]] = {}
+        if W == 1 and case.grows and not (options.tokens or options.totals):
+            (n, batches), lengths = BATCHES, [N // shrink for N in LENGTHS]
+            sizes |= {f"{case.name}-{N}": (N, 1, True) for N in lengths} | {
+                f"{case.name}-{B}x{n // shrink}": (n // shrink, B, True) for B in batches
+            }
+        sizes |= {f"{case.name}-{n}": (n * W, 1, False) for n in tokens} | {f"{case.name}-of-{N}": (N, 1, False) for N in totals}
+        H, Hk, D = options.heads or case.heads
+        masks = options.masks or ["causal" if case.causal else "full"]
+        for (label, (N, B, grows)), mask in itertools.product(sizes.items(), masks):
+            if _matches(label, options.cases):
+                shape = {"num_positions": N, "batch_size": B, "num_heads": H, "num_kv_heads": Hk, "head_dim": D}
+                problem = Problem(**shape, dtype=session.dtype, device=session.device, is_causal=mask == "causal")
+                yield label, Setting(case=case, problem=problem, size=W, unit=UNIT // shrink), grows
 
 
-def _of_batches(session: Session) -> list[Group]:
-    """weak: sequences of equal length, so work grows with the batch; strong: the same number of tokens in more and shorter sequences."""
-    batches = session.options.batches or ([1, 2, 4, 8, 16, 32] if session.full else [1, 2, 4])
-    positions = session.options.positions or (4096 if session.full else 512)
-    total = positions * max(batches)
-    groups = [_group(session, "weak", _problem(session, positions, batch)) for batch in batches]
-    return [*groups, *(_group(session, "strong", _problem(session, total // batch, batch)) for batch in batches)]
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def _group(session: Session, part: str, problem: Problem) -> Group:
-    return Group(f"{part} {problem.label}", functools.partial(_measured, problem, part, _unit(session), session.seconds))
+def _contenders(session: Session, together: RankSync) -> Iterator[ShardedContender]:
+    options, W = session.options, session.world_size
+    for label, setting, grows in _settings(session):
+        problem, case = setting.problem, setting.case
+        # without a causal mask, zigzag balances nothing
+        layouts = dict.fromkeys("contiguous" if name == "zigzag" and not problem.is_causal else name for name in case.layouts)
+        exchanges = ["auto"] if isinstance(setting.pattern, BlockPattern) or case.name == "slide" else options.exchange
+        ways: list[tuple[str, str, str, Setting, Callable[[Setting], Way]]] = []
+        for backend in options.backends:
+            alone: Callable[[Setting], Way] = functools.partial(_alone, backend)
+            suffix = f" ({backend})" if backend != "auto" else ""
+            ways += [("one process", backend, f"one process{suffix}", setting, alone)] if case.fits else []
+            own = setting.of_length(problem.num_positions // W)
+            ways += [("kernel", backend, f"kernel{suffix}", own, alone)] if W > 1 and case.name != "slide" else []
+            for layout, exchange in itertools.product(layouts, exchanges) if not grows else ():
+                which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
+                ring = functools.partial(_ring, layout, exchange, backend, options.timeout)
+                ways.append(("ring", backend, " ".join(["ring", *which]) + suffix, setting, ring))
+        others = competitors(setting, options.ring_flash_attention, options.backends, together.group) if not grows else []
+        ways += [("foreign", kernel, name, setting, way) for name, kernel, way in others]
+        kind_of = SlideStep if case.name == "slide" else ShardedContender
+        for kind, kernel, name, own, way in ways:
+            if _matches(name, options.contenders):
+                mask = "causal" if problem.is_causal else "full"
+                about = problem.case | {"case": label, "mask": mask, "W": W, "kernel": kernel, "kind": kind}
+                yield kind_of(name=name, setting=own, way=way, case=about, kernel=kernel, kind=kind)
 
 
-def _measured(problem: Problem, part: str, unit: int, seconds: float) -> list[Row]:
-    extra = {"part": "length"} if part == "length" else {"part": "batch", "mode": part}
-    compared = {contender.name: contender for contender in contenders(unit)}
-    rows = contest.measure(compared.values(), problem, passes=PASSES, seconds=seconds, memory=True, longest=_LONGEST, extra=extra)
-    if part == "length" and problem.device.type == "cpu":
-        rows = [_with_memory(row, compared[row.name], problem) for row in rows]
-    pairs = {name: contender.pairs(problem) for name, contender in compared.items()}
-    return [_per_token(row, problem, pairs[row.name]) for row in rows]
+def _alone(backend: str, setting: Setting) -> Way:
+    return Way(attend=setting.attend(shared=False, backend=backend), layout=None)
 
 
-def _with_memory(row: Row, contender: Contender, problem: Problem) -> Row:
-    """Adds the peak memory that a GPU's allocator counts, measured here by PyTorch's profiler."""
-    if "ms" not in row.values:
-        return row
-
-    def peak() -> int | None:
-        call = forward_backward.call_of(contender, contender.make(problem), problem, row.case["pass"], {})
-        # a first call, so that what is created only once does not count
-        call()
-        # silences its start and stop messages on stderr
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        return profile_memory(call, device=problem.device).peak_allocated
-
-    found = attempt(peak)
-    return replace(row, values=row.values | ({} if found.value is None else {"peak_bytes": found.value}), note=found.note)
-
-
-def _per_token(row: Row, problem: Problem, pairs: int | None) -> Row:
-    """Adds figures per token, and the pairs that the arithmetic includes."""
-    if "ms" not in row.values:
-        return row
-    tokens = problem.batch_size * problem.num_positions
-    values = row.values | {"ns_per_token": 1e6 * row.values["ms"] / tokens, "tokens_per_s": 1000 * tokens / row.values["ms"]}
-    if pairs is not None:
-        values["pairs"] = pairs
-    if "peak_bytes" in values:
-        values["bytes_per_token"] = values["peak_bytes"] / tokens
-    return replace(row, values=values)
-
-
-def _of_processes(session: Session) -> list[Group]:
-    groups = []
-    for kind in sharded.kinds(_unit(session)):
-        is_dense = kind.name == "ring_attention"
-        if session.full:
-            total, each = (2**16, 2**14) if is_dense else (2**19, 2**17)
-        else:
-            total, each = (2048, 1024) if is_dense else (4096, 2048)
-        total, each = session.options.strong or total, session.options.weak or each
-        for mode, positions, alone in (("strong", total, total), ("weak", each * session.world_size, each)):
-            for mask in session.options.masks or (_MASKS if session.full else ("causal",)):
-                whole, own = (replace(_problem(session, n), is_causal=_MASKS[mask]) for n in (positions, alone))
-                run = functools.partial(_spread, session, kind, whole, own, mode)
-                groups.append(Group(f"{kind.name} {mode} W={session.world_size} {whole.label}", run))
-    return groups
-
-
-def _spread(session: Session, kind: sharded.Kind, whole: Problem, own: Problem, mode: str) -> list[Row]:
-    return sharded.measure(kind, whole, own, mode, RankSync(session), seconds=session.seconds, timeout=session.options.timeout)
+def _ring(layout: str, exchange: str, backend: str, timeout: float, setting: Setting) -> Way:
+    held, options = setting.layout(layout), {} if exchange == "auto" else {"exchange": exchange}
+    return Way(attend=setting.attend(shared=True, layout=held, backend=backend, timeout=timeout, **options), layout=held)

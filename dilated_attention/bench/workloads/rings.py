@@ -11,51 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.workloads.contenders import (
-    Contender,
-    OfEmbedded,
-    both,
-    branches_and_window,
-    dense_pattern,
-    dilated_pattern,
-    multihead,
-    multihead_both,
-    multihead_dilated,
-    tenth,
-)
+from dilated_attention.bench.workloads.contenders import MODULES, MULTIHEAD, Contender, branches_and_window, dense, multihead
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.distributed import shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.factory import create_attention
-
-
-class _Shard(torch.autograd.Function):
-    """Returns this process's part of a tensor that every process holds whole. The gradient is again whole on every process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
-        ctx.layout = layout
-        return shard_sequence(None, [x], [1], layout=layout)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return unshard_sequence(None, [grads[0].contiguous()], [1], layout=ctx.layout)[0], None
-
-
-class _Unshard(torch.autograd.Function):
-    """The inverse of ``_Shard``. Its gradient is the inverse, too, since all processes pass in the same gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: str) -> torch.Tensor:
-        ctx.layout = layout
-        return unshard_sequence(None, [x], [1], layout=layout)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return shard_sequence(None, [grads[0]], [1], layout=ctx.layout)[0], None
 
 
 @dataclass(frozen=True)
@@ -69,8 +33,21 @@ class OnShards:
         return self.part(*x)
 
     def whole(self, *x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Unshard.apply(self.part(*(_Shard.apply(y, self.layout) for y in x)), self.layout)
-        return out
+        if (size := members_of(None).size) == 1:
+            return self.part(*x)
+
+        def summed(grad: torch.Tensor) -> torch.Tensor:
+            """Adds the processes' parts; each is as often too large as there are processes that pass in the gradient of the whole."""
+            grad = grad.contiguous()
+            dist.all_reduce(grad)
+            return grad / size
+
+        x = tuple(y.view_as(y) for y in x)
+        for y in x:
+            if y.requires_grad:
+                y.register_hook(summed)
+        shards = shard_sequence(None, x, [1] * len(x), layout=self.layout)
+        return unshard_sequence(None, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
 def _local(layout: str, problem: Problem) -> Problem:
@@ -78,85 +55,37 @@ def _local(layout: str, problem: Problem) -> Problem:
     return replace(problem, num_positions=local_length(problem.num_positions, members.rank, members.size, layout))
 
 
-def _ring(kind: str, layout: str, config: Callable[[Problem], dict[str, Any]], problem: Problem) -> Attend:
-    module = create_attention(kind, layout=layout, **config(problem))
-    return OnShards(functools.partial(module, is_causal=problem.is_causal), layout)
+def _make(kind: str, layout: str, projects: bool, config: Callable[[Problem], dict[str, Any]], problem: Problem) -> Attend:
+    if projects:
+        return OnShards(multihead(kind, problem, layout=layout, **config(problem)), layout)
+    return OnShards(functools.partial(create_attention(kind, layout=layout, **config(problem)), is_causal=problem.is_causal), layout)
 
 
-def _ring_multihead(kind: str, layout: str, config: Callable[[Problem], dict[str, Any]], problem: Problem) -> Attend:
-    embedded = multihead(kind, problem, layout=layout, **config(problem))
-    assert isinstance(embedded, OfEmbedded)
-    return OnShards(embedded, layout)
-
-
-def _branches(problem: Problem) -> dict[str, Any]:
-    lengths, rates = problem.branches
-    return {"segment_lengths": lengths, "dilation_rates": rates}
-
-
-def _blocks(problem: Problem) -> dict[str, Any]:
-    return {"pattern": tenth(problem)}
-
-
-def _contender(name: str, what: str, kind: str, layout: str, config: Callable[[Problem], dict[str, Any]], **settings: Any) -> Contender:
-    make = _ring_multihead if settings.get("inputs") == "x" else _ring
-    return Contender(
-        name=name,
-        what=what,
-        make=functools.partial(make, kind, layout, config),
+def _sharded(base: Contender, kind: str, config: Callable[[Problem], dict[str, Any]], layout: str = "contiguous") -> Contender:
+    """Returns the ring of a contender of one process, to which it is compared where no pattern describes it."""
+    return replace(
+        base,
+        name="Ring" + base.name.removesuffix(" 10%"),
+        what=f"{base.what}, sharded over processes",
+        make=functools.partial(_make, kind, layout, base.inputs == "x", config),
+        reference=base.make,
         local=functools.partial(_local, layout),
-        **settings,
     )
 
 
+def _branches(problem: Problem) -> dict[str, Any]:
+    return dict(zip(("segment_lengths", "dilation_rates"), problem.branches, strict=True))
+
+
+_BASES = {contender.name: contender for contender in (*MODULES, *MULTIHEAD)}
+_TENTH = _BASES["BlockSparseAttention 10%"].pattern
+_DENSE = replace(dense("auto", "dense attention"), name="Attention")
 RINGS: tuple[Contender, ...] = (
-    _contender("RingAttention", "dense, sharded over processes", "ring", "zigzag", lambda problem: {}, pattern=dense_pattern),
-    _contender(
-        "RingDilatedAttention",
-        "LongNet's branches, sharded over processes",
-        "ring_dilated",
-        "contiguous",
-        _branches,
-        pattern=dilated_pattern,
-    ),
-    _contender("RingBlockSparseAttention", "a tenth of the blocks, sharded", "ring_block_sparse", "contiguous", _blocks, pattern=tenth),
-    _contender(
-        "RingBlockSparseDilatedAttention",
-        "branches and window in one softmax, sharded",
-        "ring_block_sparse_dilated",
-        "contiguous",
-        branches_and_window,
-        pattern=lambda problem: None,
-        reference=both,
-    ),
-    _contender(
-        "RingMultiheadDilatedAttention",
-        "with projections and norm, sharded",
-        "ring_multihead_dilated",
-        "contiguous",
-        _branches,
-        pattern=dilated_pattern,
-        inputs="x",
-        reference=multihead_dilated,
-    ),
-    _contender(
-        "RingMultiheadBlockSparseAttention",
-        "a tenth of the blocks, with projections and norm, sharded",
-        "ring_multihead_block_sparse",
-        "contiguous",
-        _blocks,
-        pattern=tenth,
-        inputs="x",
-        reference=lambda problem: multihead("multihead_block_sparse", problem, pattern=tenth(problem)),
-    ),
-    _contender(
-        "RingMultiheadBlockSparseDilatedAttention",
-        "branches and window in one softmax, with projections and norm, sharded",
-        "ring_multihead_block_sparse_dilated",
-        "contiguous",
-        branches_and_window,
-        pattern=lambda problem: None,
-        inputs="x",
-        reference=multihead_both,
-    ),
+    _sharded(_DENSE, "ring", lambda problem: {}, "zigzag"),
+    _sharded(_BASES["DilatedAttention"], "ring_dilated", _branches),
+    _sharded(_BASES["BlockSparseAttention 10%"], "ring_block_sparse", lambda problem: {"pattern": _TENTH(problem)}),
+    _sharded(_BASES["BlockSparseDilatedAttention"], "ring_block_sparse_dilated", branches_and_window),
+    _sharded(_BASES["MultiheadDilatedAttention"], "ring_multihead_dilated", _branches),
+    _sharded(_BASES["MultiheadBlockSparseAttention"], "ring_multihead_block_sparse", lambda problem: {"pattern": _TENTH(problem)}),
+    _sharded(_BASES["MultiheadBlockSparseDilatedAttention"], "ring_multihead_block_sparse_dilated", branches_and_window),
 )

@@ -1,0 +1,185 @@
+"""Other people's attention over processes: torch's context_parallel, and zhuzilin's ring-flash-attention from the user's own copy.
+
+ring-flash-attention needs the package flash-attn. Here a stand-in of that name runs one of this library's backends: the same kernel under
+another schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
+from dilated_attention.backends.base import Bounds
+from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.sharded.cases import Setting, Way
+
+Competitor = tuple[str, str, Callable[[Setting], Way]]
+
+
+def competitors(setting: Setting, path: str, kernels: list[str], group: Any) -> list[Competitor]:
+    """Returns (name, kernel, way) of what has a form of the setting's kind of attention.
+
+    Args:
+        path: the folder of ring-flash-attention's source; empty to leave it out.
+        kernels: backends that take the place of flash-attn.
+        group: the processes, whose exchanges have a time limit; None for none.
+    """
+    found: list[Competitor] = []
+    problem = setting.problem
+    if setting.pattern is not None or problem.batch_size > 1 or group is None:
+        return found
+    if not setting.case.packed:
+        for rotate, kernel, repeats in itertools.product(("allgather", "alltoall"), ("sdpa_cudnn", "sdpa_flash"), (False, True)):
+            if not repeats or problem.kv_heads != problem.num_heads:
+                name = f"torch context_parallel {rotate} ({kernel}{', K and V repeated' if repeats else ''})"
+                found.append((name, kernel, functools.partial(_torch, rotate, kernel, repeats, group)))
+    schedules = dict.fromkeys(f"llama3 {heads}" for heads in (problem.kv_heads, 1)) if setting.case.packed else ("zigzag", "ring")
+    for name in kernels if path else ():
+        request = AttentionRequest(hardware=detect(problem.device.type), dtype=problem.dtype, head_dim=problem.head_dim, needs_grad=True)
+        kernel = registry.select(request, name).name
+        for schedule in schedules:
+            way = functools.partial(_ring_flash_attention, schedule, kernel, path, group)
+            found.append((f"ring-flash-attention {schedule} ({kernel})", kernel, way))
+    return found
+
+
+def _torch(rotate: str, kernel: str, repeats: bool, group: Any, setting: Setting) -> Way:
+    problem = setting.problem
+    if problem.device.type != "cuda":
+        raise Refused("torch's context_parallel dispatches CUDA kernels only")
+    grouped = problem.num_heads // problem.kv_heads
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        if repeats:
+            k, v = (x.repeat_interleave(grouped, dim=1) for x in (k, v))
+        # looked up at each call: context_parallel replaces it
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, enable_gqa=grouped > 1 and not repeats)
+        return out.transpose(1, 2)
+
+    # its balance is zigzag; without a causal mask it must be off, and the order natural
+    layout = "zigzag" if problem.is_causal else "contiguous"
+    return Way(attend=attend, layout=layout, context=functools.partial(_context_parallel, group, rotate, kernel, problem.is_causal))
+
+
+@contextlib.contextmanager
+def _context_parallel(group: Any, rotate: str, kernel: str, is_causal: bool) -> Iterator[None]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for name in ("_context_parallel._attention", "_attention"):
+        # torch has moved the module that keeps the options
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"torch.distributed.tensor.experimental.{name}")
+            if hasattr(module, "_cp_options") and hasattr(module, "set_rotate_method"):
+                break
+    else:
+        raise Refused("context_parallel's options are not where torch 2.11 to 2.13 keep them")
+    which = SDPBackend.CUDNN_ATTENTION if kernel == "sdpa_cudnn" else SDPBackend.FLASH_ATTENTION
+    before = module._cp_options.rotate_method
+    # a buffer is demanded, and the balance follows from its length; q, k and v are sharded already
+    buffer = torch.zeros(2 * dist.get_world_size(group), device="cuda")
+    try:
+        module.set_rotate_method(rotate)
+        with context_parallel(DeviceMesh.from_group(group, "cuda"), buffers=[buffer], buffer_seq_dims=[0]), sdpa_kernel(which):
+            # "Load balancing requires is_causal=True"; context_parallel has just set it, and puts it back
+            module._cp_options.enable_load_balance = is_causal
+            yield
+    finally:
+        module._cp_options.rotate_method = before
+
+
+def _ring_flash_attention(schedule: str, kernel: str, path: str, group: Any, setting: Setting) -> Way:
+    """Its zigzag (causal only), its basic ring, or its llama3 form for packed documents with so many key/value heads at a time."""
+    problem = setting.problem
+    if not problem.is_causal and schedule != "ring":
+        raise Refused(f"its {schedule} form is compared for causal attention alone")
+    package, _stand_in["kernel"] = _imported(path), kernel
+    if not setting.case.packed:
+        function = getattr(package, {"zigzag": "zigzag_ring_flash_attn_func", "ring": "ring_flash_attn_func"}[schedule])
+        attend = functools.partial(function, causal=problem.is_causal, group=group)
+        return Way(attend=attend, layout="zigzag" if schedule == "zigzag" else "contiguous")
+    bounds = torch.tensor(setting.bounds, dtype=torch.int32, device=problem.device)
+    *of_rank, rows = package.llama3_flash_attn_prepare_cu_seqlens(bounds, True, dist.get_rank(group), dist.get_world_size(group))
+    options = {"heads_k_stride": int(schedule.split()[1]), "local_k_slice": rows, "causal": True, "group": group}
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return package.llama3_flash_attn_varlen_func(q[0], k[0], v[0], *of_rank, **options)[None]  # type: ignore[no-any-return]
+
+    return Way(attend=packed, layout="contiguous")
+
+
+@functools.cache
+def _imported(path: str) -> Any:
+    folder = Path(path).expanduser().resolve()
+    if not (folder / "ring_flash_attn" / "__init__.py").is_file():
+        raise Refused(
+            f"--ring-flash-attention {path} has no ring_flash_attn/__init__.py: git clone https://github.com/zhuzilin/ring-flash-attention"
+        )
+    names = ("flash_attn", "flash_attn.flash_attn_interface", "ring_flash_attn.adapters")
+    stands = {name: types.ModuleType(name) for name in names}
+    vars(stands[names[0]])["__path__"] = []
+    for of in ("", "_varlen"):
+        vars(stands[names[1]]).update({f"_flash_attn{of}_forward": _forward, f"_flash_attn{of}_backward": _backward})
+    # its adapter for transformers imports names that transformers 5 no longer has
+    vars(stands[names[2]]).update(dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params")))
+    # FlashAttention-4 is installed in a package of the same name: it gets its place back
+    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "flash_attn"}
+    for name in kept:
+        del sys.modules[name]
+    sys.modules.update(stands)
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("ring_flash_attn")
+    finally:
+        sys.path.remove(str(folder))
+        for name in names[:2]:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+
+
+# the backend behind flash-attn's functions
+_stand_in = {"kernel": "auto"}
+
+
+def _options(given: dict[str, Any]) -> Options:
+    others = {name: given.get(name) for name in ("dropout_p", "softcap", "alibi_slopes", "window_size_left", "window_size_right")}
+    assert all(value in (None, 0, -1) for value in others.values()), f"the stand-in has no dropout, window, softcap or ALiBi: {others}"
+    return Options(scale=given["softmax_scale"], causal=given["causal"])
+
+
+# flash-attn's functions, dense and for packed documents. ring-flash-attention asks for their parameters, and passes all by name
+def _forward(**given: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    backend, (q, k, v) = registry.get(_stand_in["kernel"]), [given[name] for name in "qkv"]
+    if "cu_seqlens_q" not in given:
+        return *backend.forward(q, k, v, _options(given)), None, None
+    out = torch.empty_like(q)
+    lse = backend.forward_packed(q[None], k[None], v[None], _bounds(given), _options(given), out[None])
+    return out, lse[0], None, None
+
+
+def _backward(**given: Any) -> None:
+    backend, (dq, dk, dv) = registry.get(_stand_in["kernel"]), (given[name] for name in ("dq", "dk", "dv"))
+    dout, q, k, v, out, lse = (given[name].contiguous() for name in ("dout", *"qkv", "out", "softmax_lse"))
+    if "cu_seqlens_q" not in given:
+        backend.backward_into(dout, q, k, v, out, lse, _options(given), (dq, dk, dv))
+        return
+    packed = [x[None] for x in (dout, q, k, v, out, lse)]
+    backend.backward_packed(*packed, _bounds(given), _options(given), (dq[None], dk[None], dv[None]))  # type: ignore[call-arg]
+
+
+def _bounds(given: dict[str, Any]) -> Bounds:
+    return Bounds(*(given[f"{what}_{side}"] for what in ("cu_seqlens", "max_seqlen") for side in "qk"))
