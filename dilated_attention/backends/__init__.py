@@ -57,7 +57,7 @@ registry.set_order("rocm", ("math",))
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
 registry.set_order("sm9x", ("gluon", "flash4", "cudnn_fe", "triton", "flex", "math"), kind="blocks")
 # gluon's programs occupy every multiprocessor until the launch ends, so the kernels of an exchange start only after it: on 4 H200s a ring
-# in steps by heads then took as long as exchange and attention in sequence (benchmarks/ring_blocks.py: 0.64 to 0.84 of the rate of the
+# in steps by heads then took as long as exchange and attention in sequence (bench scaling: 0.64 to 0.84 of the rate of the
 # attention alone)
 registry.set_order("sm9x", ("flash4", "gluon", "cudnn_fe", "triton", "flex", "math"), kind="blocks beside an exchange")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):

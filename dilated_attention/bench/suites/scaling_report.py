@@ -98,7 +98,10 @@ def _compared(results: Results) -> list[Row]:
     for row in rows:
         values, tokens = dict(row.values), row.case.get("B", 1) * row.case["N"]
         key = tuple(row.case.get(key) for key in same)
-        whole, kernel = (known.get((key, kind, row.case["kernel"])) for kind in ("one process", "kernel"))
+        # third-party code runs on kernels that may not have been timed alone
+        of = ((key, kind, name) for kind in ("one process", "kernel") for name in (row.case["kernel"], "auto"))
+        own, auto, kernel, other = (known.get(each) for each in of)
+        whole, kernel = own or auto, kernel or other
         if values:
             values["ns_per_token"] = 1e6 * values["ms"] / tokens
             values |= {"bytes_per_token": values["peak_bytes"] / tokens} if "peak_bytes" in values else {}

@@ -24,7 +24,7 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-# host time in ms of the rest of a ring's forward and backward, measured on H200s (benchmarks/ring_called.py, 2,048 tokens a GPU)
+# host time in ms of the rest of a ring's forward and backward, measured on H200s (bench scaling, 2,048 tokens a GPU)
 HOST_MS = {False: 0.4, True: 1.2}
 # larger results are written one by one, so that they are not in memory twice
 JOINED_BYTES = 2**26

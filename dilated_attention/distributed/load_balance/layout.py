@@ -26,7 +26,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, check_bool
 
 # query-key pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs per pair
-# and channel, 235 GB/s at 4 bytes per row and channel. Measured on 4 H200s in rings in steps of heads (benchmarks/ring_blocks.py): a
+# and channel, 235 GB/s at 4 bytes per row and channel. Measured on 4 H200s in rings in steps of heads (bench scaling, window): a
 # window of 10 % received 741 MiB and took 10.0 ms with runs dealt out, 106 MiB and 7.8 ms if contiguous, and 6.7 ms without an exchange
 PAIRS_PER_ROW = 2500
 # a candidate with shorter runs is only used if it lowers the cost by at least this fraction
