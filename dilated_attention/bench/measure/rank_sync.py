@@ -52,8 +52,11 @@ class RankSync:
         if "MASTER_ADDR" in os.environ:
             # of one process, too, if torchrun started it
             start(self.device)
-        groups: tuple[Any, Any] = _groups_of(timeout) if dist.is_initialized() else (None, None)
-        self.group, self._control = groups
+        self.group: Any = None
+        if dist.is_initialized():
+            limit, patience = (datetime.timedelta(seconds=each) for each in (timeout, max(_PATIENCE, 2 * timeout)))
+            # verdicts travel over CPUs: a process whose GPU hangs in an exchange can still be waited for
+            self.group, self._control = dist.new_group(timeout=limit), dist.new_group(backend="gloo", timeout=patience)
 
     def everywhere(self, function: Callable[[], T], *, ranks: int | None = None, foreign: bool = False) -> list[T]:
         """Returns ``function()`` of every process, by rank.
@@ -127,16 +130,3 @@ class RankSync:
         host = max(statistics.median(issued) for _, issued in found)
         figures = {"ms": statistics.median(slowest), "low_ms": slowest[0], "high_ms": slowest[-1]}
         return figures | {"host_ms": host, "samples": _LOOPS * count}
-
-
-_groups: dict[Any, tuple[Any, Any]] = {}
-
-
-def _groups_of(timeout: float) -> tuple[Any, Any]:
-    """Returns a group of all processes, and one on CPUs for reporting failures, which works even while a GPU's exchange hangs."""
-    key = dist.group.WORLD, timeout
-    if key not in _groups:
-        _groups.clear()
-        limit, patience = (datetime.timedelta(seconds=each) for each in (timeout, max(_PATIENCE, 2 * timeout)))
-        _groups[key] = dist.new_group(timeout=limit), dist.new_group(backend="gloo", timeout=patience)
-    return _groups[key]

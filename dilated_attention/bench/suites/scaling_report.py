@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -45,9 +46,7 @@ def exponent(points: Iterable[tuple[float, float]]) -> float | None:
     last = sorted(points)[-_FITTED:]
     if len(last) < 2:
         return None
-    xs, ys = ([math.log(value) for value in column] for column in zip(*last, strict=True))
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    return statistics.linear_regression([math.log(x) for x, _ in last], [math.log(y) for _, y in last]).slope
 
 
 def tables(results: Results) -> list[Table]:
