@@ -257,7 +257,8 @@ def test_two_processes_measure_fail_and_resume_together(tmp_path: Path) -> None:
     pool.close()
     dense, failed = Results.load(tmp_path / "scaling-2.json").rows
     assert dense.note.startswith("wrong: out off by") and not dense.values
-    assert failed.case["group"] == "longnet-128 causal W=2 ring" and "process 1: out of memory" in failed.note and "RingError" in failed.note
+    assert failed.case["group"] == "longnet-128 causal W=2 ring"
+    assert "process 1: out of memory" in failed.note and "RingError" in failed.note
     assert failed.note in (tmp_path / "scaling.md").read_text()
     few = ["longnet-128", "gigapath-128", "random-128", "packed-128", "extreme-training-128", "slide-128"]
     assert pool.run(as_rank, command(tmp_path, "--cases", *few, "--tokens", "128", "--contenders", "ring*")) == [(0, "")] * 2
