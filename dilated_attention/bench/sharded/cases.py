@@ -25,7 +25,7 @@ FLOPS = {"forward": 4, "both": 14}
 # the shortest segment of dilated cases, and what lengths are divided by on a CPU
 UNIT, SHRINK = 2048, 128
 # cases whose growth one process measures, at other lengths and batches
-LENGTHS = tuple(2**i for i in range(12, 19, 2))
+LENGTHS = tuple(2**i for i in range(11, 18, 2))
 BATCHES = (4096, (1, 4, 16))
 _GIGAPATH = ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
 

@@ -201,8 +201,10 @@ def _timed(contender: ShardedContender, together: RankSync, which: str, seconds:
     values = {name: max(found[name] for found in prepared) for name in prepared[0]}
     values |= together.called(lambda: calls[-1](), seconds=seconds, **contender.who)
     if graphs and together.device.type == "cuda" and contender.kind != "foreign":
-        together.everywhere(lambda: calls.append(_captured(calls[0])), **contender.who)
-        values["graph_ms"] = together.called(lambda: calls[-1](), seconds=seconds, **contender.who)["ms"]
+        # a call that cannot be captured has the figures of plain calls alone
+        with contextlib.suppress(Refused):
+            together.everywhere(lambda: calls.append(_captured(calls[0])), **contender.who)
+            values["graph_ms"] = together.called(lambda: calls[-1](), seconds=seconds, **contender.who)["ms"]
     flops, problem = values.pop("flops", 0.0), contender.setting.problem
     values["tokens_per_s"] = 1000 * problem.batch_size * problem.num_positions / values["ms"]
     return values | ({"tflops": flops / values["ms"] / 1e9} if flops else {})
@@ -216,6 +218,9 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        raise Refused(f"cannot be captured: {error}") from error
     return graph.replay

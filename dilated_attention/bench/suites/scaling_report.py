@@ -18,7 +18,7 @@ _FITTED = 3
 _COLUMNS = {
     "ms": ("called, ms", 1.0, "a call of a loop that does not synchronise, of the slowest process"),
     "host_ms": ("host, ms", 1.0, "until the loop's calls return"),
-    "graph_ms": ("graph, ms", 1.0, "the same as a CUDA graph"),
+    "graph_ms": ("graph, ms", 1.0, "the same as a CUDA graph, where it can be captured"),
     "tflops": ("TFLOP/s", 1.0, "of one process"),
     "kernel_share": (
         "of the kernel, %",
@@ -53,10 +53,8 @@ def tables(results: Results) -> list[Table]:
     rows = _compared(results)
     found = []
     for which, title in PASSES.items():
-        found += [
-            _law(_across(rows, "N", which), value, f"{title}: {_PLOTS[plot][3]}")
-            for plot, value in (("time", "ms"), ("memory", "peak_bytes"))
-        ]
+        lengths = _across(rows, "N", which)
+        found += [_law(lengths, value, f"{title}: {_PLOTS[plot][3]}") for plot, value in (("time", "ms"), ("memory", "peak_bytes"))]
         found.append(pivot(_across(rows, "B", which), "tokens_per_s", across="B", title=f"{title}: tokens per second by batch"))
         found.append(pivot(_across(rows, "W", which), "efficiency", across="W", title=f"{title}: efficiency by processes, %", scale=100.0))
     found = [table for table in found if table.rows]
@@ -81,10 +79,9 @@ def _wide(title: str, rows: Sequence[Row], values: Mapping[str, Mapping[str, flo
     """Builds a table with a line for each row: what it is, and its figures."""
     body = []
     for row in rows:
-        cells = [figure(values[row.key][key] * scale) if key in values[row.key] else "–" for key, (_, scale) in columns.items()]
-        body.append(
-            [_name(row, "case", "mask"), str(row.case["W"]), f"{row.case['N']:,}", PASSES.get(row.case.get("pass", ""), "–"), *cells]
-        )
+        what = [_name(row, "case", "mask"), str(row.case["W"]), f"{row.case['N']:,}", PASSES.get(row.case.get("pass", ""), "–")]
+        found = values[row.key]
+        body.append([*what, *(figure(found[key] * scale) if key in found else "–" for key, (_, scale) in columns.items())])
     return Table(title, ["contender", "W", "positions", "pass", *(column for column, _ in columns.values())], body)
 
 
