@@ -145,7 +145,6 @@ def _session(args: argparse.Namespace) -> Session:
     import torch
 
     from dilated_attention.bench import Session
-    from dilated_attention.bench.measure import rank_sync
 
     # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -161,7 +160,9 @@ def _session(args: argparse.Namespace) -> Session:
     if on_gpu:
         torch.cuda.set_device(device)
     if world_size > 1:
-        rank_sync.start(device)
+        from dilated_attention.bench.measure.rank_sync import start as start_group
+
+        start_group(device)
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     dtypes = tuple(getattr(torch, name) for name in args.dtypes or ()) or ((half,) if on_gpu else (torch.float32,))
     full = args.size == "full" if args.size else on_gpu
