@@ -301,8 +301,8 @@ def test_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_suites_of_one_process_refuse_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["bench", "speed", "--output", str(tmp_path), "--no-plots"]) == 1
-    assert "2 processes were started and suite speed runs on one" in capsys.readouterr().err
+    assert main(["bench", "memory", "--output", str(tmp_path), "--no-plots"]) == 1
+    assert "2 processes were started and suite memory runs on one" in capsys.readouterr().err
 
 
 def test_only_equal_machines_come_together(tmp_path: Path) -> None:
