@@ -34,11 +34,11 @@ SUITES = {
     "speed": "time and TFLOP/s of forward, backward and both, by length and by shape",
     "implementations": "all attention modules, and other people's: time, memory, tokens/s",
     "accuracy": "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance",
-    "memory": "peak memory by length, predicted and measured; the longest sequences that fit 8 to 141 GB; models of Llama-7B's shape",
+    "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape; fragmentation of torch's allocator",
     "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
     "scaling": "time and memory per token by length, by batch, and over processes (torchrun)",
-    "train-infer": "samples/s of training and tokens/s of generating: GPT-2-124M- and Llama-7B-shaped models, dense, dilated, block-sparse",
+    "train-infer": "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale",
     "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
     "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ import torch
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
-from dilated_attention.bench.measure import max_length
-from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.measure.skip import Attempt, Refused
 from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
+from dilated_attention.bench.workloads.contenders import dense_pattern
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
 from dilated_attention.functional import block_sparse_attention
@@ -89,12 +89,11 @@ def test_sampled_errors_find_a_wrong_row_of_each_result(kind: str, is_causal: bo
 
 def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(num_positions=300, num_heads=1, head_dim=16)
-    pattern = max_length.KINDS["dense"].pattern(problem, 64)
     leaves = problem.qkv()
-    results = [x.detach() for x in max_length.KINDS["dense"].attend(problem, 64)(*leaves)]
-    whole = sampled_errors(pattern, problem, leaves, results)
+    results = [x.detach() for x in extreme.attend_of("dense", 64, problem)(*leaves)]
+    whole = sampled_errors(dense_pattern(problem), problem, leaves, results)
     monkeypatch.setattr("dilated_attention.bench.accuracy.sampled_rows._PIECE", 7)
-    assert sampled_errors(pattern, problem, leaves, results) == pytest.approx(whole, rel=1e-6)
+    assert sampled_errors(dense_pattern(problem), problem, leaves, results) == pytest.approx(whole, rel=1e-6)
 
 
 def small_run(folder: Path, *more: str) -> list[str]:
@@ -128,8 +127,16 @@ def test_lengths_double_until_memory_is_out_and_are_bisected(
     assert f"{most:,}" in capsys.readouterr().out
     assert (tmp_path / "extreme-memory.png").stat().st_size > 2500
 
-    monkeypatch.setattr(max_length, "in_child", lambda *args, **options: pytest.fail("measured twice"))
+    monkeypatch.setattr(extreme, "within", lambda *args, **options: pytest.fail("measured twice"))
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
+
+
+def test_given_lengths_are_all_that_is_measured(tmp_path: Path) -> None:
+    assert main(small_run(tmp_path, "--passes", "both", "--lengths", "700", "512", "--causal")) == 0
+    rows = Results.load(tmp_path / "extreme.json").rows
+    assert [row.case["N"] for row in rows] == [700, 512] and all(row.case["causal"] and row.values for row in rows)
+    for row in rows:
+        assert row.values["planned_longest"] > 1024 and row.values["off"] > -0.5
 
 
 def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) -> None:
@@ -140,14 +147,17 @@ def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) 
     assert set(first.errors) == {"out", "lse", "dq", "dk", "dv"}
 
 
-def test_a_wrong_kind_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # lists of another window than the one that is computed
-    wrong = replace(max_length.KINDS["block-sparse"], pattern=lambda problem, first: LocalWindow(64, block_size=64))
-    monkeypatch.setattr(max_length.Kind, "attend", lambda self, problem, first: lambda q, k, v: (v, v[..., 0].transpose(1, 2)))
-    monkeypatch.setitem(max_length.KINDS, "dilated", wrong)
-    assert main(small_run(tmp_path, "--passes", "forward")) == 0
-    (row,) = Results.load(tmp_path / "extreme.json").rows
-    assert row.note.startswith("wrong: out off by") and not row.values
+def wrong_attention(kind: str, first: int, problem: Problem) -> Any:
+    return lambda q, k, v: (v, v[..., 0].transpose(1, 2))
+
+
+def test_a_wrong_kind_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extreme, "attend_of", wrong_attention)
+    # in this process, where the name is replaced
+    monkeypatch.setattr(extreme, "within", lambda run, device, **limits: Attempt(run()))
+    problem = Problem(num_positions=512, num_heads=2, head_dim=16)
+    (row,) = extreme.search("dilated", "forward", problem, 128, extreme.Limits(None, 1.0, 4096, 1), [512])
+    assert row.note.startswith("wrong: out off by") and not row.values and row.errors["out"] > 0.5
 
 
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:

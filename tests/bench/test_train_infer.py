@@ -13,9 +13,9 @@ from dilated_attention.bench import Results, Row
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads import generating, language, training
+from dilated_attention.bench.workloads import language, steps
 from dilated_attention.bench.workloads.language import KINDS, Shape, check, family
-from dilated_attention.bench.workloads.training import Means, means_of
+from dilated_attention.bench.workloads.steps import Means, means_of
 from dilated_attention.cli import main
 from dilated_attention.models import KVCache
 
@@ -29,7 +29,7 @@ HERE: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "seconds": 0.001}
 def forgotten() -> Any:
     """What one test makes wrong is not remembered by the next."""
     yield
-    language._checked.cache_clear()
+    language.check.cache_clear()
 
 
 def test_kinds_share_their_parameters_and_differ_in_attention() -> None:
@@ -48,7 +48,7 @@ def test_kinds_share_their_parameters_and_differ_in_attention() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_layers_are_compared_with_float64(kind: str) -> None:
-    errors = check(Shape("gpt2-124m", NARROW | {"embed_dim": 64}, True), kind, CPU, torch.float32)
+    errors = check("gpt2-124m", 32, True, kind, CPU, torch.float32)
     assert set(errors) == {"logits", "gradient", "decoded"}
     assert all(0 < error < 1e-4 for error in errors.values())
 
@@ -65,18 +65,14 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
     assert {(row.case["N"], row.case["B"]) for row in rows if row.note} == {(96, 2)}
     trained = [row for row in rows if row.case["task"] == "train"]
     assert len(trained) == 2 * 2 * 3
-    first: dict[Any, float] = {}
     for row in trained:
         values, case = row.values, row.case
         assert case["B"] == 192 // case["N"] and case["optimizer"] == "AdamW" and case["checkpointed"] is False
         assert values["samples_per_s"] == pytest.approx(1000 * case["B"] / values["ms"], rel=1e-3)
         assert values["tokens_per_s"] == pytest.approx(case["N"] * values["samples_per_s"], rel=1e-3)
         assert 0 < values["low_ms"] <= values["ms"] <= values["high_ms"]
-        # random tokens of a vocabulary of 1,024, logits of variance 1; so short a context is whole to the window, while branches count near
-        # keys twice
-        assert values["loss"] == pytest.approx(math.log(1024) + 0.5, abs=0.2)
-        tolerance = 0.05 if row.name == "dilated" else 1e-4
-        assert values["loss"] == pytest.approx(first.setdefault((case["model"], case["N"]), values["loss"]), rel=tolerance)
+        # random tokens of a vocabulary of 1,024, logits of variance 1, after a few steps
+        assert 1 < values["loss"] < math.log(1024) + 0.8
         assert set(row.errors) == {"logits", "gradient"}
     written = [row for row in rows if row.case["task"] == "decode"]
     assert len(written) == len([row for row in rows if row.case["task"] == "prefill" and row.values]) == 2 * 3 * 3
@@ -100,16 +96,16 @@ def test_a_model_that_decodes_wrong_has_no_figures(monkeypatch: pytest.MonkeyPat
             return super().__call__(tokens).roll(1, -1)
 
     monkeypatch.setattr(language, "Stepper", Shifted)
-    rows = generating.measure(SMALL, ("dense", "block_sparse"), 16, 1, new_tokens=1, **HERE)
+    rows = steps.generate(SMALL, ("dense", "block_sparse"), 16, 1, new_tokens=1, **HERE)
     assert all(row.note.startswith("wrong: decoded off by") and not row.values for row in rows) and len(rows) == 2
     # training does not decode
-    assert all(row.values for row in training.measure(SMALL, ("dense",), 16, 1, **HERE))
+    assert all(row.values for row in steps.train(SMALL, ("dense",), 16, 1, **HERE))
 
 
 def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, lr, fused: torch.optim.SGD(parameters, lr=1e30))
-    (row,) = training.measure(SMALL, ("dense",), 16, 1, **HERE)
-    assert row.note.startswith("wrong: the loss went from") and not row.values
+    (row,) = steps.train(SMALL, ("dense",), 16, 1, **HERE)
+    assert row.note.startswith("wrong: the loss is") and not row.values
 
 
 @pytest.mark.slow
@@ -119,17 +115,18 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("no room for the cache")
         return KVCache(config, *arguments, **options)
 
-    monkeypatch.setattr(generating, "KVCache", full)
-    rows = generating.measure(SMALL, KINDS, 16, 2, new_tokens=1, **HERE)
-    assert [(row.name, row.case["task"]) for row in rows if row.note] == [("dilated", "prefill")]
-    assert rows[0].note == "out of memory beside the other kinds' caches"
+    monkeypatch.setattr(steps, "KVCache", full)
+    rows = steps.generate(SMALL, KINDS, 16, 2, new_tokens=1, **HERE)
+    (failed,) = (row for row in rows if row.note)
+    assert (failed.name, failed.case["task"]) == ("dilated", "prefill")
+    assert failed.note == "out of memory, with what the other kinds hold"
     assert {row.name for row in rows if row.values} == {"dense", "block_sparse"}
 
     def no_room(shape: Shape, *arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("not even the weights")
 
-    monkeypatch.setattr(training, "family", no_room)
-    notes = [row.note for row in training.measure(SMALL, KINDS, 16, 1, **HERE)]
+    monkeypatch.setattr(language, "family", no_room)
+    notes = [row.note for row in steps.train(SMALL, KINDS, 16, 1, **HERE)]
     assert notes == ["out of memory"] * 3
 
 
@@ -149,7 +146,7 @@ def test_cut_models_say_so() -> None:
 
 
 def test_checkpointed_steps_are_the_same_steps() -> None:
-    kept, again = (training.measure(SMALL, ("dilated",), 32, 2, checkpointed=flag, **HERE)[0] for flag in (False, True))
+    kept, again = (steps.train(SMALL, ("dilated",), 32, 2, checkpointed=flag, **HERE)[0] for flag in (False, True))
     assert kept.values["loss"] == pytest.approx(again.values["loss"], rel=1e-5)
     assert (kept.case["checkpointed"], again.case["checkpointed"]) == (False, True)
 
@@ -192,15 +189,14 @@ def synthetic() -> Results:
 @pytest.mark.slow
 def test_results_of_a_gpu_are_told_and_drawn(tmp_path: Path) -> None:
     suite, results = SUITES["train-infer"](), synthetic()
-    tables = suite.tables(results)
-    assert len(tables) == 2 * 6
-    gpt, llama = tables[0], tables[6]
-    assert gpt.columns == ["N", "1,024", "4,096", "16,384", "65,536", "131,072"]
+    tables = {table.title: table for table in suite.tables(results)}
+    gpt = tables["gpt2-124m: training, sequences per second by sequences × positions"]
+    assert gpt.columns[1:] == ["32 × 1,024", "8 × 4,096", "2 × 16,384", "1 × 65,536", "1 × 131,072"]
     # a rate over dense: more is better
     assert float(gpt.rows[1][5].split("(")[1].split()[0]) > 10
-    assert "activations recomputed at 16,384, 65,536, 131,072" in gpt.caption and "like dilated" in gpt.caption
-    assert "[1] out of memory" in llama.caption and "train llama-7b N=65536 B=1 bfloat16: out of memory" in llama.caption
-    assert tables[4].columns[1:3] == ["1 × 1,024", "8 × 1,024"]
+    assert "activations recomputed" in gpt.caption and "like dilated" in gpt.caption
+    assert "[1] out of memory" in tables["llama-7b: training, sequences per second by sequences × positions"].caption
+    assert tables["Groups that failed"].rows == [("train llama-7b N=65536 B=1 bfloat16", "out of memory")]
     pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]
     assert len(pictures) == 2 * 4 and all(path.stat().st_size > 5000 for path in pictures)
 

@@ -1,21 +1,71 @@
-"""The longest sequence that fits, by kind of attention: the suite, its tables and its plots. ``bench/measure/max_length.py`` searches."""
+"""How far one device goes: seconds and bytes per token by length, every length checked on sampled rows against float64.
+
+Lengths are given, or doubled until memory or time runs out, and then bisected.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dilated_attention.bench.measure.max_length import KINDS, Limits, search
-from dilated_attention.bench.report.plots import Line, Plot
-from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, figure
-from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.parsing import UsageError, size
+import torch
 
-PASSES = ("forward", "both")
+from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, wrong
+from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
+from dilated_attention.bench.measure.peak_call import called, planned, within
+from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.views import by, curves, failures, labelled, listing, plotted
+from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.workloads.problem import Problem, geometric
+from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
+from dilated_attention.parsing import UsageError, size
+from dilated_attention.pattern import DilatedPattern, LocalWindow
+
+PASSES = {"forward": "forward", "both": "forward and backward"}
+TIME, MEMORY = "time, not memory", "out of memory"
+# the kinds, and the power of the length that their time grows with
+KINDS = {"dilated": 1, "block-sparse": 1, "dense": 2}
+# bisected lengths are multiples of this
+_STEP = 1024
+# an lse is a logarithm of a sum of exponentials: its error is absolute, that of sums in float32
+_LSE_BOUND = 0.02
+
+
+def pattern_of(kind: str, problem: Problem, first: int) -> Pattern | None:
+    """Returns branches up to the whole sequence, a window of one first segment, or None for every key."""
+    if kind == "dilated":
+        return DilatedPattern(*geometric(problem.num_positions, first=first))
+    return LocalWindow(first // 2, block_size=128 if first >= 1024 else 64) if kind == "block-sparse" else None
+
+
+def attend_of(kind: str, first: int, problem: Problem) -> Any:
+    """Returns the function q, k, v → (out, lse)."""
+    pattern = pattern_of(kind, problem, first)
+    options: dict[str, Any] = {"is_causal": problem.is_causal, "return_lse": True}
+    if isinstance(pattern, DilatedPattern):
+        return functools.partial(
+            dilated_attention, segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates, **options
+        )
+    return (
+        functools.partial(attention, **options)
+        if pattern is None
+        else functools.partial(block_sparse_attention, pattern=pattern, **options)
+    )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``memory`` in bytes, None for the device's; ``seconds`` per call; the ``most`` positions; ``steps`` of bisection."""
+
+    memory: int | None
+    seconds: float
+    most: int
+    steps: int
 
 
 class Extreme(Suite):
@@ -26,41 +76,26 @@ class Extreme(Suite):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-        parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="both: forward and backward")
+        parser.add_argument("--passes", nargs="+", choices=list(PASSES), default=list(PASSES), help="both: forward and backward")
         parser.add_argument("--heads", type=size, default=8, help="default: 8")
         parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
         parser.add_argument("--causal", action="store_true")
+        parser.add_argument("--lengths", type=size, nargs="+", help="only these, without a search")
         parser.add_argument("--first", type=size, help="length to begin with; default: 256k on a GPU, 1k on a CPU")
         parser.add_argument("--most", type=size, default=2**30, help="length to end at; default: 1G")
-        parser.add_argument(
-            "--memory-gib", type=float, help="memory to fill; default: the GPU's, 0.125 on a CPU, where each length runs in its own process"
-        )
+        parser.add_argument("--memory-gib", type=float, help="memory to fill; default: the GPU's, 0.125 on a CPU")
         parser.add_argument("--limit", type=float, help="seconds of one call beyond which a search ends; default: 10 on a GPU, 3 on a CPU")
         parser.add_argument("--steps", type=int, help="of bisection, after memory has run out; default: 4 on a GPU, 2 on a CPU")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options, limits = session.options, self.limits(session)
-        shape = {
-            "heads": options.heads,
-            "head_dim": options.head_dim,
-            "causal": options.causal,
-            "dtype": str(session.dtype).removeprefix("torch."),
-        }
-        ends = {
-            "first": self.first(session),
-            "most": options.most,
-            "memory_gib": options.memory_gib,
-            "limit": limits.seconds,
-            "steps": limits.steps,
-        }
-        return super().settings(session) | shape | ends
-
-    def first(self, session: Session) -> int:
-        return session.options.first or (2**18 if session.full else 2**10)
+        shape = {"heads": options.heads, "head_dim": options.head_dim, "causal": options.causal, "lengths": options.lengths}
+        ends = {"first": self._problem(session).num_positions, "most": options.most, "memory_gib": options.memory_gib}
+        dtype = {"dtype": str(session.dtype).removeprefix("torch.")}
+        return super().settings(session) | shape | dtype | ends | {"limit": limits.seconds, "steps": limits.steps}
 
     def limits(self, session: Session) -> Limits:
-        options = session.options
-        on_gpu = session.device.type == "cuda"
+        options, on_gpu = session.options, session.device.type == "cuda"
         gib = options.memory_gib if options.memory_gib is not None else None if on_gpu else 0.125
         if gib is not None and gib <= 0:
             raise UsageError(f"--memory-gib is {gib:g}; expected more than 0")
@@ -69,90 +104,109 @@ class Extreme(Suite):
         return Limits(None if gib is None else int(gib * 2**30), seconds, options.most, steps)
 
     def groups(self, session: Session) -> Sequence[Group]:
-        options, limits = session.options, self.limits(session)
-        segment = 2048 if session.full else 512
-        return [
-            Group(f"{name} {which}", functools.partial(search, KINDS[name], which, self._problem(session), segment, limits))
-            for name in options.kinds
-            for which in options.passes
-        ]
+        options, limits, problem = session.options, self.limits(session), self._problem(session)
+        first = 2048 if session.full else 512
+        groups = []
+        for kind in options.kinds:
+            for which in options.passes:
+                run = functools.partial(search, kind, which, problem, first, limits, tuple(options.lengths or ()))
+                groups.append(Group(f"{kind} {which}", run))
+        return groups
 
     def _problem(self, session: Session) -> Problem:
         options = session.options
-        return Problem(num_positions=self.first(session), num_heads=options.heads, head_dim=options.head_dim, dtype=session.dtype,
+        length = options.first or (2**18 if session.full else 2**10)
+        return Problem(num_positions=length, num_heads=options.heads, head_dim=options.head_dim, dtype=session.dtype,
                        device=session.device, is_causal=options.causal)  # fmt: skip
 
     def tables(self, results: Results) -> list[Table]:
-        columns = ("", "pass", "tokens", "bytes per token", "GiB", "seconds", "M tokens/s", "ended by")
-        rows = []
-        for (name, which), tried in _searches(results).items():
-            fits = [row for row in tried if row.values.get("ms")]
-            if not fits:
-                rows.append([name, which, "–", "–", "–", "–", "–", tried[-1].note])
-                continue
-            longest = max(fits, key=lambda row: row.case["N"])
-            v = longest.values
-            cells = [f"{longest.case['N']:,}", figure(v["bytes_per_token"]), figure(v["peak_bytes"] / 2**30), figure(v["ms"] / 1000)]
-            rows.append([name, which, *cells, figure(v["tokens_per_s"] / 1e6), _ending(tried, longest)])
         held = results.settings
-        shape = (
-            f"{held['heads']} head{'s' * (held['heads'] > 1)} of {held['head_dim']}, {held['dtype']}, "
-            f"{'causal' if held['causal'] else 'full'}"
-        )
         caption = (
-            f"One sequence of {shape}. Bytes are the peak of the call, inputs and results included. Sampled rows of every length "
-            "are checked against float64."
+            f"One sequence, {held['heads']} × {held['head_dim']}, {held['dtype']}, {'causal' if held['causal'] else 'full'}. Bytes are the "
+            "peak of the call, inputs and results included. Planned: what fits nine tenths of the memory, by the plan. Sampled rows of "
+            "every length are checked against float64."
         )
-        longest_table = Table("longest sequence", columns, rows, caption)
-        return [longest_table, *self._tried(results)]
-
-    def _tried(self, results: Results) -> list[Table]:
-        """Returns tables of every length of every search, in the order tried."""
-        rows = []
-        for (name, which), tried in _searches(results).items():
-            for row in tried:
-                v = row.values
-                worst = max(row.errors.values(), default=None)
-                cells = [
-                    figure(v[key] / by) if key in v else "–" for key, by in (("ms", 1000), ("bytes_per_token", 1), ("tokens_per_s", 1e6))
-                ]
-                cells += ["–" if worst is None else figure(worst), row.note or "fits"]
-                rows.append([f"{name} {which}", f"{row.case['N']:,}", *cells])
-        columns = ("", "tokens", "seconds", "bytes per token", "M tokens/s", "largest error", "")
-        return [Table("lengths tried", columns, rows, "Errors: relative of out and gradients, absolute of lse.")]
+        longest = []
+        for label, tried in by(_searches(results), "search"):
+            fits = [row for row in tried if row.values]
+            last = max(fits, key=lambda row: row.case["N"], default=tried[-1])
+            beyond = min((row for row in tried if row.case["N"] > last.case["N"]), key=lambda row: row.case["N"], default=None)
+            ended = f"{beyond.note} at {beyond.case['N']:,}" if beyond is not None else "longest tried"
+            longest.append(replace(last, name=label, note=ended if fits else tried[-1].note))
+        columns = {"tokens": ("N", 1.0), **_FIGURES}
+        every = listing(_searches(results), columns | {"largest error": ("largest", 1.0)}, title="lengths tried")
+        planned_too = columns | {"tokens planned": ("planned_longest", 1.0)}
+        return [*listing(longest, planned_too, title="longest sequence", caption=caption), *every, *failures(results)]
 
     def plots(self, results: Results) -> list[Plot]:
-        memory, speed = [], []
-        for (name, which), tried in _searches(results).items():
-            fits = sorted((row for row in tried if row.values.get("ms")), key=lambda row: row.case["N"])
-            if fits:
-                label, lengths = f"{name}, {_PASS[which]}", [row.case["N"] for row in fits]
-                memory.append(Line(label, lengths, [row.values["bytes_per_token"] for row in fits]))
-                speed.append(Line(label, lengths, [row.values["tokens_per_s"] for row in fits]))
-        if not memory:
-            return []
+        rows = _searches(results)
+        x: dict[str, Any] = {"x_label": "tokens", "log_x": True}
+        memory, speed = curves(rows, "bytes_per_token"), curves(rows, "tokens_per_s")
         return [
-            Plot(name="memory", title="Peak memory of one call, to the longest that fits", x_label="tokens", y_label="bytes per token",
-                 lines=memory, log_x=True),
-            Plot(name="throughput", title="Throughput, to the longest that fits", x_label="tokens", y_label="tokens per second",
-                 lines=speed, log_x=True, log_y=True),
-        ]  # fmt: skip
+            *plotted(memory, name="memory", title="Peak memory of one call, to the longest that fits", y_label="bytes per token", **x),
+            *plotted(speed, name="throughput", title="Throughput, to the longest that fits", y_label="tokens per second", log_y=True, **x),
+        ]
 
 
-_PASS = {"forward": "forward", "both": "forward and backward"}
+_FIGURES = {"seconds": ("ms", 1e-3), "M tokens/s": ("tokens_per_s", 1e-6), "GiB": ("peak_bytes", 2.0**-30)}
+_FIGURES |= {"bytes per token": ("bytes_per_token", 1.0), "off the plan, %": ("off", 100.0)}
 
 
-def _searches(results: Results) -> dict[tuple[str, str], list[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in results.rows:
-        if "pass" in row.case:
-            found.setdefault((row.name, row.case["pass"]), []).append(row)
-    return found
+def _searches(results: Results) -> list[Row]:
+    """Returns the rows named after their search, with the largest of their errors."""
+    rows = [row for row in results.rows if row.case.get("pass") in PASSES]
+    named = labelled(rows, "{name}, {pass}", search="{name}, {pass}")
+    return [replace(row, errors={"largest": max(row.errors.values())} if row.errors else {}) for row in named]
 
 
-def _ending(tried: Sequence[Row], longest: Row) -> str:
-    beyond = [row for row in tried if row.case["N"] > longest.case["N"]]
-    if not beyond:
-        return "--most"
-    nearest = min(beyond, key=lambda row: row.case["N"])
-    return f"{nearest.note} at {nearest.case['N']:,}"
+def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, lengths: Sequence[int] = ()) -> list[Row]:
+    """Returns a row for every length tried, in that order: those of ``lengths``, or those of the search."""
+    rows: list[Row] = []
+    following = _search(kind, problem.num_positions, limits, rows) if not lengths else iter(lengths)
+    for length in following:
+        at = replace(problem, num_positions=length)
+        run = functools.partial(one, kind, which, at, first)
+        # on a CPU a process also draws inputs and checks rows in its time
+        found = within(run, at.device, memory=limits.memory, seconds=10 * limits.seconds + 20)
+        values, errors = found.value or ({}, {})
+        bound = BOUNDS[at.dtype]
+        note = found.note or wrong(errors | {"lse": 0.0}, bound) or wrong({"lse": errors["lse"]}, _LSE_BOUND)
+        if not note:
+            kept = planned(kind.replace("-", "_"), at, pattern_of(kind, at, first), backward=which == "both", memory=_memory(at, limits))
+            values |= kept | {"off": values["peak_bytes"] / kept["predicted_bytes"] - 1}
+        rows.append(Row(name=kind, case={"pass": which, **at.case}, values={} if note else values, errors=errors, note=note))
+    return rows
+
+
+def _memory(problem: Problem, limits: Limits) -> int:
+    return limits.memory or torch.cuda.get_device_properties(problem.device).total_memory
+
+
+def _search(kind: str, length: int, limits: Limits, rows: list[Row]) -> Iterator[int]:
+    """Yields lengths to try, each decided by the rows of those before."""
+    low = 0
+    while length <= limits.most:
+        if low and rows[-1].values["ms"] / 1000 * (length / low) ** KINDS[kind] > limits.seconds:
+            rows.append(replace(rows[-1], case=rows[-1].case | {"N": length}, values={}, errors={}, note=TIME))
+            return
+        yield length
+        if rows[-1].note:
+            break
+        low, length = length, 2 * length
+    high = length
+    for _ in range(limits.steps if rows and low and rows[-1].note.startswith(MEMORY) else 0):
+        middle = (low + high) // 2 // _STEP * _STEP
+        if not low < middle < high:
+            return
+        yield middle
+        low, high = (low, middle) if rows[-1].note else (middle, high)
+
+
+def one(kind: str, which: str, problem: Problem, first: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns figures and errors of one call in this process."""
+    found = called(functools.partial(attend_of, kind, first), problem, backward=which == "both")
+    pattern = pattern_of(kind, problem, first) or DilatedPattern((problem.num_positions,), (1,), "zero")
+    errors = sampled_errors(pattern, problem, found.inputs, found.results)
+    tokens = problem.num_positions
+    values = {"ms": 1000 * found.seconds, "tokens_per_s": tokens / found.seconds, "peak_bytes": found.peak}
+    return values | {"bytes_per_token": found.peak / tokens}, errors

@@ -20,7 +20,7 @@ from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
-from dilated_attention.bench.workloads.equal_pairs import ABOUT, METHODS, Case
+from dilated_attention.bench.workloads.equal_pairs import METHODS, Case
 from dilated_attention.fork import cached_property
 from dilated_attention.parsing import UsageError, positive, size
 from dilated_attention.pattern import Pattern
@@ -46,51 +46,40 @@ class Quality(Suite):
     in_all = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--model", type=Path, required=True, help="folder that save_pretrained wrote, with its tokenizer, or a .gguf file"
-        )
-        parser.add_argument(
-            "--texts", type=Path, nargs="+", default=[], metavar="PATH", help="files or folders; default: Python's standard library"
-        )
-        parser.add_argument("--length", type=size, help=f"tokens of a passage; default: {_FULL[0]}, on a CPU {_SMALL[0]}")
-        parser.add_argument("--passages", type=size, help=f"to score; default: {_FULL[1]}, on a CPU {_SMALL[1]}")
-        parser.add_argument(
-            "--densities", type=_percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 50 25"
-        )
-        parser.add_argument("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {', '.join(_SMALL[5])}")
-        parser.add_argument(
-            "--pattern",
-            type=_named,
-            action="append",
-            default=[],
-            metavar="NAME=SPEC",
-            help='another one: its spec() with "?" for the number that decides how many pairs are kept; repeatable',
-        )
-        parser.add_argument("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
-        parser.add_argument("--tuning", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
-        parser.add_argument("--lr", type=positive, default=1e-4, help="highest learning rate of tuning; default: 1e-4")
-        parser.add_argument("--seed", type=int, default=0, help="of the choice of texts and keys; default: 0")
+        add, small = parser.add_argument, ", ".join(_SMALL[5])
+        add("--model", type=Path, required=True, help="folder that save_pretrained wrote, with its tokenizer, or a .gguf file")
+        add("--texts", type=Path, nargs="+", default=[], metavar="PATH", help="files or folders; default: Python's standard library")
+        add("--length", type=size, help=f"tokens of a passage; default: {_FULL[0]}, on a CPU {_SMALL[0]}")
+        add("--passages", type=size, help=f"to score; default: {_FULL[1]}, on a CPU {_SMALL[1]}")
+        add("--densities", type=_percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 50 25")
+        add("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {small}")
+        about = 'another one: its spec() with "?" for the number that decides how many pairs are kept; repeatable'
+        add("--pattern", type=_named, action="append", default=[], metavar="NAME=SPEC", help=about)
+        add("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
+        add("--tuning", type=positive, metavar="SECONDS", help="tune to each pattern at most so long, and measure again")
+        add("--lr", type=positive, default=1e-4, help="highest learning rate of tuning; default: 1e-4")
+        add("--seed", type=int, default=0, help="of the choice of texts and keys; default: 0")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
-        return super().settings(session) | {
+        kept = {name: getattr(options, name) for name in ("seed", "tuning", "lr")}
+        return super().settings(session) | kept | {
             "model": options.model.name,
             "texts": [path.name for path in options.texts],
             # other checkpoints and texts have the same names
             "content": _fingerprint([options.model, *options.texts]),
             "passages": _sizes(session)[1],
             "patterns": dict(options.pattern),
-            "seed": options.seed,
-            "tuning": options.tuning,
-            "lr": options.lr,
             "needle_lengths": _needle_lengths(session),
             "dtype": str(session.dtype).removeprefix("torch."),
-        }
+        }  # fmt: skip
 
     def groups(self, session: Session) -> Sequence[Group]:
         options = session.options
         length, _, densities, *_, methods = _sizes(session)
-        families = {name: functools.partial(equal_pairs.of, name) for name in (methods if options.methods is None else options.methods)}
+        families: dict[str, Solved] = {
+            name: functools.partial(equal_pairs.of, name) for name in (methods if options.methods is None else options.methods)
+        }
         families |= {name: functools.partial(equal_pairs.solve, *equal_pairs.family_of(spec)) for name, spec in options.pattern}
         # read by the first group that measures
         work = functools.cache(lambda: _Work(session))
@@ -98,10 +87,9 @@ class Quality(Suite):
         for is_tuned in (False, True) if options.tuning else (False,):
             tuned = f" tuned {options.tuning:g} s" if is_tuned else ""
             groups.append(Group(f"{DENSE} N={length}{tuned}", functools.partial(_rows, work, DENSE, None, 1.0, is_tuned)))
-            for share in densities:
-                for name, solved in families.items():
-                    run = functools.partial(_rows, work, name, solved, share / 100, is_tuned)
-                    groups.append(Group(f"{name} {share:g} % N={length}{tuned}", run))
+            for share, (name, solved) in itertools.product(densities, families.items()):
+                run = functools.partial(_rows, work, name, solved, share / 100, is_tuned)
+                groups.append(Group(f"{name} {share:g} % N={length}{tuned}", run))
         return groups
 
     def tables(self, results: Results) -> list[Table]:
@@ -171,23 +159,21 @@ class _Work:
         options = session.options
         self.length, count, _, self.depths, self.num_needles, _ = _sizes(session)
         self.model, self.tokenizer = pretrained.load(options.model, session.device, session.dtype)
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        config = self.model.config
+        limit, window = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
         if limit is not None and self.length > limit:
             raise UsageError(f"--length is {self.length:,}; expected at most {limit:,}, the model's max_position_embeddings")
-        window = getattr(self.model.config, "sliding_window", None)
-        if window is not None and window < self.length and getattr(self.model.config, "use_sliding_window", True):
+        if window is not None and window < self.length and getattr(config, "use_sliding_window", True):
             raise ValueError(
                 f"layers of {options.model.name} keep their own window of {window:,} under every pattern; expected a model without one, "
                 f"or --length up to {window:,}"
             )
-        self.heads = int(self.model.config.num_attention_heads)
+        self.heads = int(config.num_attention_heads)
         scored, self.tuned_on = texts.split(options.texts, options.seed)
         self.passages = texts.passages(self.tokenizer, scored, self.length, count)
-        edges = [round(i * self.length / BINS) for i in range(BINS + 1)]
-        self.bins = list(itertools.pairwise(edges))
-        self.bytes = torch.tensor(
-            [[texts.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
-        )
+        self.bins = list(itertools.pairwise(round(i * self.length / BINS) for i in range(BINS + 1)))
+        counts = [[texts.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
+        self.bytes = torch.tensor(counts)
 
     @cached_property
     def to_tune(self) -> torch.Tensor:
@@ -196,26 +182,20 @@ class _Work:
     def rows(self, name: str, solved: Solved | None, share: float, is_tuned: bool) -> Iterable[Row]:
         """Yields the rows of one method at one density: of the loss, of its positions, and of each needle test."""
         case = {"share": round(100 * share, 6), "N": self.length, "tuned": is_tuned}
-        patterns: dict[int, Pattern | Refused | None] = {}
-        for length in {self.length, *_needle_lengths(self.session)}:
-            try:
-                patterns[length] = None if solved is None else solved(Case(length, self.heads, share))
-            except Refused as refusal:
-                patterns[length] = refusal
-        pattern = patterns[self.length]
-        if isinstance(pattern, Refused):
-            yield Row(name=name, case=case | {"task": "loss"}, note=str(pattern))
+        try:
+            pattern = None if solved is None else solved(Case(self.length, self.heads, share))
+        except Refused as refusal:
+            yield Row(name=name, case=case | {"task": "loss"}, note=str(refusal))
             return
         model, took = self._tuned(pattern) if is_tuned else (self.model, {})
         pretrained.use(model, pattern)
         yield from self._loss(model, name, case, pattern, took)
         for length in _needle_lengths(self.session):
-            pattern = patterns[length]
-            if isinstance(pattern, Refused):
-                yield Row(name=name, case=case | {"task": "needle", "length": length}, note=str(pattern))
-                continue
-            pretrained.use(model, pattern)
-            yield from self._needles(model, name, case, length)
+            try:
+                pretrained.use(model, None if solved is None else solved(Case(length, self.heads, share)))
+                yield from self._needles(model, name, case, length)
+            except Refused as refusal:
+                yield Row(name=name, case=case | {"task": "needle", "length": length}, note=str(refusal))
         if is_tuned:
             del model
             release()
@@ -227,32 +207,29 @@ class _Work:
         pretrained.use(model, pattern)
         took = pretrained.tune(model, self.to_tune, seconds=options.tuning, lr=options.lr, seed=options.seed)
         pretrained.cast(model, self.session.dtype)
-        return model, {"tuning_s": took.seconds, "tuning_steps": took.steps, "tuning_tokens": took.tokens}
+        return model, took
 
     def _loss(self, model: Any, name: str, case: dict[str, Any], pattern: Pattern | None, took: dict[str, float]) -> Iterable[Row]:
-        scores = pretrained.score(model, self.passages)
-        # blocks that are chosen by content are counted as they were chosen
-        kept = 1.0 if pattern is None else scores.chosen_share or equal_pairs.share_of(pattern, self.length, self.heads)
+        bits, us_per_token = pretrained.score(model, self.passages)
         # the first token of a passage has no prediction; its bytes count as if it had cost nothing, in all methods alike
-        bits = torch.nn.functional.pad(scores.bits.double(), (1, 0))
+        bits = torch.nn.functional.pad(bits.double(), (1, 0))
         by_bin = torch.stack([bits[:, low:high].sum(1) for low, high in self.bins], 1)
         half = BINS // 2
+        figures = {"bits_per_byte": float(by_bin[:, half:].sum() / self.bytes[:, half:].sum()), "us_per_token": us_per_token} | took
+        figures["kept_pct"] = 100 if pattern is None else 100 * equal_pairs.share_of(pattern, self.length, self.heads)
         per_passage = by_bin[:, half:].sum(1) / self.bytes[:, half:].sum(1)
-        figures = {"bits_per_byte": float(by_bin[:, half:].sum() / self.bytes[:, half:].sum()), "kept_pct": 100 * kept}
-        figures |= {"us_per_token": scores.us_per_token} | took
         figures |= {f"passage_{i:03d}": float(x) for i, x in enumerate(per_passage)}
         # the parameters that were solved for
-        made = {} if pattern is None else {"pattern": repr(pattern)}
-        about = {"about": ABOUT[name]} if name in ABOUT else {}
-        yield Row(name=name, case=case | {"task": "loss"} | about | made, values=figures)
-        for i, (low, high) in enumerate(self.bins):
-            value = float(by_bin[:, i].sum() / self.bytes[:, i].sum())
-            yield Row(name=name, case=case | {"task": "position", "from": low, "to": high}, values={"bits_per_byte": value})
+        about = {"pattern": repr(pattern)} if pattern is not None else {}
+        about |= {"about": METHODS[name][1]} if name in METHODS else {}
+        yield Row(name=name, case=case | {"task": "loss"} | about, values=figures)
+        for (low, high), one, count in zip(self.bins, by_bin.sum(0).tolist(), self.bytes.sum(0).tolist(), strict=True):
+            yield Row(name=name, case=case | {"task": "position", "from": low, "to": high}, values={"bits_per_byte": one / count})
 
     def _needles(self, model: Any, name: str, case: dict[str, Any], length: int) -> Iterable[Row]:
         for depth in self.depths:
             made = texts.needles(self.tokenizer, self.passages, length, depth / 100, self.num_needles, self.session.options.seed)
-            right, bits = pretrained.find(model, made)
+            right, bits = pretrained.find(model, *made)
             figures = {"digits_pct": 100 * float(right.double().mean()), "keys_pct": 100 * float(right.all(1).double().mean())}
             figures["bits_per_digit"] = float(bits.mean())
             yield Row(name=name, case=case | {"task": "needle", "length": length, "depth_pct": depth}, values=figures)

@@ -1,88 +1,139 @@
-"""Samples per second in training and tokens per second in generation, of models of known shapes, by kind of attention and context."""
+"""Whole models: samples per second in training, tokens per second in generating, and slide encoders beside the code that they come from."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.tables import Table, pivot
+from dilated_attention.bench.report.views import by, curves, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.suites import train_infer_report as report
-from dilated_attention.bench.workloads import generating, training
-from dilated_attention.bench.workloads.language import KINDS, Shape
+from dilated_attention.bench.workloads import slide_encoder, steps, torchscale
+from dilated_attention.bench.workloads.language import KINDS, MORE_KINDS, Shape
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
-from dilated_attention.parsing import size
+from dilated_attention.parsing import UsageError, size
 
 MODELS = ("gpt2-124m", "llama-7b")
-TASKS = ("train", "generate")
-# contexts for training, and the number of tokens per step unless the context is longer; the second entry applies to models above a
-# certain number of parameters
-_CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
-_TOKENS = (32768, 8192)
-# total tokens of all prompts, limited so that a run takes minutes
-_PROMPTS = (131072, 65536)
+# task → what it does; the first two are the default
+TASKS = {
+    "train": "training",
+    "generate": "reading a prompt and writing after it",
+    "decode": "writing after a context of random keys and values",
+    "slides": "training steps of Prov-GigaPath's slide encoder",
+    "parity": "models loaded from TorchScale's, by --torchscale and --gigapath",
+}
+# contexts for training, tokens per training step unless the context is longer, total tokens of all prompts: the second entry applies from
+# this number of parameters on
 _LARGE = 10**9
-# on a CPU: contexts for training and for generation, concurrent requests, and tokens generated per turn
-_SMALL_CONTEXTS = {"train": (512, 1024, 2048), "generate": (512, 2048)}
-_SMALL_BATCHES, _SMALL_NEW = (1, 4), 8
+_CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
+_TOKENS, _PROMPTS = (32768, 8192), (131072, 65536)
+_SMALL_CONTEXTS = {"train": (512, 1024, 2048), "generate": (512, 2048), "decode": (2048,)}
 
 
 class TrainInfer(Suite):
     """Measures whole models with random weights: how much attention matters in proportion to everything else."""
 
     name = "train-infer"
-    about = "samples/s of training and tokens/s of generating: GPT-2-124M- and Llama-7B-shaped models, dense, dilated, block-sparse"
+    about = "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         known = sorted(name for name, config in MODEL_PRESETS.items() if isinstance(config, LongNetConfig) and config.is_causal)
-        parser.add_argument(
-            "--models", nargs="+", choices=known, metavar="preset", default=list(MODELS), help=f"default: {', '.join(MODELS)}"
-        )
-        parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of attention; default: all")
-        parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
-        parser.add_argument(
-            "--contexts", type=size, nargs="+", help="default: 1k … 128k, from 1G parameters on 2k … 32k; on a CPU 512 … 2k"
-        )
+        parser.add_argument("--models", nargs="+", choices=known, metavar="preset", default=MODELS, help=f"default: {' '.join(MODELS)}")
+        parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *MORE_KINDS), default=list(KINDS), help=f"default: {', '.join(KINDS)}")
+        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["train", "generate"], help="default: train generate")
+        parser.add_argument("--contexts", type=size, nargs="+", help="default: 1k … 128k, of large models 2k … 32k; on a CPU 512 … 2k")
         parser.add_argument("--batches", type=size, nargs="+", help="requests that are continued together; default: 1 8; on a CPU 1 4")
-        parser.add_argument(
-            "--prompts", type=size, help="maximum tokens of all requests together; default: 128k, from 1G parameters on 64k"
-        )
-        parser.add_argument(
-            "--tokens", type=size, help="of a training step, at least one sequence; default: 32k, from 1G parameters on 8k; on a CPU 2k"
-        )
+        parser.add_argument("--prompts", type=size, help="maximum tokens of all requests; default: 128k, from 1G parameters on 64k")
+        parser.add_argument("--tokens", type=size, help="of a training step; default: 32k, from 1G parameters on 8k; on a CPU 2k")
         parser.add_argument("--layers", type=size, help="use only this many layers; the model's name then says cut")
+        parser.add_argument("--gigapath", type=Path, metavar="PATH", help="your own copy of Prov-GigaPath, for slides and parity")
+        parser.add_argument("--torchscale", type=Path, metavar="PATH", help="your own copy of TorchScale, for parity")
+        parser.add_argument("--weights", type=Path, metavar="FILE", help="Prov-GigaPath's slide_encoder.pth for parity; default: random")
+        parser.add_argument("--tiles", type=size, nargs="+", help="of a slide; default: 5308 10001 45681; on a CPU 500; for parity 1201")
+        parser.add_argument("--grid", type=size, help="side of the original's table of positions; default: 1000 for slides, else 100")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        options = session.options
-        return super().settings(session) | {
-            "layers": options.layers,
-            "tokens": options.tokens,
-            "prompts": options.prompts,
-            "kinds": list(options.kinds),
-        }
+        kept = ("layers", "tokens", "prompts", "kinds", "grid")
+        return super().settings(session) | {name: getattr(session.options, name) for name in kept}
 
     def groups(self, session: Session) -> Sequence[Group]:
-        groups = []
-        for preset in session.options.models:
+        options, groups = session.options, []
+        for preset in options.models:
             shape = _shape(preset, session)
-            large = shape.parameters > _LARGE
-            for task in session.options.tasks:
-                contexts = session.options.contexts or (_CONTEXTS[large] if session.full else _SMALL_CONTEXTS[task])
-                for context in contexts:
-                    groups += _groups(session, shape, task, context, large)
+            for task in options.tasks:
+                small = _SMALL_CONTEXTS.get(task, ())
+                contexts = options.contexts or (_CONTEXTS[shape.parameters > _LARGE] if session.full else small)
+                for context in contexts if task in _SMALL_CONTEXTS else ():
+                    groups += _groups(session, shape, task, context)
+        if "slides" in options.tasks:
+            changes: dict[str, Any] = {} if session.full else {"num_layers": options.layers or 2}
+            for tiles in options.tiles or ((5308, 10001, 45681) if session.full else (500,)):
+                grid = options.grid or (1000 if session.full else 100)
+                run = functools.partial(slide_encoder.measure, tiles, options.gigapath, grid, changes, session.device, session.seconds)
+                groups.append(Group(f"slides L={tiles}", run))
+        if "parity" in options.tasks:
+            groups.append(Group("parity", functools.partial(_parity, options)))
         return groups
 
     def tables(self, results: Results) -> list[Table]:
-        return report.tables(results)
+        found: list[Table] = []
+        for model, rows in by(results.rows, "model"):
+            for task, mine in by(rows, "task"):
+                title, placed = f"{model}: {_DOING[task]}", labelled(mine, place="{B} × {N:,}")
+                about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case))
+                caption = f"{_how(mine)}; {about}; (… ×): over dense"
+                rate = "samples_per_s" if task == "train" else "tokens_per_s"
+                told = f"{title}, {'sequences' if task == 'train' else 'tokens of all requests'} per second by sequences × positions"
+                found.append(pivot(placed, rate, across="place", title=told, caption=caption, baseline="dense", more_is_better=True))
+                for value, what, scale in _FURTHER:
+                    if task != "prefill" and any(value in row.values for row in mine):
+                        found.append(pivot(placed, value, across="place", title=f"{title}, {what}", scale=scale))
+        slides = labelled(having(results, task="slides"), "{name}, {tiles:,} tiles")
+        columns = {"ms": ("ms", 1.0), "peak, GB": ("peak_bytes", 1e-9), "off float32": ("output", 1.0)}
+        title = "a training step of Prov-GigaPath's slide encoder on one slide"
+        found += listing(slides, columns, title=title, caption=slide_encoder.CAPTION)
+        columns = {"output": ("output", 1.0), "gradient": ("gradient", 1.0)}
+        title = "greatest difference from TorchScale's models over the greatest value, float32 on a CPU"
+        return [*found, *listing(having(results, task="parity"), columns, title=title), *failures(results)]
 
     def plots(self, results: Results) -> list[Plot]:
-        return report.plots(results)
+        found = []
+        for model, rows in by(results.rows, "model"):
+            x = {"x_label": "positions of the context", "log_x": True, "note": model}
+            for task, mine in by(rows, "task"):
+                several = len({row.case["B"] for row in mine}) > 1 and task != "train"
+                named = labelled(mine, "{name}, {B} requests") if several else mine
+                name, title = f"{task}-{model.split(' ')[0]}", f"{model}: {_DOING[task]}"
+                rates, peaks = curves(named, "tokens_per_s", rate=True), curves(named, "peak_bytes", scale=2.0**-30)
+                found += plotted(rates, name=name, title=title, y_label="tokens per second", log_y=True, **x)
+                found += plotted(peaks, name=f"memory-{name}", title=f"{title}, peak memory", y_label="GiB", **x)
+        return found
+
+    def verdict(self, results: Results) -> int:
+        return int(any(row.note.startswith("wrong") for row in having(results, task="parity")))
+
+
+_DOING = {"train": "training", "prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
+_FURTHER = [("tflops", "TFLOP/s that the model needs", 1.0), ("peak_bytes", "peak memory, GiB", 2.0**-30)]
+_FURTHER += [("cache_bytes", "keys and values cached, MiB", 2.0**-20)]
+
+
+def _how(rows: Sequence[Row]) -> str:
+    """Describes dtype, optimiser and what is recomputed."""
+    how = dict.fromkeys(
+        f"{row.case['dtype']}, step of {row.case['optimizer']}{', activations recomputed' if row.case['checkpointed'] else ''}"
+        if "optimizer" in row.case
+        else row.case["dtype"]
+        for row in rows
+    )
+    return " or ".join(how)
 
 
 def _shape(preset: str, session: Session) -> Shape:
@@ -95,37 +146,39 @@ def _shape(preset: str, session: Session) -> Shape:
         changes |= {"num_kv_heads": 1} if config.num_kv_heads else {}
     if session.options.layers:
         changes["num_layers"] = session.options.layers
-    changed = {
-        field.name: changes[field.name]
-        for field in fields(config)
-        if field.name in changes and changes[field.name] != getattr(config, field.name)
-    }
+    known = {field.name for field in fields(config)}
+    changed = {name: value for name, value in changes.items() if name in known and value != getattr(config, name)}
     return Shape(preset, changed, not session.full)
 
 
-def _groups(session: Session, shape: Shape, task: str, context: int, large: bool) -> list[Group]:
+def _groups(session: Session, shape: Shape, task: str, context: int) -> list[Group]:
+    options, large = session.options, shape.parameters > _LARGE
+    dtype, kinds = str(session.dtype).removeprefix("torch."), tuple(options.kinds)
     where: dict[str, Any] = {"device": session.device, "dtype": session.dtype, "seconds": session.seconds}
-    dtype = str(session.dtype).removeprefix("torch.")
-    kinds = tuple(session.options.kinds)
     if task == "train":
-        tokens = session.options.tokens or (_TOKENS[large] if session.full else 2048)
-        batch = max(1, tokens // context)
-        run = functools.partial(training.measure, shape, kinds, context, batch, **where)
+        batch = max(1, (options.tokens or (_TOKENS[large] if session.full else 2048)) // context)
+        run: Any = functools.partial(steps.train, shape, kinds, context, batch, **where)
         return [Group(f"train {shape.name} N={context} B={batch} {dtype}", run)]
-    most = session.options.prompts or _PROMPTS[large]
-    where["new_tokens"] = 32 if session.full else _SMALL_NEW
+    most = options.prompts or _PROMPTS[large]
+    where |= {"new_tokens": (16 if task == "decode" else 32) if session.full else 8, "is_random": task == "decode"}
     groups = []
-    for batch in session.options.batches or ((1, 8) if session.full else _SMALL_BATCHES):
-        run = functools.partial(generating.measure, shape, kinds, context, batch, **where)
-        if batch > 1 and batch * context > most:
-            run = functools.partial(_left_out, shape, kinds, context, batch, dtype, most)
-        groups.append(Group(f"generate {shape.name} N={context} B={batch} {dtype}", run))
+    for batch in options.batches or ((1, 8) if session.full else (1, 4)):
+        run = functools.partial(steps.generate, shape, kinds, context, batch, **where)
+        if batch > 1 and batch * context > most and task == "generate":
+            note = f"prompts of more than {most:,} tokens in total are left out; --prompts raises that"
+            case = {"task": "prefill", "model": shape.name, "N": context, "B": batch, "dtype": dtype}
+            run = functools.partial(list, [Row(name=kind, case=case, note=note) for kind in kinds])
+        groups.append(Group(f"{task} {shape.name} N={context} B={batch} {dtype}", run))
     return groups
 
 
-def _left_out(shape: Shape, kinds: Sequence[str], context: int, batch: int, dtype: str, most: int) -> list[Row]:
-    case = {"task": "prefill", "model": shape.name, "N": context, "B": batch, "dtype": dtype}
-    return [
-        Row(name=kind, case=case, note=f"prompts of more than {most:,} tokens in total are left out; --prompts raises that")
-        for kind in kinds
-    ]
+def _parity(options: argparse.Namespace) -> Iterator[Row]:
+    tiles, grid = (options.tiles or [1201])[0], options.grid or 100
+    if options.torchscale is None and options.gigapath is None:
+        raise UsageError(f"--tasks parity compares with nothing; expected --torchscale PATH, --gigapath PATH or both: git clone {_URL}")
+    if tiles > grid**2:
+        raise UsageError(f"--tiles {tiles} do not fit on a grid of {grid} × {grid}: raise --grid")
+    return torchscale.parity(options.torchscale, options.gigapath, options.weights, tiles, grid)
+
+
+_URL = torchscale.URLS[torchscale.TORCHSCALE]

@@ -30,7 +30,6 @@ BLOCK = 64
 # a density is solved for in these steps
 _STEPS = 10_000
 _UNKNOWN = re.compile(r'"(\w+)"\s*:\s*"\?"')
-_SHARES = ("density", "ratio")
 # a share of pairs that is farther from the target than this part of it is not equal
 TOLERANCE = 0.05
 
@@ -47,11 +46,6 @@ class Case:
     def first(self) -> int:
         """First tokens that all queries see: a quarter of what a query keeps in the mean, at most 64."""
         return max(1, min(64, int(self.share * self.length / 8)))
-
-    @property
-    def stride(self) -> int:
-        """Distance of far blocks that take half of the pairs."""
-        return max(2, round(2 / self.share))
 
 
 # the pattern of a kind for a case and a number from 0 to ``length``, or to _STEPS for a density; the pairs grow or fall with it
@@ -70,36 +64,33 @@ def _prefix_dilated(case: Case, x: int) -> Pattern:
 
 
 def _prefix_strided(case: Case, x: int) -> Pattern:
-    return GlobalLocal(x, case.first, block_size=BLOCK) | Strided(case.stride, block_size=BLOCK)
+    # far blocks take half of the pairs
+    return GlobalLocal(x, case.first, block_size=BLOCK) | Strided(max(2, round(2 / case.share)), block_size=BLOCK)
+
+
+def _dilated(case: Case, x: int) -> Pattern:
+    # from the share of two branches on, branches that grow slower come closer to the target
+    return DilatedPattern(*geometric_branches(case.length, max(1, x), 4 if case.share < 1 / 3 else 2))
 
 
 def _dilated_near(case: Case, x: int) -> Pattern:
-    rates = (1, 2, 4, 8)
-    return DilatedPattern(tuple(max(rate, min(x * rate, case.length)) for rate in rates), rates)
+    return DilatedPattern(tuple(max(rate, min(x * rate, case.length)) for rate in (1, 2, 4, 8)), (1, 2, 4, 8))
 
 
-METHODS: dict[str, Family] = {
-    "window": lambda case, x: LocalWindow(x, block_size=BLOCK),
-    "global-local": lambda case, x: GlobalLocal(x, case.first, block_size=BLOCK),
-    "big-bird": _big_bird,
-    "random-blocks": lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=BLOCK),
-    "prefix-strided": _prefix_strided,
-    "prefix-dilated": _prefix_dilated,
-    "top-blocks": lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=BLOCK),
-    # from the share of two branches on, branches that grow slower come closer to the target
-    "dilated": lambda case, x: DilatedPattern(*geometric_branches(case.length, max(1, x), 4 if case.share < 1 / 3 else 2)),
-    "dilated-near": _dilated_near,
-}
-ABOUT = {
-    "window": "the last keys",
-    "global-local": "the first keys and the last ones",
-    "big-bird": "first, last and random blocks",
-    "random-blocks": "random blocks and the own one",
-    "prefix-strided": "the first keys, the last ones and every n-th block",
-    "prefix-dilated": "the first keys, the last ones, and of those before every second block, then every fourth, then every eighth",
-    "top-blocks": "blocks chosen by content",
-    "dilated": "branches up to the whole length, each 4 times as long and as dilated as the last (2 times from a third of the pairs on)",
-    "dilated-near": "branches of rates 1, 2, 4, 8 with segments in proportion",
+# name → (family, what it keeps)
+METHODS: dict[str, tuple[Family, str]] = {
+    "window": (lambda case, x: LocalWindow(x, block_size=BLOCK), "the last keys"),
+    "global-local": (lambda case, x: GlobalLocal(x, case.first, block_size=BLOCK), "the first keys and the last ones"),
+    "big-bird": (_big_bird, "first, last and random blocks"),
+    "random-blocks": (
+        lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=BLOCK),
+        "random blocks and the own one",
+    ),
+    "prefix-strided": (_prefix_strided, "the first keys, the last ones and every n-th block"),
+    "prefix-dilated": (_prefix_dilated, "the first keys, the last ones, and before those every 2nd block, then every 4th, then every 8th"),
+    "top-blocks": (lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=BLOCK), "blocks chosen by content"),
+    "dilated": (_dilated, "branches up to the whole length, each 4 times as long and dilated (2 times from a third of the pairs on)"),
+    "dilated-near": (_dilated_near, "branches of rates 1, 2, 4, 8 with segments in proportion"),
 }
 _DENSITIES = {"random-blocks", "top-blocks"}
 
@@ -116,7 +107,7 @@ def family_of(spec: str) -> tuple[Family, int | None]:
             f'the pattern is {spec!r}; expected what spec() returns, with one number written as "?" that decides how many pairs are kept, '
             'and no mass, whose share depends on the text: {"pattern":"TopBlocks","density":"?"}'
         )
-    is_share = unknown[0] in _SHARES
+    is_share = unknown[0] in ("density", "ratio")
 
     def family(case: Case, x: int) -> Pattern:
         return pattern_from_spec(_UNKNOWN.sub(rf'"\1":{max(1, x) / _STEPS if is_share else max(1, x)}', spec))
@@ -162,4 +153,4 @@ def solve(family: Family, most: int | None, case: Case) -> Pattern:
 
 def of(name: str, case: Case) -> Pattern:
     """Returns the pattern of ``METHODS[name]`` for a case. Raises Refused as ``solve`` does."""
-    return solve(METHODS[name], _STEPS if name in _DENSITIES else None, case)
+    return solve(METHODS[name][0], _STEPS if name in _DENSITIES else None, case)

@@ -1,4 +1,4 @@
-"""Language models of known shapes with random weights, trained and decoded with dense, dilated and block-sparse attention.
+"""Language models of known shapes with random weights, by kind of attention, and what each kind must compute before it is timed.
 
 The kinds of attention have no parameters of their own, so their models share every parameter. They process the same tokens, in turns.
 """
@@ -6,21 +6,25 @@ The kinds of attention have no parameters of their own, so their models share ev
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.measure.skip import attempt, release
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.fork import cached_property
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import GlobalLocal, LocalWindow, geometric_branches
 
+T = TypeVar("T")
 KINDS = ("dense", "dilated", "block_sparse")
+# further kinds: branches up to 1M positions, and 2,048 keys with 128 global ones
+MORE_KINDS = ("dilated-1M", "global-local")
 # layers of the models compared with float64; each adds its own rounding
 _LAYERS = 2
 
@@ -42,8 +46,7 @@ class Shape:
     @property
     def name(self) -> str:
         """Returns the name of the measured model, which shows a reduction: ``"gpt2-124m cut to 2 × 128"``."""
-        config = self.config
-        return self.preset if not self.changes else f"{self.preset} cut to {config.num_layers} × {config.embed_dim}"
+        return self.preset if not self.changes else f"{self.preset} cut to {self.config.num_layers} × {self.config.embed_dim}"
 
     @cached_property
     def config(self) -> LongNetConfig:
@@ -55,29 +58,33 @@ class Shape:
         """Returns the number of parameters."""
         return self.model("dense", device="meta").num_parameters
 
-    def kind(self, name: str) -> dict[str, Any]:
-        """Returns the configuration fields of a kind of attention."""
-        if name == "dense":
-            return {"attention": "dense"}
-        if name == "block_sparse":
-            return {"attention": "block_sparse", "block_pattern": LocalWindow((self.window - 1, 0), block_size=64 if self.small else 128)}
-        return {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {}
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
-
     @property
     def window(self) -> int:
         """Returns the number of keys of a query in block-sparse attention, including itself."""
         return 256 if self.small else 1024
 
+    def kind(self, name: str) -> dict[str, Any]:
+        """Returns the configuration fields of a kind of attention."""
+        if name == "dilated-1M":
+            lengths, rates = geometric_branches(4096 if self.small else 2**20, 256 if self.small else 2048)
+            return {"segment_lengths": lengths, "dilation_rates": rates}
+        if name == "dilated":
+            return {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {}
+        if name == "dense":
+            return {"attention": "dense"}
+        pattern = GlobalLocal((2 * self.window - 1, 0), 128) if name == "global-local" else self._window
+        return {"attention": "block_sparse", "block_pattern": pattern}
+
+    @property
+    def _window(self) -> LocalWindow:
+        return LocalWindow((self.window - 1, 0), block_size=64 if self.small else 128)
+
     def legend(self, kind: str) -> str:
         """Describes what a query attends to."""
-        if kind == "dense":
-            return "all keys before it"
-        if kind == "block_sparse":
-            return f"the last {self.window:,} keys"
+        known = {"dense": "all keys before it", "block_sparse": f"the last {self.window:,} keys"}
+        known["global-local"] = f"the first 128 keys and the last {2 * self.window:,}"
+        if kind in known:
+            return known[kind]
         config = self.model(kind, device="meta").config
         return "segments/rates " + ", ".join(f"{w:,}/{r}" for w, r in zip(config.segment_lengths, config.dilation_rates, strict=True))
 
@@ -85,7 +92,7 @@ class Shape:
         return cast(LongNetLM, create_model(self.preset, **self.changes | self.kind(kind), **options))
 
 
-def family(shape: Shape, kinds: tuple[str, ...], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:
+def family(shape: Shape, kinds: Sequence[str], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:
     """Returns a model for each kind, all sharing the same parameters."""
     torch.manual_seed(0)
     first = shape.model(kinds[0], device=device, dtype=dtype, **options)
@@ -97,21 +104,15 @@ def family(shape: Shape, kinds: tuple[str, ...], device: torch.device, dtype: to
     return found
 
 
-def check(shape: Shape, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the model's head dim.
+@functools.cache
+def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the preset's head dim. Computed once per process.
 
     ``"logits"``; ``"gradient"`` of the first layer's query weight, whose backward passes through everything; ``"decoded"``: logits of
-    tokens decoded with a cache, against those of the whole sequence. The context is longer than the window and the first segment. Computed
-    once per process.
+    tokens decoded with a cache, against those of the whole sequence. The context is longer than the window and the first segment.
     """
-    return dict(_checked(shape.preset, shape.head_dim, shape.small, kind, device, dtype))
-
-
-@functools.cache
-def _checked(preset: str, head_dim: int, small: bool, kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    width = 2 * head_dim
+    narrow = {"vocab_size": 256, "num_layers": _LAYERS, "num_heads": 2, "embed_dim": 2 * head_dim, "ffn_dim": 8 * head_dim}
     grouped = cast(LongNetConfig, MODEL_PRESETS[preset]).num_kv_heads is not None
-    narrow = {"vocab_size": 256, "num_layers": _LAYERS, "num_heads": 2, "embed_dim": width, "ffn_dim": 4 * width}
     shape = Shape(preset, narrow | {"num_kv_heads": 1 if grouped else None}, small)
     torch.manual_seed(1)
     model = shape.model(kind, device=device, dtype=dtype)
@@ -119,11 +120,11 @@ def _checked(preset: str, head_dim: int, small: bool, kind: str, device: torch.d
     exact.load_state_dict({name: x.detach().cpu().double() for name, x in model.state_dict().items()})
     length, new = (600, 4) if small else (2560, 4)
     tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(2))
-    found, true = _results(model, tokens.to(device)), _results(exact, tokens)
+    here = tokens.to(device)
+    found, true = _results(model, here), _results(exact, tokens)
     model.eval()
     with torch.no_grad():
         cache = KVCache(model.config, 1, length, device=device, dtype=dtype)
-        here = tokens.to(device)
         decoded = [prefill(model, here[:, : length - new], cache)]
         step = Stepper(model, cache)
         decoded += [step(here[:, i : i + 1]).clone() for i in range(length - new, length)]
@@ -143,17 +144,31 @@ def _results(model: LongNetLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torc
     return logits.detach().cpu(), gradient.cpu()
 
 
-def right(
-    shape: Shape, kinds: tuple[str, ...], names: tuple[str, ...], case: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> tuple[list[Row], dict[str, dict[str, float]]]:
-    """Returns rows with a note for kinds that are wrong or refused, and the errors of the others by ``names``."""
-    rows, errors = [], {}
+def started(
+    shape: Shape, kinds: Sequence[str], names: Sequence[str], case: dict[str, Any], start: Callable[[LongNetLM], T], device: torch.device,
+    dtype: torch.dtype, **options: Any,
+) -> tuple[list[Row], dict[str, T]]:  # fmt: skip
+    """Checks each kind, makes its model and calls ``start`` with it.
+
+    Returns a row for each kind, with the errors of ``names``, and what ``start`` returned, by kind; a kind that is wrong, is refused or
+    does not fit has a note in its row and is not among the latter.
+    """
+    rows: dict[str, Row] = {}
     for kind in kinds:
-        checked = attempt(functools.partial(check, shape, kind, device, dtype))
-        found = {name: (checked.value or {})[name] for name in names if checked.value}
-        note = checked.note or correctness.wrong(found, _LAYERS * correctness.BOUNDS[dtype])
-        if note:
-            rows.append(Row(name=kind, case=case | {"attention": shape.legend(kind)}, errors=found, note=note))
+        checked = attempt(functools.partial(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype))
+        errors = {name: (checked.value or {})[name] for name in names if checked.value}
+        note = checked.note or correctness.wrong(errors, _LAYERS * correctness.BOUNDS[dtype])
+        rows[kind] = Row(name=kind, case=case | {"attention": shape.legend(kind)}, errors=errors, note=note)
+    release()
+    able = [kind for kind in kinds if not rows[kind].note]
+    made = attempt(functools.partial(family, shape, able, device, dtype, **options)) if able else None
+    found: dict[str, T] = {}
+    for kind in able:
+        assert made is not None
+        one = made if made.value is None else attempt(functools.partial(start, made.value[kind]))
+        if one.note:
+            others = ", with what the other kinds hold" if found and one.note == "out of memory" else ""
+            rows[kind] = replace(rows[kind], note=one.note + others)
         else:
-            errors[kind] = found
-    return rows, errors
+            found[kind] = cast(T, one.value)
+    return list(rows.values()), found

