@@ -89,7 +89,7 @@ class Extreme(Suite):
 
     def settings(self, session: Session) -> dict[str, Any]:
         options, limits = session.options, self.limits(session)
-        shape = {"heads": options.heads, "head_dim": options.head_dim, "causal": options.causal, "lengths": options.lengths}
+        shape = {"heads": options.heads, "head_dim": options.head_dim, "causal": options.causal}
         ends = {"first": self._problem(session).num_positions, "most": options.most, "memory_gib": options.memory_gib}
         dtype = {"dtype": str(session.dtype).removeprefix("torch.")}
         return super().settings(session) | shape | dtype | ends | {"limit": limits.seconds, "steps": limits.steps}
@@ -110,7 +110,8 @@ class Extreme(Suite):
         for kind in options.kinds:
             for which in options.passes:
                 run = functools.partial(search, kind, which, problem, first, limits, tuple(options.lengths or ()))
-                groups.append(Group(f"{kind} {which}", run))
+                given = "".join(f" {length}" for length in options.lengths or ())
+                groups.append(Group(f"{kind} {which}{given}", run))
         return groups
 
     def _problem(self, session: Session) -> Problem:
