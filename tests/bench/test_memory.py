@@ -77,7 +77,7 @@ def test_only_what_a_plan_describes_is_held_to_it() -> None:
 @pytest.mark.slow
 def test_a_model_is_extrapolated_from_a_few_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_memory, "WORK", {name: model_memory.WORK[name] for name in ("training", "generating")})
-    monkeypatch.setattr(model_memory, "ATTENTION", {"dense": model_memory.ATTENTION["dense"]})
+    monkeypatch.setattr(model_memory, "ATTENTION", ("dense",))
     assert main(command(tmp_path, "--parts", "model", "--model-lengths", "512")) == 0
     rows = {row.case["work"]: row for row in Results.load(tmp_path / "memory.json").rows}
     embed, inner = 256, 688

@@ -15,7 +15,7 @@ from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import SUITES
 from dilated_attention.bench.workloads import language, steps
 from dilated_attention.bench.workloads.language import KINDS, Shape, check, family
-from dilated_attention.bench.workloads.steps import Means, means_of
+from dilated_attention.bench.workloads.steps import is_checkpointed
 from dilated_attention.cli import main
 from dilated_attention.models import KVCache
 
@@ -130,13 +130,13 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
     assert notes == ["out of memory"] * 3
 
 
-def test_the_means_are_what_fits() -> None:
+def test_activations_are_recomputed_where_they_do_not_fit() -> None:
     llama = Shape("llama-7b")
-    found = {gib: means_of(llama, 8192, torch.bfloat16, gib * 2**30) for gib in (24, 40, 80, 141)}
-    assert found == {24: Means("SGD", True), 40: Means("SGD", True), 80: Means("AdamW", True), 141: Means("AdamW", False)}
-    assert means_of(llama, 32768, torch.bfloat16, 141 * 2**30) == Means("AdamW", True)
-    assert means_of(Shape("gpt2-124m"), 32768, torch.bfloat16, 80 * 2**30) == Means("AdamW", False)
-    assert means_of(llama, 8192, torch.float32, None) == Means("AdamW", False)
+    found = {gib: is_checkpointed(llama, 8192, torch.bfloat16, gib * 2**30) for gib in (24, 80, 141)}
+    assert found == {24: True, 80: True, 141: False}
+    assert is_checkpointed(llama, 32768, torch.bfloat16, 141 * 2**30)
+    assert not is_checkpointed(Shape("gpt2-124m"), 32768, torch.bfloat16, 80 * 2**30)
+    assert not is_checkpointed(llama, 8192, torch.float32, None)
 
 
 def test_cut_models_say_so() -> None:

@@ -9,25 +9,13 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.subprocess_runner import Peak
-from dilated_attention.factory import create_model
-from dilated_attention.models import LongNetLM
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.bench.workloads.language import KINDS, Shape
 from dilated_attention.planning import plan_model
 
 LAYERS = 32
-_PRESET = "llama-1b"
-_SHAPE: dict[str, Any] = {"num_kv_heads": None, "tie_embeddings": False, "qk_norm": False}
-# Llama-7B's published width, heads, feed-forward width and vocabulary; and a sixteenth of its width for a CPU
-_SIZES: dict[bool, dict[str, Any]] = {
-    True: {"embed_dim": 4096, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000},
-    False: {"embed_dim": 256, "num_heads": 4, "ffn_dim": 688, "vocab_size": 2000},
-}
-_NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
-ATTENTION: dict[str, dict[str, Any]] = {
-    "dense": {"attention": "dense", **_NO_BRANCHES},
-    "dilated": {"segment_lengths": (2048, 8192, 32768), "dilation_rates": (1, 4, 16)},
-    "window of 1,024": {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0)), **_NO_BRANCHES},
-}
+# a sixteenth of the width, for a CPU
+_NARROW: dict[str, Any] = {"embed_dim": 256, "num_heads": 4, "ffn_dim": 688, "vocab_size": 2000}
+ATTENTION: tuple[str, ...] = KINDS
 # what → (training, checkpoint_activations)
 WORK = {"training": (True, False), "training, checkpointed": (True, True), "generating": (False, False)}
 
@@ -45,14 +33,14 @@ class Size:
     def shape(self) -> str:
         return "Llama-7B's shape" if self.full else "a sixteenth of Llama-7B's width"
 
-    def overrides(self, layers: int) -> dict[str, Any]:
-        return _SIZES[self.full] | _SHAPE | ATTENTION[self.kind] | {"num_layers": layers}
+    def _model(self, layers: int) -> Shape:
+        return Shape("llama-7b", {"num_layers": layers} if self.full else _NARROW | {"num_layers": layers}, not self.full)
 
     def planned(self, layers: int, device: torch.device) -> int:
         training, checkpoints = WORK[self.work]
-        gpu = None if device.type == "cuda" else "cpu"
-        return plan_model(_PRESET, num_positions=self.num_positions, training=training, checkpoint_activations=checkpoints, gpu=gpu,
-                          find_longest=False, **self.overrides(layers)).peak  # fmt: skip
+        gpu, model = None if device.type == "cuda" else "cpu", self._model(layers)
+        return plan_model(model.preset, num_positions=self.num_positions, training=training, checkpoint_activations=checkpoints, gpu=gpu,
+                          find_longest=False, **model.changes | model.kind(self.kind)).peak  # fmt: skip
 
     def peak(self, layers: int, device: torch.device) -> int:
         """Returns the peak bytes of two training steps of AdamW, or of a prompt and two tokens after it, in the current process.
@@ -72,8 +60,7 @@ class Size:
         training, checkpoints = WORK[self.work]
         half = device.type == "cuda"
         dtype = torch.float32 if training or not half else torch.bfloat16
-        model = create_model(_PRESET, **self.overrides(layers), checkpoint_activations=checkpoints, device=device, dtype=dtype)
-        assert isinstance(model, LongNetLM)
+        model = self._model(layers).model(self.kind, checkpoint_activations=checkpoints, device=device, dtype=dtype)
         tokens = torch.randint(model.config.vocab_size or 1, (1, self.num_positions + 1), device=device)
         if not training:
             model.eval().generate(tokens[:, : self.num_positions - 2], 2, cuda_graph=False)

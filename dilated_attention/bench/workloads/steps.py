@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,34 +20,21 @@ from dilated_attention.models.summary import footprint
 
 # share of a device's memory that the estimate for weights, gradients, moments and activations may take
 _USABLE = 0.85
-# number of tensors of the weights' size and dtype: weights, gradients, and the moments of each optimiser
-_COPIES = {"AdamW": 4, "SGD": 2}
+# tensors of the weights' size and dtype: weights, gradients, two moments
+_COPIES = 4
 # turns of decoding; places of the context at which a turn takes steps, and positions that these spread over
 _TURNS, _PLACES, _SPREAD = 5, 4, 32768
 
 
-@dataclass(frozen=True)
-class Means:
-    """How a model is trained so that it fits: the same for all kinds of attention."""
-
-    optimizer: str
-    checkpointed: bool
-
-
-def means_of(shape: Shape, tokens: int, dtype: torch.dtype, memory: int | None) -> Means:
-    """Returns AdamW and stored activations where the estimate fits ``memory`` bytes; else recomputed activations; else SGD, too.
+def is_checkpointed(shape: Shape, tokens: int, dtype: torch.dtype, memory: int | None) -> bool:
+    """Returns whether AdamW's weights, gradients and moments leave too little of ``memory`` bytes for stored activations, by estimate.
 
     Args:
         memory: None for a CPU, whose small models fit.
     """
     model = shape.model("dense", device="meta")
-    for optimizer, copies in _COPIES.items():
-        for checkpointed in (False, True):
-            activations = footprint(model.config, 0, checkpoint_activations=checkpointed).total(tokens)
-            if memory is None or copies * model.num_parameters * dtype.itemsize + activations <= _USABLE * memory:
-                return Means(optimizer, checkpointed)
-    # tried even if the estimate does not fit: an estimate is not a measurement
-    return Means("SGD", True)
+    needed = _COPIES * model.num_parameters * dtype.itemsize + footprint(model.config, 0, checkpoint_activations=False).total(tokens)
+    return memory is not None and needed > _USABLE * memory
 
 
 class Trainer:
@@ -79,18 +66,18 @@ def train(
     FLOPs that the model needs, without recomputation; ``loss`` after the last step; on a GPU ``peak_bytes`` of everything.
     """
     on_gpu = device.type == "cuda"
-    means = means_of(shape, batch * context, dtype, torch.cuda.get_device_properties(device).total_memory if on_gpu else None)
-    means = means if checkpointed is None else replace(means, checkpointed=checkpointed)
+    if checkpointed is None:
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+        checkpointed = is_checkpointed(shape, batch * context, dtype, memory)
     case = {"task": "train", "model": shape.name, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
-    case |= {"optimizer": means.optimizer, "checkpointed": means.checkpointed}
+    case |= {"optimizer": "AdamW", "checkpointed": checkpointed}
     batches = [_tokens(shape, batch, context + 1, i).to(device) for i in range(4)]
     shared: dict[str, Any] = {}
     peaks: dict[int, dict[str, float]] = {}
 
     def start(model: LongNetLM) -> Trainer:
         if not shared:
-            kind = torch.optim.AdamW if means.optimizer == "AdamW" else torch.optim.SGD
-            shared["optimizer"] = kind(model.parameters(), lr=1e-4, fused=on_gpu)
+            shared["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
         trainer = Trainer(batches, shared, model)
         # compiles, and creates the moments
         trainer()
@@ -102,7 +89,7 @@ def train(
             peaks[id(trainer)] = {"peak_bytes": torch.cuda.max_memory_allocated(device)}
         return trainer
 
-    options = {"checkpoint_activations": means.checkpointed}
+    options = {"checkpoint_activations": checkpointed}
     rows, able = started(shape, kinds, ("logits", "gradient"), case, start, device, dtype, **options)
     timings = in_turns(able, device, seconds=seconds)
     for i, row in enumerate(rows):
