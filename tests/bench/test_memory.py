@@ -10,10 +10,11 @@ import torch
 
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.subprocess_runner import why_no_children
+from dilated_attention.bench.models import model_memory
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import memory
-from dilated_attention.bench.workloads import fragmentation, model_memory
+from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
 

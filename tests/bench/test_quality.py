@@ -15,10 +15,10 @@ import torch
 
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.models import equal_pairs, pretrained, texts
+from dilated_attention.bench.models.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.bench.report.quality import over
 from dilated_attention.bench.suites import quality
-from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
-from dilated_attention.bench.workloads.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.cli import main
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, Strided, TopBlocks
 
@@ -68,8 +68,7 @@ def command(model: Path, sources: Path, output: Path, *more: str) -> list[str]:
     return [*given, "--passages", "3", "--device", "cpu", "--quiet", *more]
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("percent", [40, 25])
+@pytest.mark.parametrize(("name", "percent"), [*((name, 25) for name in METHODS), ("dilated", 40), ("top-blocks", 40)])
 def test_patterns_keep_equally_many_pairs(name: str, percent: int) -> None:
     """The counts are those of dense masks, written out."""
     heads = 2

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
+from dilated_attention.bench.models import torchscale
 from dilated_attention.bench.suites.train_infer import TrainInfer
-from dilated_attention.bench.workloads import torchscale
 from dilated_attention.cli import main
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
+from dilated_attention.bench.measure.subprocess_runner import why_no_children
+from dilated_attention.bench.models import language, slide_encoder, steps
+from dilated_attention.bench.models.language import KINDS, Shape, check, family
+from dilated_attention.bench.models.steps import is_checkpointed
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads import language, steps
-from dilated_attention.bench.workloads.language import KINDS, Shape, check, family
-from dilated_attention.bench.workloads.steps import is_checkpointed
 from dilated_attention.cli import main
 from dilated_attention.models import KVCache
 
@@ -100,6 +101,25 @@ def test_a_model_that_decodes_wrong_has_no_figures(monkeypatch: pytest.MonkeyPat
     assert all(row.note.startswith("wrong: decoded off by") and not row.values for row in rows) and len(rows) == 2
     # training does not decode
     assert all(row.values for row in steps.train(SMALL, ("dense",), 16, 1, **HERE))
+
+
+def test_decoding_starts_in_a_cache_of_random_numbers() -> None:
+    rows = steps.generate(SMALL, ("dense", "dilated-1M", "global-local"), 512, 2, new_tokens=2, is_random=True, **HERE)
+    assert [(row.name, row.case["task"], row.note) for row in rows] == [(x, "step", "") for x in ("dense", "dilated-1M", "global-local")]
+    for row in rows:
+        assert row.values["tokens_per_s"] == pytest.approx(2000 / row.values["ms"]) and set(row.errors) == {"logits", "decoded"}
+    # 2 layers of keys and values of 32 floats at 512 positions
+    assert rows[0].values["cache_bytes"] == 2 * 2 * 2 * 512 * 32 * 4
+
+
+@pytest.mark.skipif(bool(why_no_children()), reason=why_no_children() or "-")
+def test_the_slide_encoder_takes_a_step() -> None:
+    rows = list(slide_encoder.measure(20, None, 10, {"num_layers": 1}, CPU, 0.01))
+    assert [row.name for row in rows] == [f"ours, {label}" for label in slide_encoder.VARIANTS["cpu"]]
+    # float32 weights and gradients of a layer of 768
+    assert all(not row.note and row.values["peak_bytes"] > 2 * 4 * 12 * 768**2 for row in rows)
+    with pytest.raises(ValueError, match=r"there is no gigapath/slide_encoder.py in it"):
+        list(slide_encoder.measure(20, Path("no/such"), 10, {}, CPU, 0.01))
 
 
 def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:

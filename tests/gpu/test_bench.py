@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.workloads import model_memory
+from dilated_attention.bench.models import model_memory
 from dilated_attention.cli import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

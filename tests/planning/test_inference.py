@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench.workloads.language import Shape
+from dilated_attention.bench.models.language import Shape
 from dilated_attention.planning import plan_model
 from dilated_attention.planning.whole_models.model_memory import Run, trace_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.bench.workloads.language import Shape
+from dilated_attention.bench.models.language import Shape
 from dilated_attention.engine.decode.keys import row_keys
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM
 from dilated_attention.models.generation import prefill

@@ -15,12 +15,13 @@ from dilated_attention.bench.accuracy.contender_check import check
 from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
+from dilated_attention.bench.models import model_memory
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
 from dilated_attention.bench.report.views import by, curves, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads import fragmentation, model_memory
+from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size

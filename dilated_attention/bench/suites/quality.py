@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.skip import Refused, release
+from dilated_attention.bench.models import equal_pairs, pretrained, texts
+from dilated_attention.bench.models.equal_pairs import METHODS, Case
 from dilated_attention.bench.report import quality as report
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.quality import DENSE
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads import equal_pairs, pretrained, texts
-from dilated_attention.bench.workloads.equal_pairs import METHODS, Case
 from dilated_attention.fork import cached_property
 from dilated_attention.parsing import UsageError, positive, size
 from dilated_attention.pattern import Pattern

@@ -9,13 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+from dilated_attention.bench.models import slide_encoder, steps, torchscale
+from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
 from dilated_attention.bench.report.views import by, curves, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads import slide_encoder, steps, torchscale
-from dilated_attention.bench.workloads.language import KINDS, MORE_KINDS, Shape
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import UsageError, size
@@ -77,9 +77,10 @@ class TrainInfer(Suite):
             for tiles in options.tiles or ((5308, 10001, 45681) if session.full else (500,)):
                 grid = options.grid or (1000 if session.full else 100)
                 run = functools.partial(slide_encoder.measure, tiles, options.gigapath, grid, changes, session.device, session.seconds)
-                groups.append(Group(f"slides L={tiles}", run))
+                groups.append(Group(f"slides L={tiles}{' and the original' if options.gigapath else ''}", run))
         if "parity" in options.tasks:
-            groups.append(Group("parity", functools.partial(_parity, options)))
+            given = [name for name in ("torchscale", "gigapath", "weights", "tiles") if getattr(options, name)]
+            groups.append(Group(f"parity {' '.join(given)}", functools.partial(_parity, options)))
         return groups
 
     def tables(self, results: Results) -> list[Table]:

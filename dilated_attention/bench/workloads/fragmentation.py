@@ -69,7 +69,7 @@ def profile(kind: str, setting: str, lengths: list[int], device: torch.device) -
     """Returns ``MemoryProfile.as_dict`` of all steps in a new process. The environment's own settings give way to ``setting``."""
     environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    environment["PYTORCH_ALLOC_CONF"] = SETTINGS[setting]
+    environment |= {"PYTORCH_ALLOC_CONF": SETTINGS[setting]} if SETTINGS[setting] else {}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     asked = json.dumps([kind, lengths, str(device)])
     done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, check=False)

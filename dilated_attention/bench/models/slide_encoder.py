@@ -20,8 +20,8 @@ from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.peak_call import within
 from dilated_attention.bench.measure.subprocess_runner import Peak
 from dilated_attention.bench.measure.timing import in_turns
+from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, use_kernel
 from dilated_attention.bench.report.rows import Row
-from dilated_attention.bench.workloads.torchscale import GIGAPATH, find, imported, use_kernel
 from dilated_attention.factory import create_model
 from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.integrations.torchscale import from_torchscale
@@ -151,6 +151,9 @@ def _timed(
         with torch.cuda.graph(graph):
             step()
         call = graph.replay
-    least = 5 if device.type == "cuda" else 1
-    values = in_turns({"step": call}, device, seconds=seconds, least=least)["step"].values()
-    return values | {"peak_bytes": peak.bytes()}
+    if device.type == "cuda":
+        # what compiling took does not count
+        torch.cuda.reset_peak_memory_stats(device)
+    values = in_turns({"step": call}, device, seconds=seconds, least=5 if device.type == "cuda" else 1)["step"].values()
+    # a graph's memory is its own, and not counted
+    return values if is_graph else values | {"peak_bytes": peak.bytes()}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.timing import Timing, in_turns, one_call, synchronise
+from dilated_attention.bench.models.language import Shape, started
 from dilated_attention.bench.report.rows import Row
-from dilated_attention.bench.workloads.language import Shape, started
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
 from dilated_attention.models.summary import footprint

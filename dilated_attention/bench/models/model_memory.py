@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.subprocess_runner import Peak
-from dilated_attention.bench.workloads.language import KINDS, Shape
+from dilated_attention.bench.models.language import KINDS, Shape
 from dilated_attention.planning import plan_model
 
 LAYERS = 32
