@@ -1,4 +1,4 @@
-"""Checks a contender against float64: completely on a short sequence, and in sampled rows on the problem itself."""
+"""Checks a contender against float64 on the problem itself: whole or sampled rows of out and of every gradient."""
 
 from __future__ import annotations
 
@@ -7,50 +7,54 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.accuracy.correctness import Attend
+from dilated_attention.bench.accuracy.correctness import WHOLE, Attend
+from dilated_attention.bench.accuracy.truth import SEED, Truth
 from dilated_attention.bench.measure.forward_backward import inputs_of
 from dilated_attention.bench.workloads.contenders import Contender, OfEmbedded
 from dilated_attention.bench.workloads.problem import Problem
 
+# the last problem's results, which contenders of the same function share
+_truths: dict[tuple[object, ...], Truth] = {}
 
-def check(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Returns relative errors against float64: of everything at ``correctness.WHOLE`` positions, and of sampled rows of ``problem`` itself.
+
+def forget() -> None:
+    """Frees the tensors of the last problem."""
+    _truths.clear()
+
+
+def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: bool | None = None) -> dict[str, float]:
+    """Returns relative errors against float64 of out and, with ``gradients``, of dq, dk and dv; by default where the contender has them.
 
     Blocks chosen by content are those that the pattern chooses for the same q and k. A function of x, or one whose pairs no single pattern
-    describes, is compared with itself on plain PyTorch in float64 instead.
+    describes, is compared with itself on plain PyTorch in float64 instead, on at most ``WHOLE`` positions.
     """
-    small = problem.reduced(correctness.WHOLE)
-    errors = dict(_small_errors(contender, small))
+    gradients = contender.trains if gradients is None else gradients
+    attend = whole(attend)
     pattern = contender.pattern(problem)
-    if contender.inputs == "qkv" and pattern is not None and problem.num_positions > small.num_positions:
-        leaves = problem.qkv(7)
-        with torch.no_grad():
-            out = whole(attend)(*leaves)
-        errors["sampled out"] = correctness.sampled_error(pattern, problem, leaves, out)
-    return errors
-
-
-@functools.lru_cache(maxsize=1024)
-def _small_errors(contender: Contender, small: Problem) -> tuple[tuple[str, float], ...]:
-    """Returns the errors of a full comparison; computed once per process, as it is the same for all longer sequences of a suite."""
-    attend = whole(contender.make(small))
     if contender.chooses is not None:
-        single = replace(small, batch_size=1)
-        q, k, _ = (x.detach() for x in single.qkv(7))
-        picked = contender.chooses(small).choose(q, k, is_causal=small.is_causal)
-        errors = correctness.whole_errors(attend, picked, single, gradients=contender.trains)
-    else:
-        pattern = contender.pattern(small)
-        if contender.inputs == "x" or pattern is None:
-            errors = _against_itself(contender, small, attend)
-        else:
-            errors = correctness.whole_errors(attend, pattern, small, gradients=contender.trains)
-    return tuple(errors.items())
+        problem = replace(problem, batch_size=1)
+        q, k, _ = (x.detach() for x in problem.qkv(7))
+        pattern = contender.chooses(problem).choose(q, k, is_causal=problem.is_causal)
+    elif contender.inputs == "x" or pattern is None:
+        return dict(_against_itself(contender, problem.reduced(WHOLE)))
+    assert pattern is not None
+    key = (problem, repr(pattern) if contender.chooses is None else object(), contender.mixture_grad)
+    if key not in _truths:
+        # those of one function follow one another, and tensors of two long sequences may not fit
+        forget()
+        _truths[key] = Truth(problem, pattern, contender.mixture_grad)
+    truth = _truths[key]
+    torch.manual_seed(SEED)
+    with torch.set_grad_enabled(gradients):
+        out = attend(*truth.leaves)
+    grads = torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ()
+    return truth.errors(out, grads, contender.until(problem))
 
 
-def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> dict[str, float]:
-    """Returns the errors of out and of the input gradients against the same module in float64, which runs on plain PyTorch."""
+@functools.lru_cache(maxsize=256)
+def _against_itself(contender: Contender, problem: Problem) -> tuple[tuple[str, float], ...]:
+    """Returns the errors of out and of the input gradients against the same module in float64; computed once per process."""
+    attend = whole(contender.make(problem))
     exact = replace(problem, dtype=torch.float64, device=torch.device("cpu"))
     leaves = inputs_of(contender, problem, 7)
     dout = torch.randn_like(leaves[0]).detach()
@@ -59,15 +63,11 @@ def _against_itself(contender: Contender, problem: Problem, attend: Attend) -> d
     module = module_of(attend)
     if module is not None and isinstance(reference, OfEmbedded):
         reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in module.state_dict().items()})
-    found = attend(*leaves)
-    true = reference(*copies)
-    grads = torch.autograd.grad(found, leaves, dout)
-    true_grads = torch.autograd.grad(true, copies, dout.cpu().double())
+    found, true = attend(*leaves), reference(*copies)
+    grads, true_grads = torch.autograd.grad(found, leaves, dout), torch.autograd.grad(true, copies, dout.cpu().double())
     names = ("out", "dx") if contender.inputs == "x" else ("out", "dq", "dk", "dv")
-    return {
-        name: float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm())
-        for name, a, b in zip(names, (found, *grads), (true, *true_grads), strict=True)
-    }
+    pairs = zip(names, (found, *grads), (true, *true_grads), strict=True)
+    return tuple((name, float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm())) for name, a, b in pairs)
 
 
 def whole(attend: Attend) -> Attend:

@@ -1,4 +1,4 @@
-"""Checks sampled rows of a long result against float64: out, lse, and gradients, with memory for a few thousand keys at a time."""
+"""Checks sampled rows of an extremely long result against float64: a few thousand keys at a time, by lists of each row's keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import Pattern, keys_of
+from dilated_attention.bench.accuracy.correctness import Pattern, keys_of, relative
 from dilated_attention.bench.workloads.problem import Problem
 
 # keys at a time: 2^16 rows of 128 in float64 take 64 MiB
@@ -15,12 +15,7 @@ _PIECE = 2**16
 
 
 def sampled_errors(
-    pattern: Pattern,
-    problem: Problem,
-    inputs: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    *,
-    count: int = 12,
+    pattern: Pattern, problem: Problem, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], *, count: int = 12
 ) -> dict[str, float]:
     """Returns the relative errors of out, dq, dk and dv over ``count`` rows of the first sequence, and the largest absolute error of lse.
 
@@ -34,36 +29,32 @@ def sampled_errors(
     q, k, v, *douts = (x.detach()[0] for x in inputs)
     out, lse, *grads = (x.detach()[0] for x in results)
     scale = problem.head_dim**-0.5
-    truth: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in truth}
+    found: list[list[torch.Tensor]] = []
     largest = 0.0
     for i, h in _places(pattern, problem, count):
         q_i = q[i, h].double()
-        true_out, true_lse = _row(q_i * scale, k, v, _pieces(keys_of(pattern, problem, i, h)), h)
-        truth["out"].append(true_out)
-        found["out"].append(out[i, h])
-        largest = max(largest, _distance(float(lse[h, i]), true_lse))
-        if not grads:
-            continue
-        dout = douts[0]
-        delta = dout[i, h].double() @ true_out
-        dq = torch.zeros_like(true_out)
-        for keys in _pieces(keys_of(pattern, problem, i, h)):
-            k_j, v_j = k[keys, h].double(), v[keys, h].double()
-            p = (k_j @ q_i * scale - true_lse).exp()
-            dq += (p * (v_j @ dout[i, h].double() - delta)) @ k_j * scale
-        dk, dv = torch.zeros_like(dq), torch.zeros_like(dq)
-        k_i, v_i = k[i, h].double(), v[i, h].double()
-        for queries in _pieces(_queries_of(pattern, problem, i, h)):
-            q_j, dout_j, out_j = (x[queries, h].double() for x in (q, dout, out))
-            p = (q_j @ k_i * scale - lse[h, queries].double()).exp()
-            dk += (p * (dout_j @ v_i - (dout_j * out_j).sum(-1))) @ q_j * scale
-            dv += p @ dout_j
-        for name, grad, true in zip(("dq", "dk", "dv"), grads, (dq, dk, dv), strict=True):
-            truth[name].append(true)
-            found[name].append(grad[i, h])
-    errors = {name: _relative(torch.stack(found[name]), torch.stack(rows)) for name, rows in truth.items() if rows}
-    return errors | {"lse": largest}
+        keys = keys_of(pattern, problem, i, h)
+        true_lse = torch.stack([(k[part, h].double() @ q_i * scale).logsumexp(0) for part in _pieces(keys)]).logsumexp(0)
+        true = [torch.zeros_like(q_i) for _ in range(1 + len(grads))]
+        for part in _pieces(keys):
+            true[0] += (k[part, h].double() @ q_i * scale - true_lse).exp() @ v[part, h].double()
+        largest = max(largest, 0.0 if lse[h, i] == true_lse else abs(float(lse[h, i] - true_lse)))
+        if grads:
+            dout = douts[0]
+            d_i = dout[i, h].double()
+            for part in _pieces(keys):
+                k_j, v_j = k[part, h].double(), v[part, h].double()
+                true[1] += ((k_j @ q_i * scale - true_lse).exp() * (v_j @ d_i - d_i @ true[0])) @ k_j * scale
+            k_i, v_i = k[i, h].double(), v[i, h].double()
+            for part in _pieces(_queries_of(pattern, problem, i, h)):
+                q_j, dout_j, out_j = (x[part, h].double() for x in (q, dout, out))
+                p = (q_j @ k_i * scale - lse[h, part].double()).exp()
+                true[2] += (p * (dout_j @ v_i - (dout_j * out_j).sum(-1))) @ q_j * scale
+                true[3] += p @ dout_j
+        found.append([*true, *(x[i, h] for x in (out, *grads))])
+    columns = [torch.stack([x.double() for x in column]) for column in zip(*found, strict=True)]
+    half = len(columns) // 2
+    return {name: relative(columns[half + i], columns[i]) for i, name in enumerate(("out", "dq", "dk", "dv")[:half])} | {"lse": largest}
 
 
 def _places(pattern: Pattern, problem: Problem, count: int) -> list[tuple[int, int]]:
@@ -84,30 +75,5 @@ def _queries_of(pattern: Pattern, problem: Problem, position: int, head: int) ->
     return others[others >= position].to(problem.device)
 
 
-def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Iterator[torch.Tensor], head: int) -> tuple[torch.Tensor, float]:
-    """Returns (out, lse) of one row, summed over pieces of its keys; 0 and −inf without keys."""
-    high, total, out = -torch.inf, 0.0, torch.zeros_like(q)
-    for keys in pieces:
-        scores = k[keys, head].double() @ q
-        top = max(high, float(scores.max()))
-        weights = (scores - top).exp()
-        shrink = float(torch.tensor(high - top, dtype=torch.float64).exp())
-        total = total * shrink + float(weights.sum())
-        out = out * shrink + weights @ v[keys, head].double()
-        high = top
-    if total == 0:
-        return out, -torch.inf
-    return out / total, high + float(torch.tensor(total, dtype=torch.float64).log())
-
-
 def _pieces(positions: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(positions.split(_PIECE)) if len(positions) else iter(())
-
-
-def _distance(found: float, true: float) -> float:
-    return 0.0 if found == true else abs(found - true)
-
-
-def _relative(found: torch.Tensor, true: torch.Tensor) -> float:
-    norm = float(true.norm())
-    return float((found.double() - true).norm()) / norm if norm else float(found.abs().max())
+    return iter(positions.split(_PIECE)) if len(positions) else iter((positions,))

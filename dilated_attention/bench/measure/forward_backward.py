@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,57 +29,50 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[str, list[Any]]) -> Callable[[], Any]:
+def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Callable[[], Any]:
     """Returns a call of one pass on the next set of inputs; results are dropped at once. The backward runs on graphs made beforehand.
 
     ``shared``: the sets of inputs that the calls of one problem share; {} at first.
     """
     share(contender, problem, shared)
-    kind = _kind(contender)
-    sets, (dout,) = shared[kind], shared[f"dout of {kind}"]
-    number = 0
-
-    def following() -> int:
-        nonlocal number
-        number = (number + 1) % len(sets)
-        return number
-
+    *sets, dout = shared[_kind(contender, problem)]
+    following = itertools.cycle(sets).__next__
     if which == "forward":
 
         def forward() -> None:
             with torch.no_grad():
-                attend(*sets[following()])
+                attend(*following())
 
         return forward
     if which == "both":
 
         def both() -> None:
-            leaves = sets[following()]
+            leaves = following()
             torch.autograd.grad(attend(*leaves), leaves, dout)
 
         return both
     if which != "backward":
         raise Refused(f"pass {which!r}; expected one of {', '.join(PASSES)}")
     before = allocated(problem.device)
-    outs = [attend(*sets[0])]
+    graphs = [(attend(*sets[0]), sets[0])]
     if allocated(problem.device) - before < HEAVY:
-        outs += [attend(*leaves) for leaves in sets[1:]]
+        graphs += [(attend(*leaves), leaves) for leaves in sets[1:]]
+    next_graph = itertools.cycle(graphs).__next__
 
     def backward() -> None:
-        at = following() % len(outs)
-        torch.autograd.grad(outs[at], sets[at], dout, retain_graph=True)
+        out, leaves = next_graph()
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return backward
 
 
-def share(contender: Contender, problem: Problem, shared: dict[str, list[Any]]) -> None:
-    """Creates the inputs that contenders of this kind cycle through, once."""
-    kind = _kind(contender)
+def share(contender: Contender, problem: Problem, shared: dict[Any, list[Any]]) -> None:
+    """Creates the inputs that contenders of this kind cycle through, and dout, once."""
+    kind, part = _kind(contender, problem), part_of(contender, problem)
     if kind not in shared:
-        shared[kind] = [inputs_of(contender, part_of(contender, problem), i) for i in range(sets_of(problem))]
-    if f"dout of {kind}" not in shared:
-        dout = part_of(contender, problem).draw(problem.num_heads, 1000)
-        shared[f"dout of {kind}"] = [dout.flatten(2) if contender.inputs == "x" else dout]
+        dout = part.dout()
+        sets = [inputs_of(contender, part, i) for i in range(sets_of(problem))]
+        shared[kind] = [*sets, dout.flatten(2) if contender.inputs == "x" else dout]
 
 
 def part_of(contender: Contender, problem: Problem) -> Problem:
@@ -86,8 +80,8 @@ def part_of(contender: Contender, problem: Problem) -> Problem:
     return problem if contender.local is None else contender.local(problem)
 
 
-def _kind(contender: Contender) -> str:
-    return contender.inputs if contender.local is None else f"{contender.inputs} in parts"
+def _kind(contender: Contender, problem: Problem) -> tuple[Any, ...]:
+    return contender.inputs, contender.local is None, problem.queries, problem.kv_heads, problem.data
 
 
 def sets_of(problem: Problem) -> int:

@@ -1,34 +1,26 @@
 """Runs functions in separate processes, for figures that an earlier measurement would distort: a peak of memory, a limit of memory.
 
-A helper process imports torch once and then forks a child for each call, so that a call takes milliseconds instead of an import, and every
-child starts in the same state. The helper itself never computes: threads that it had started would be missing in its children.
+multiprocessing's fork server imports this package once and then forks a child for each call, so that a call takes milliseconds instead of
+an import, and every child starts in the same state. The server never computes: threads that it had started would be missing in its children.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 
 from dilated_attention.bench.measure.skip import Attempt, attempt, settle
 
-
-class _Helper(NamedTuple):
-    process: subprocess.Popen[bytes]
-    calls: Connection
-    answers: Connection
-
-
-_helper: _Helper | None = None
+_PRELOADED = ["torch._dynamo", "dilated_attention.bench.measure.subprocess_runner"]
 
 
 def why_no_children() -> str:
@@ -50,104 +42,49 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
         RuntimeError: an error that is neither out of memory nor a refusal, with its traceback.
     """
     assert not why_no_children()
-    helper = _start()
-    try:
-        helper.calls.send((function, args, memory, seconds))
-        found = helper.answers.recv()
-    except (EOFError, BrokenPipeError) as gone:
-        code = helper.process.wait()
-        raise RuntimeError(f"the process that forks children for measurements ended with code {code}") from gone
-    if isinstance(found, str):
-        raise RuntimeError(f"in a separate process: {found}")
-    assert isinstance(found, Attempt)
-    return found
+    from multiprocessing import forkserver
 
-
-def _start() -> _Helper:
-    global _helper
-    if _helper is None or _helper.process.poll() is not None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-            # large blocks return to the system as soon as they are freed, so that a peak is that of live tensors
-            "MALLOC_MMAP_THRESHOLD_": str(2**16),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [sys.executable, "-c", "from dilated_attention.bench.measure.subprocess_runner import serve; serve()"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert process.stdin is not None and process.stdout is not None
-        calls = Connection(os.dup(process.stdin.fileno()), readable=False)
-        answers = Connection(os.dup(process.stdout.fileno()), writable=False)
-        process.stdin.close()
-        process.stdout.close()
-        _helper = _Helper(process, calls, answers)
-        atexit.register(_stop, _helper)
-    return _helper
-
-
-def _stop(helper: _Helper) -> None:
-    """Ends the helper by closing its calls."""
-    helper.calls.close()
-    helper.process.wait()
-
-
-def serve() -> None:
-    """Runs the helper: receives calls on stdin, sends answers on the original stdout."""
-    # Ctrl-C is handled by the calling process; this one ends when its pipe closes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # PyTorch loads its compiler with the first custom op; without this every child would load it again, within its memory limit
-    import torch._dynamo  # noqa: F401
-
-    calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    # what a function prints must not be mixed with the answers
-    os.dup2(2, 1)
-    while True:
-        try:
-            call = calls.recv()
-        except EOFError:
-            return
-        answer = _forked(*call)
-        # a child's answer is passed on unchanged
-        answers.send_bytes(answer) if isinstance(answer, bytes) else answers.send(answer)
-
-
-def _forked(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None, seconds: float | None) -> bytes | Attempt[Any]:
-    reading, writing = Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
-        reading.close()
-        writing.send(_run(function, args, memory))
-        # skips the helper's exit handlers
-        os._exit(0)
+    context = multiprocessing.get_context("forkserver")
+    # large blocks return to the system as soon as they are freed, so that a peak is that of live tensors
+    changed = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "MALLOC_MMAP_THRESHOLD_": str(2**16), "CUDA_VISIBLE_DEVICES": ""}
+    with mock.patch.dict(os.environ, changed):
+        # PyTorch loads its compiler with the first custom op; without this every child would load it again, within its memory limit
+        context.set_forkserver_preload(_PRELOADED)
+        forkserver.ensure_running()
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(writing, function, args, memory))
+    child.start()
     writing.close()
-    answer: bytes | None = None
+    found: Attempt[Any] | str | None = None
     in_time = reading.poll(seconds)
     if in_time:
         with contextlib.suppress(EOFError):
-            answer = reading.recv_bytes()
+            found = reading.recv()
     else:
-        os.kill(child, signal.SIGKILL)
+        child.kill()
+    child.join()
     reading.close()
-    _, status = os.waitpid(child, 0)
     if not in_time:
         return Attempt(None, "time, not memory")
+    if isinstance(found, str):
+        raise RuntimeError(f"in a separate process: {found}")
     # the system handles a lack of memory by SIGKILL, some libraries by abort()
-    return answer or Attempt(None, f"the process ended by signal {os.waitstatus_to_exitcode(status) * -1}")
+    return found or Attempt(None, f"the process ended by signal {-(child.exitcode or 0)}")
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> Attempt[Any] | str:
+def _run(answers: Connection, function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> None:
+    # Ctrl-C is handled by the calling process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if memory is not None:
-            # the limit counts from here on; the memory shared with the helper is already in use
             import resource
 
+            # the limit counts from here on; the memory shared with the server is already in use
             limit = status_bytes("VmData") + memory
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        return attempt(lambda: function(*args))
-    except BaseException:  # noqa: BLE001 - told to the process that asked
-        import traceback
-
-        return traceback.format_exc()
+        answers.send(attempt(lambda: function(*args)))
+    except BaseException:  # noqa: BLE001 - reported to the process that asked
+        answers.send(traceback.format_exc())
 
 
 def status_bytes(field: str) -> int:

@@ -6,6 +6,7 @@ On a GPU a turn is ``triton.testing.do_bench``: CUDA events, with the cache empt
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from torch.utils import benchmark
 
 from dilated_attention.bench.measure.skip import settle
 
+# how one call is seen in addition to its median
+WAYS = ("called", "host", "kernels", "graph")
 # seconds of a call beyond which it is timed once per turn: do_bench calls a function six times before it measures, Timer twice. Within a
 # hundredth of that time a GPU's cache is refilled, and its launch latency is negligible
 _LONG = {"cuda": 0.005, "cpu": 0.05}
@@ -44,6 +47,9 @@ class Timing:
     def spread(self) -> float:
         """(90th − 10th percentile) / median."""
         return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
+
+    def scaled(self, factor: float) -> Timing:
+        return Timing(ms=factor * self.ms, low_ms=factor * self.low_ms, high_ms=factor * self.high_ms, samples=self.samples)
 
     def values(self) -> dict[str, float]:
         return {"ms": self.ms, "low_ms": self.low_ms, "high_ms": self.high_ms, "samples": self.samples}
@@ -164,3 +170,65 @@ def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
     torch.cuda.synchronize(device)
     del kept
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: float, ways: Sequence[str] = WAYS) -> dict[str, float]:
+    """Returns the milliseconds of one call, already warm, as its caller, the device and its kernels see it.
+
+    ``called``: a loop of calls without synchronising, divided by their number · ``host``: until a call that finds the queue empty returns,
+    median · ``kernels``: device time of the kernels of one call, and their number ``launches``, by torch.profiler · ``graph``: replayed from
+    a CUDA graph. About ``seconds`` each, at least 20 calls where these fit into three times that, 200 at most. A CPU has neither kernels
+    nor graphs.
+    """
+    once = max(one_call(function, device), 1e-6)
+    calls = max(3, min(max(20, int(seconds / once)), int(3 * seconds / once), 200))
+    found: dict[str, float] = {}
+
+    def loop(call: Callable[[], Any]) -> float:
+        return 1000 * one_call(lambda: [call() for _ in range(calls)] and None, device) / calls
+
+    if "host" in ways:
+        hosts = []
+        for _ in range(min(calls, 50)):
+            synchronise(device)
+            begun = time.perf_counter()
+            function()
+            hosts.append(1000 * (time.perf_counter() - begun))
+        found["host"] = statistics.median(hosts)
+    if "called" in ways:
+        found["called"] = loop(function)
+    if device.type == "cuda" and "kernels" in ways:
+        found["kernels"], found["launches"] = kernel_time(function)
+    if device.type == "cuda" and "graph" in ways:
+        # what reads a number back, as bounds of documents, cannot be captured
+        with contextlib.suppress(RuntimeError):
+            found["graph"] = loop(captured(function))
+    return found
+
+
+def kernel_time(function: Callable[[], Any]) -> tuple[float, int]:
+    """Returns (sum of their ms on the device, number) of the kernels, copies and fills of one call, by torch.profiler."""
+    times: list[float] = []
+    # the first session of a process can miss what ran while CUPTI was starting
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            function()
+            torch.cuda.synchronize()
+        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        if times:
+            break
+    return sum(times) / 1000, len(times)
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns the replay of ``step`` as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -1,7 +1,4 @@
-"""A stored baseline for one kind of hardware.
-
-Defines what must be the same for rows to be compared, and which rows are slower, faster, new or missing.
-"""
+"""Rows against a stored baseline of the same hardware: which are slower, faster, new or missing."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from dilated_attention.bench.report.rows import Results, Row
 
 # a row that looks slower is measured this many more times, and reported only if it is slower each time
 REPEATS = 3
-SLOWER, FASTER, SAME = "slower", "faster", "same"
+SLOWER, FASTER, SAME, MISSING, NEW = "slower", "faster", "same", "missing", "new"
 # codes of the states in a row's values
-_STATES = {SAME: 0, SLOWER: 1, FASTER: -1, "new": 2}
-_NEW = _STATES["new"]
+_STATES = {SAME: 0, SLOWER: 1, FASTER: -1, NEW: 2}
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,10 @@ def measured(
     calls: Mapping[str, Callable[[], Any]],
     again: Callable[[Mapping[str, Callable[[], Any]]], dict[str, Figures]],
     how: Check,
-    label: str,
-    case: Mapping[str, Any],
+    then: Mapping[str, Figures],
 ) -> dict[str, Figures]:
-    """Returns the figures of each name; what looks slower than the baseline is measured several times, and the best counts."""
+    """Returns the figures of each name; what looks slower than ``then`` is measured several times, and the best counts."""
     found = merged([again(calls) for _ in range(how.rounds)])
-    then = {row.name: Figures.of_values(row.values) for row in how.rows(label).values() if row.case == dict(case)}
     for _ in range(REPEATS):
         suspects = [name for name in found if name in then and verdict(then[name], found[name], how.threshold) == SLOWER]
         if not suspects:
@@ -96,22 +90,20 @@ def judged(rows: Sequence[Row], label: str, how: Check) -> list[Row]:
     result = []
     for row in rows:
         old = then.pop(row.key, None)
-        if old is None or not row.values:
-            if old is not None:
-                row = replace(row, note=f"missing: {row.note or 'no figure'}")
-            elif row.values:
-                row = replace(row, values=row.values | {"state": _NEW})
-            result.append(row)
-            continue
-        a, b = Figures.of_values(old.values), Figures.of_values(row.values)
-        state = _STATES[verdict(a, b, how.threshold)]
-        result.append(replace(row, values=row.values | {"change": change(a, b), "then_ms": a.ms, "state": state}))
-    return [*result, *(Row(name=old.name, case=old.case, note="missing: in the baseline only") for old in then.values())]
+        if old is not None and row.values:
+            a, b = Figures.of_values(old.values), Figures.of_values(row.values)
+            state = _STATES[verdict(a, b, how.threshold)]
+            row = replace(row, values=row.values | {"change": change(a, b), "then_ms": a.ms, "state": state})
+        elif old is not None:
+            row = replace(row, note=f"{MISSING}: {row.note or 'no figure'}")
+        elif row.values:
+            row = replace(row, values=row.values | {"state": _STATES[NEW]})
+        result.append(row)
+    return [*result, *(Row(name=old.name, case=old.case, note=f"{MISSING}: in the baseline only") for old in then.values())]
 
 
 def state_of(row: Row) -> str:
-    """``"slower"``, ``"faster"``, ``"same"``, ``"missing"``, ``"new"``; ``""`` for a row without figures in both, or of a baseline."""
-    if row.note.startswith("missing"):
-        return "missing"
-    names = {number: name for name, number in _STATES.items()}
-    return names[int(row.values["state"])] if "state" in row.values else ""
+    """Returns one of the five states; ``""`` for a row without figures in both, or of a baseline."""
+    if row.note.startswith(MISSING):
+        return MISSING
+    return next(name for name, code in _STATES.items() if code == row.values["state"]) if "state" in row.values else ""

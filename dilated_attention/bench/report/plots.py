@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilated_attention.bench.report.rows import Row
 from dilated_attention.files import replacing
 
 # Okabe and Ito's colours without yellow, which people with any colour vision tell apart; a colour that comes again gets another dash
@@ -182,6 +183,21 @@ class Plot:
         axes.set_xticks(range(len(names)), self.bars)
         if self.log_y:
             self._log_y(axes)
+
+
+def lines_of(rows: Iterable[Row], key: str, *, across: str = "N", scale: float = 1.0, of: str = "values") -> list[Line]:
+    """Returns a line for each name that has figures ``key`` over the case's ``across``; times with their spread."""
+    points: dict[str, list[tuple[Any, ...]]] = {}
+    for row in rows:
+        found = getattr(row, of)
+        if math.isfinite(found.get(key, math.nan)):
+            ends = ("low_ms", "high_ms") if key == "ms" else (key, key)
+            points.setdefault(row.name, []).append((row.case[across], *(scale * found.get(name, found[key]) for name in (key, *ends))))
+    lines = []
+    for name, mine in points.items():
+        x, y, low, high = zip(*sorted(mine), strict=True)
+        lines.append(Line(name, x, y, low, high) if key == "ms" else Line(name, x, y))
+    return lines
 
 
 def short(size: int) -> str:

@@ -107,7 +107,6 @@ class Results:
 
     Args:
         groups: those found in the file when this run began, and those measured by it.
-        replaced: the former content of a file that this run replaces.
     """
 
     suite: str
@@ -115,8 +114,9 @@ class Results:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, list[Row]] = field(default_factory=dict)
     path: Path | None = None
-    replaced: bytes = b""
     _added: set[str] = field(default_factory=set)
+    # the file's groups when this run began
+    _before: dict[str, list[Row]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | None, suite: str, here: dict[str, Any], settings: dict[str, Any], *, fresh: bool = False) -> Results:
@@ -126,14 +126,15 @@ class Results:
             ValueError: the file belongs to another suite, machine or version, or was made with other settings.
         """
         new = cls(suite, here, settings, path=path)
+        if fresh and path is not None:
+            with new.lock():
+                path.unlink(missing_ok=True)
         if path is None or not path.exists():
             return new
-        if not fresh:
-            found = cls.load(path)
-            new.check_same(found)
-            return found
-        new.replaced = path.read_bytes()
-        return new
+        found = cls.load(path)
+        new.check_same(found)
+        found._before = dict(found.groups)
+        return found
 
     def check_same(self, found: Results) -> None:
         """Raises ValueError where ``found`` belongs to another suite, machine or version, or was made with other settings."""
@@ -152,12 +153,8 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         """Reads a file. Raises ValueError where it is not a result of this schema."""
-        return cls._read(path.read_bytes(), path)
-
-    @classmethod
-    def _read(cls, text: bytes, path: Path) -> Results:
         try:
-            whole = parse_json(text, "the file")
+            whole = parse_json(path.read_bytes(), "the file")
             if whole["schema"] != SCHEMA:
                 raise ValueError(f"schema {whole['schema']}")
             groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
@@ -195,27 +192,18 @@ class Results:
         Raises:
             ValueError: the file now belongs to another suite, machine or version, or was made with other settings.
         """
-        text = self.path.read_bytes() if self.path is not None and self.path.exists() else b""
-        if self.path is None or text in (b"", self.replaced):
+        if self.path is None or not self.path.exists():
             return self
-        found = self._read(text, self.path)
+        found = self.load(self.path)
         self.check_same(found)
-        before = self._groups_replaced()
         groups = {}
         for label, rows in found.groups.items():
             own = self.groups[label] if label in self._added else []
             keys = {row.key for row in own}
-            others = [] if before.get(label) == rows else [row for row in rows if row.key not in keys]
-            if label in self._added or others or not rows:
-                groups[label] = [*others, *own]
-        return replace(self, groups=groups | {label: rows for label, rows in self.groups.items() if label not in groups})
-
-    def _groups_replaced(self) -> dict[str, list[Row]]:
-        try:
-            return self._read(self.replaced, Path()).groups if self.replaced else {}
-        except ValueError:
-            # whatever the file was, none of its content is kept
-            return {}
+            # rows that were there before are replaced by those measured anew
+            stale = label in self._added and self._before.get(label) == rows
+            groups[label] = [*([] if stale else (row for row in rows if row.key not in keys)), *own]
+        return replace(self, groups=groups | {label: rows for label, rows in self.groups.items() if label in self._added - set(groups)})
 
     def save(self) -> None:
         """Writes the file; a reader sees the old one or the new one."""

@@ -32,6 +32,16 @@ class Table:
         return "\n".join([*lines, *([self.caption] if self.caption else [])]) + "\n"
 
 
+@dataclass(frozen=True)
+class Value:
+    """A figure of rows: its key, its title with the unit, the factor between them, and whether more is better."""
+
+    key: str
+    title: str
+    scale: float = 1.0
+    is_rate: bool = False
+
+
 def _piped(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

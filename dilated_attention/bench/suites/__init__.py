@@ -1,12 +1,18 @@
-"""One file per suite, with a separate ``_report`` file where its tables are long.
-
-A new suite needs a file here and a line in ``regression.COMPARED``, or one below if it cannot run without arguments.
-"""
+"""One file per suite, with a separate ``_report`` file where its tables are long. A new suite needs a file here and a line below."""
 
 from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.suites.accuracy import Accuracy
+from dilated_attention.bench.suites.bandwidth import Bandwidth
+from dilated_attention.bench.suites.extreme import Extreme
+from dilated_attention.bench.suites.memory import Memory
 from dilated_attention.bench.suites.quality import Quality
-from dilated_attention.bench.suites.regression import COMPARED, Regression
+from dilated_attention.bench.suites.regression import Regression
+from dilated_attention.bench.suites.scaling import Scaling
+from dilated_attention.bench.suites.speed import Speed
+from dilated_attention.bench.suites.train_infer import TrainInfer
 
-SUITES: dict[str, type[Suite]] = {**COMPARED, Quality.name: Quality, Regression.name: Regression}
+SUITES: dict[str, type[Suite]] = {
+    suite.name: suite for suite in (Speed, Accuracy, Memory, Bandwidth, Extreme, Scaling, TrainInfer, Quality, Regression)
+}
 
 __all__ = ["SUITES"]

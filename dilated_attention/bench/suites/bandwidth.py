@@ -28,6 +28,9 @@ CONTENDERS = {
     x.name: x for x in (*DENSE, *MODULES) if x.name not in ("flash3_fp8", "BlockSparseAttention chosen", "BlockSparseDilatedAttention")
 }
 COPY, PRODUCT = "copy", "matrix product"
+# columns of the tables: (title, key, scale)
+_COLUMNS = (("ms", "ms", 1.0), ("GFLOP", "flops", 1e-9), ("least MB", "least_bytes", 1e-6), ("FLOP/byte", "intensity", 1.0),
+            ("TFLOP/s", "tflops", 1.0), ("GB/s", "gb_s", 1.0))  # fmt: skip
 
 
 class Bandwidth(Suite):
@@ -43,17 +46,12 @@ class Bandwidth(Suite):
     def problems(self, session: Session) -> list[Problem]:
         """Returns one problem bound by matrix products, and one of many short sequences."""
         shapes = ((1, 16384, 16, 128), (128, 256, 16, 64)) if session.full else ((1, 1024, 4, 64), (16, 128, 4, 64))
-        return [
-            Problem(batch_size=b, num_positions=n, num_heads=h, head_dim=d, dtype=session.dtype, device=session.device)
-            for b, n, h, d in shapes
-        ]
+        place: dict[str, Any] = {"dtype": session.dtype, "device": session.device}
+        return [Problem(batch_size=b, num_positions=n, num_heads=h, head_dim=d, **place) for b, n, h, d in shapes]
 
     def groups(self, session: Session) -> Sequence[Group]:
         chosen = [CONTENDERS[name] for name in session.options.contenders or CONTENDERS]
-        attending = [
-            Group(f"attention {problem.label}", functools.partial(_attention, chosen, problem, session.options.passes, session.seconds))
-            for problem in self.problems(session)
-        ]
+        attending = [Group(f"attention {x.label}", functools.partial(_attention, chosen, x, session)) for x in self.problems(session)]
         return [
             Group("ceilings", functools.partial(_ceilings, session)),
             *attending,
@@ -61,25 +59,24 @@ class Bandwidth(Suite):
         ]
 
     def tables(self, results: Results) -> list[Table]:
-        tables = [_ceilings_table(results)]
-        for label, rows in results.groups.items():
-            if label.startswith("attention "):
-                tables.append(_attention_table(label, rows, Roof.of(results)))
-        kernels = [row for row in results.rows if row.case.get("part") == "kernels"]
-        return [*tables, _kernels_table(kernels, Roof.of(results))] if kernels else tables
+        roof = Roof.of(results)
+        cells = []
+        for name, found, stated, unit in roof.limits():
+            datasheet = f"{figure(stated)} {unit} (reached {found / stated:.0%})" if stated else "–"
+            cells.append([name, f"{figure(found)} {unit}", datasheet])
+        caption = "The 10th percentile of a copy far larger than any cache, read and write counted, and of a square matrix product."
+        tables = [Table("ceilings", ("", "measured", "data sheet"), cells, caption)]
+        return tables + [_table(label, rows, roof) for label, rows in results.groups.items() if label != "ceilings"]
 
     def plots(self, results: Results) -> list[Plot]:
         roof = Roof.of(results)
         plots = [plot for which in PASSES for plot in _roofline(results, which, roof)]
-        timed = [row for row in results.rows if row.case.get("part") == "kernels" and row.values]
+        timed = [row for row in results.groups.get("kernels", []) if row.values]
         if timed and roof.copy:
             names = [COPY, *(row.name for row in timed)]
             bars = [Line("measured", range(len(names)), [roof.copy, *(row.values["gb_s"] for row in timed)])]
-            if roof.datasheet_copy:
-                bars.append(Line("data sheet", range(len(names)), [roof.datasheet_copy] * len(names)))
-            plots.append(
-                Plot(name="kernels", title="Bandwidth of kernels that only move memory", x_label="", y_label="GB/s", lines=bars, bars=names)
-            )
+            plots.append(Plot(name="kernels", title="Bandwidth of kernels that only move memory", x_label="", y_label="GB/s", lines=bars,
+                              bars=names))  # fmt: skip
         return plots
 
 
@@ -87,37 +84,35 @@ class Roof:
     """The limits among the stored rows: GB/s, and TFLOP/s by dtype; measured, and from the data sheet where the GPU is known."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.copy = self.datasheet_copy = 0.0
-        self.products: dict[str, float] = {}
-        self.datasheet_products: dict[str, float] = {}
-        for row in rows:
-            if row.name == COPY:
-                self.copy = row.values.get("gb_s", 0.0)
-                self.datasheet_copy = row.values.get("datasheet_gb_s", 0.0)
-            elif row.values:
-                self.products[row.case["dtype"]] = row.values["tflops"]
-                self.datasheet_products[row.case["dtype"]] = row.values.get("datasheet_tflops", 0.0)
+        self._copy = next((row.values for row in rows if row.name == COPY and row.values), {})
+        self._products = {row.case["dtype"]: row.values for row in rows if row.name == PRODUCT and row.values}
+        self.copy = self._copy.get("gb_s", 0.0)
 
     @classmethod
     def of(cls, results: Results) -> Roof:
         return cls([row for row in results.rows if row.case.get("part") == "ceilings"])
 
+    def limits(self) -> list[tuple[str, float, float, str]]:
+        """Returns (name, measured, data sheet's or 0, unit)."""
+        products = [(f"{PRODUCT}, {dtype}", v["tflops"], v.get("datasheet", 0.0), "TFLOP/s") for dtype, v in self._products.items()]
+        return [(COPY, self.copy, self._copy.get("datasheet", 0.0), "GB/s"), *products]
+
+    def product(self, dtype: str) -> float:
+        return self._products.get(dtype, {}).get("tflops", 0.0)
+
     def at(self, intensity: float, dtype: str) -> float:
         """Returns the TFLOP/s that the machine allows a kernel with this many FLOPs per byte; 0 where a limit is not known."""
-        return min(self.products.get(dtype, 0.0), intensity * self.copy / 1000)
+        return min(self.product(dtype), intensity * self.copy / 1000)
 
 
 def _ceilings(session: Session) -> list[Row]:
     """Measures a copy far larger than any cache, and a square matrix product of each dtype."""
     device = session.device
     gpu = detected_gpu(device) if device.type == "cuda" else None
-    size = 2**30 if session.full else 2**27
-    edge = 8192 if session.full else 1024
-    dtypes = dict.fromkeys((*session.dtypes, torch.float32))
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    size, edge = (2**30, 8192) if session.full else (2**27, 1024)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    calls[COPY, "bytes"] = lambda: target.copy_(source)
-    for dtype in dtypes:
+    calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, "bytes"): lambda: target.copy_(source)}
+    for dtype in dict.fromkeys((*session.dtypes, torch.float32)):
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         calls[PRODUCT, str(dtype).removeprefix("torch.")] = functools.partial(torch.mm, a, b)
     rows = []
@@ -125,14 +120,10 @@ def _ceilings(session: Session) -> list[Row]:
     for (name, dtype_name), call in calls.items():
         timing = interleaved({name: call}, device, seconds=max(session.seconds, 0.2) if session.seconds >= 0.1 else session.seconds)[name]
         # the fastest, as it is an upper limit
-        ms = timing.low_ms
-        if name == COPY:
-            values = timing.values() | {"gb_s": 2 * size / ms / 1e6}
-            values |= {} if gpu is None or gpu.bandwidth is None else {"datasheet_gb_s": gpu.bandwidth / 1e9}
-        else:
-            values = timing.values() | {"tflops": 2 * edge**3 / ms / 1e9}
-            peak = None if gpu is None else gpu.peak(dtype_name)
-            values |= {} if peak is None else {"datasheet_tflops": peak / 1e12}
+        key, amount = ("gb_s", 2 * size / 1e6) if name == COPY else ("tflops", 2 * edge**3 / 1e9)
+        values = timing.values() | {key: amount / timing.low_ms}
+        stated = None if gpu is None else gpu.bandwidth if name == COPY else gpu.peak(dtype_name)
+        values |= {} if stated is None else {"datasheet": stated / (1e9 if name == COPY else 1e12)}
         rows.append(Row(name=name, case={"part": "ceilings", "dtype": dtype_name}, values=values))
     return rows
 
@@ -146,18 +137,17 @@ def least_bytes(problem: Problem, which: str) -> int:
     return passes[which] if which in passes else sum(passes.values())
 
 
-def _attention(contenders: Sequence[Contender], problem: Problem, passes: Sequence[str], seconds: float) -> list[Row]:
+def _attention(contenders: Sequence[Contender], problem: Problem, session: Session) -> list[Row]:
     pairs = {contender.name: contender.pairs(problem) for contender in contenders}
-    case = problem.case | {"part": "attention"}
-    empty = [Row(name=name, case=case, note="keeps no pair of so few blocks") for name, count in pairs.items() if not count]
+    extra = {"part": "attention"}
+    empty = [Row(name=name, case=problem.case | extra, note="keeps no pair of so few blocks") for name, count in pairs.items() if not count]
     able = [contender for contender in contenders if pairs[contender.name]]
-    rows = measure(able, problem, passes=passes, seconds=seconds, extra={"part": "attention"})
-    return [*(_placed(row, problem, pairs[row.name]) if row.values else row for row in rows), *empty]
+    rows = measure(able, problem, passes=session.options.passes, seconds=session.seconds, extra=extra)
+    return [*(_placed(row, problem, pairs[row.name] or 0) if row.values else row for row in rows), *empty]
 
 
-def _placed(row: Row, problem: Problem, pairs: int | None) -> Row:
+def _placed(row: Row, problem: Problem, pairs: int) -> Row:
     """Adds ``flops``, ``least_bytes``, ``intensity`` (FLOPs per byte) and ``gb_s``."""
-    assert pairs is not None
     which = row.case["pass"]
     flops, moved = FLOPS[which] * pairs * problem.head_dim, least_bytes(problem, which)
     added = {"flops": flops, "least_bytes": moved, "intensity": flops / moved, "gb_s": moved / row.values["ms"] / 1e6}
@@ -185,50 +175,23 @@ def _kernels(session: Session) -> list[Row]:
     return rows
 
 
-def _ceilings_table(results: Results) -> Table:
-    roof = Roof.of(results)
-    cells = [[COPY, f"{figure(roof.copy)} GB/s", _datasheet(roof.copy, roof.datasheet_copy, "GB/s")]]
-    for dtype, tflops in roof.products.items():
-        cells.append([f"{PRODUCT}, {dtype}", f"{figure(tflops)} TFLOP/s", _datasheet(tflops, roof.datasheet_products[dtype], "TFLOP/s")])
-    caption = "Measured: the 10th percentile of a copy far larger than any cache, read and write counted, and of a square matrix product."
-    return Table("ceilings", ("", "measured", "data sheet"), cells, caption)
-
-
-def _datasheet(measured: float, stated: float, unit: str) -> str:
-    return f"{figure(stated)} {unit} (reached {measured / stated:.0%})" if stated else "–"
-
-
-def _attention_table(label: str, rows: Sequence[Row], roof: Roof) -> Table:
+def _table(label: str, rows: Sequence[Row], roof: Roof) -> Table:
+    """Builds the table of a problem's passes against the roof, or of the kernels that only move memory against a copy."""
+    columns = [column for column in _COLUMNS if any(column[1] in row.values for row in rows)]
     cells = []
-    for row in rows:
-        if not row.values:
-            continue
+    for row in (row for row in rows if row.values):
         v = row.values
-        allowed = roof.at(v["intensity"], row.case["dtype"])
-        share = f"{v['tflops'] / allowed:.0%}" if allowed else "–"
-        bound = "products" if allowed == roof.products.get(row.case["dtype"]) else "memory"
-        figures = [figure(v[key]) for key in ("ms", "intensity", "tflops", "gb_s")]
-        cells.append([f"{row.name}, {row.case['pass']}", figure(v["flops"] / 1e9), figure(v["least_bytes"] / 1e6), *figures, bound, share])
-    columns = ("", "GFLOP", "least MB", "ms", "FLOP/byte", "TFLOP/s", "GB/s", "roof", "share of roof")
+        allowed = roof.at(v["intensity"], row.case["dtype"]) if "intensity" in v else 0.0
+        bound = "products" if allowed and allowed == roof.product(row.case["dtype"]) else "memory"
+        reached = v["tflops"] / allowed if allowed else v["gb_s"] / roof.copy if roof.copy and "flops" not in v else None
+        name = f"{row.name}, {row.case['pass']}" if "pass" in row.case else row.name
+        cells.append([name, *(figure(v[key] * scale) for _, key, scale in columns), bound, "–" if reached is None else f"{reached:.0%}"])
     caption = (
-        "FLOP: 4·D per pair forward, 10·D backward, over the pairs that the pattern keeps. "
-        "Least MB: what any implementation must read and write once. "
-        "Roof: the lower of the measured product rate and of FLOP/byte times the measured copy."
+        "FLOP: 4·D per pair forward, 10·D backward, over the pairs that the pattern keeps. Least MB: what any implementation must read and "
+        "write once. Roof: the lower of the measured product rate and of FLOP/byte times the measured copy."
     )
-    return Table(label, columns, cells, "\n".join(filter(None, [caption, absent(rows, "ms")])))
-
-
-def _kernels_table(rows: Sequence[Row], roof: Roof) -> Table:
-    cells = []
-    for row in rows:
-        if row.values:
-            v = row.values
-            share = f"{v['gb_s'] / roof.copy:.0%}" if roof.copy else "–"
-            stated = f"{v['gb_s'] / roof.datasheet_copy:.0%}" if roof.datasheet_copy else "–"
-            what = next((kernel.what for kernel in kernels.KERNELS if kernel.name == row.name), "")
-            cells.append([row.name, what, figure(v["ms"]), figure(v["least_bytes"] / 1e6), figure(v["gb_s"]), share, stated])
-    columns = ("", "what", "ms", "least MB", "GB/s", "of a copy", "of the data sheet")
-    return Table("kernels that only move memory", columns, cells, absent(rows, "ms"))
+    titles = ("", *(title for title, _, _ in columns), "roof", "share of roof")
+    return Table(label, titles, cells, "\n".join(filter(None, [caption, absent(rows, "ms")])))
 
 
 def _roofline(results: Results, which: str, roof: Roof) -> list[Plot]:
@@ -240,21 +203,11 @@ def _roofline(results: Results, which: str, roof: Roof) -> list[Plot]:
     for name in dict.fromkeys(row.name for row in rows):
         mine = sorted((row for row in rows if row.name == name), key=lambda row: row.values["intensity"])
         lines.append(Line(name, [row.values["intensity"] for row in mine], [row.values["tflops"] for row in mine], joined=False))
-    peak = roof.products.get(dtype, 0.0)
-    places = [x for line in lines for x in line.x]
-    first, last = min(places) / 4, max(places) * 4
-    lines.append(_roof_line(f"measured: {figure(roof.copy)} GB/s, {figure(peak)} TFLOP/s", roof.copy, peak, first, last))
-    stated = roof.datasheet_products.get(dtype, 0.0)
-    if roof.datasheet_copy and stated:
-        label = f"data sheet: {figure(roof.datasheet_copy)} GB/s, {figure(stated)} TFLOP/s"
-        lines.append(_roof_line(label, roof.datasheet_copy, stated, first, last))
+    peak = roof.product(dtype)
+    places, bend = [x for line in lines for x in line.x], 1000 * peak / roof.copy
+    x = [min(min(places) / 4, bend / 4), bend, max(max(places) * 4, bend * 4)]
+    label = f"measured: {figure(roof.copy)} GB/s, {figure(peak)} TFLOP/s"
+    lines.append(Line(label, x, [roof.at(each, dtype) for each in x], dashed=True, marked=False))
     note = "The limit is matrix products to the right of the bend, and memory to the left of it. A contender has a point for each shape."
     return [Plot(name=f"roofline-{which}", title=f"Roofline, {which}, {dtype}", x_label="FLOPs for each byte that must be moved",
                  y_label="TFLOP/s", lines=lines, log_x=True, log_y=True, note=note)]  # fmt: skip
-
-
-def _roof_line(label: str, gb_s: float, tflops: float, first: float, last: float) -> Line:
-    bend = 1000 * tflops / gb_s
-    first, last = min(first, bend / 4), max(last, bend * 4)
-    x = [first, bend, last]
-    return Line(label, x, [min(tflops, at * gb_s / 1000) for at in x], dashed=True, marked=False)

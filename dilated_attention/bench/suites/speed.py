@@ -1,148 +1,250 @@
-"""Time of every pass by length and by shape: dense attention kernel by kernel, and this library's modules."""
+"""Time of every pass: dense attention kernel by kernel, this library's modules and functions, and other people's, by length and by case.
+
+    python -m dilated_attention bench speed                                     # lengths and shapes, every module
+    python -m dilated_attention bench speed --cases short --torchscale PATH     # what one call costs, and every option
+    python -m dilated_attention bench speed --cases "longnet*" --contenders ours floor --backends flash4
+"""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from dilated_attention.bench.measure.contest import duration, measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
-from dilated_attention.bench.measure.utilization import explained, gpu_of, utilisation
-from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.measure.skip import attempt
+from dilated_attention.bench.measure.timing import WAYS
+from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
+from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, pivot
+from dilated_attention.bench.report.tables import Table, Value, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender
+from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
+from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
+from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, STANDARD, Contender, of_backend
+from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.parsing import size
+from dilated_attention.bench.workloads.rings import RINGS
+from dilated_attention.parsing import UsageError, size
 
-CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD)}
-OURS = tuple(contender.name for contender in (*MODULES, *MULTIHEAD))
+CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *RINGS, *FUNCTIONS, *COMPETITORS)}
+# those of the length and grid parts
+ALL = (*DENSE, *MODULES, *MULTIHEAD)
 # dense kernels that round in the inputs' dtype; 8-bit products are not comparable
 KERNELS = tuple(contender.name for contender in DENSE if contender is not STANDARD and "fp8" not in contender.name)
 # batch x positions x heads x head dim
 GRID = ((1, 32, 4, 16), (1, 128, 8, 32), (4, 256, 8, 64), (8, 512, 16, 64), (16, 512, 32, 64), (32, 1024, 32, 128), (64, 1024, 64, 128))
-SMALL_GRID = GRID[:3]
+PARTS = ("length", "grid")
+VALUES = (
+    Value("ms", "ms"),
+    Value("called", "ms as called in a loop"),
+    Value("host", "ms until the call returns"),
+    Value("kernels", "ms of its kernels"),
+    Value("launches", "kernels launched"),
+    Value("graph", "ms as a CUDA graph"),
+    Value("tokens_per_s", "tokens/s", is_rate=True),
+    Value("tflops", "TFLOP/s", is_rate=True),
+    Value("peak_bytes", "peak MiB beyond the inputs", scale=2**-20),
+)
+_TOLD = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+
+
+class _List(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        lines = (f"{name}: {', '.join(make_case(name, torch.device('cpu'), torch.float32).contenders)}" for name in NAMES)
+        parser.exit(0, "\n".join(lines) + "\n")
 
 
 class Speed(Suite):
     """Measures the times that attention libraries usually publish, on this machine."""
 
     name = "speed"
-    about = "time and TFLOP/s of forward, backward and both, by length and by shape"
+    about = "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors"
+    over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", nargs="+", default=list(PARTS), metavar="NAME",
+                            help=f"{', '.join(PARTS)} (default), short (what one call costs), names or wildcards; --list shows the names")  # fmt: skip
+        parser.add_argument("--list", nargs=0, action=_List, help="print the named cases and who is compared, measure nothing")
+        parser.add_argument("--contenders", nargs="+", metavar="NAME", help="names or wildcards; default: those of each case")
+        parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="ours and the floor by these backends too")
+        parser.add_argument("--contender", type=foreign, action="append", default=[], metavar="NAME=MODULE.PATH:FUNCTION",
+                            help="another implementation: function(problem) -> callable of q, k, v (B, N, H, D); may be repeated")  # fmt: skip
+        parser.add_argument("--torchscale", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
+        parser.add_argument("--kernel", help="backend that stands in for flash-attn in TorchScale; default sdpa_flash, on a CPU sdpa_cpu")
+        parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: all")
+        parser.add_argument("--ways", nargs="*", choices=WAYS, help="how a call is seen besides its median; default: called host kernels")
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 512 … 8k at batch 8, then to 1M; on a CPU 512 … 2k")
-        parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
         parser.add_argument("--masks", nargs="+", choices=("full", "causal"), help="default: full, and causal at every other length")
-        parser.add_argument("--parts", nargs="+", choices=("length", "grid"), default=["length", "grid"], help="default: both")
+        parser.add_argument("--batch", type=size, help="of the lengths; default 8 up to 8k, then 1; on a CPU 1")
+        parser.add_argument("--heads", type=size, help="of the lengths; default 32, on a CPU 4")
+        parser.add_argument("--head-dim", type=size, help="of the lengths; default 64, on a CPU 32")
         parser.add_argument("--longest", type=float, help="seconds that one call may take; default 0.4 in full size, 1 in small")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        chosen = session.options.contenders
-        return super().settings(session) | {"longest": self.longest(session), "contenders": sorted(chosen) if chosen else "all"}
+        options = session.options
+        chosen: dict[str, Any] = {"longest": self.longest(session), "contenders": options.contenders or "all"}
+        chosen |= {"others": {other.name: other.target for other in options.contender}} if options.contender else {}
+        chosen |= {} if options.ways is None else {"ways": options.ways}
+        return super().settings(session) | chosen
 
     def longest(self, session: Session) -> float:
-        if session.options.longest is None:
-            return 0.4 if session.full else 1.0
-        return float(session.options.longest)
+        return float(session.options.longest or (0.4 if session.full else 1.0))
 
-    def problems(self, session: Session) -> list[tuple[str, Problem]]:
-        """Returns (part, problem): "length" fixes heads and head dim, "grid" contains shapes of every size."""
+    def cases(self, session: Session) -> Iterator[Case]:
+        """Yields the cases; raises UsageError where a name is not one."""
+        options = session.options
+        named = list(itertools.chain.from_iterable(DEFAULTS if name == "short" else [name] for name in options.cases if name not in PARTS))
+        contenders = tuple(contender.name for contender in ALL)
+        if session.world_size > 1:
+            contenders += tuple(contender.name for contender in RINGS)
+        try:
+            names = names_of(named)
+        except ValueError as unknown:
+            raise UsageError(f"--cases: {unknown}") from unknown
+        for dtype in session.dtypes:
+            place: dict[str, Any] = {"dtype": dtype, "device": session.device}
+            if "length" in options.cases:
+                for problem in self.lengths(session, place):
+                    yield Case(f"length {problem.label}", "length", problem, contenders)
+            if "grid" in options.cases:
+                for b, n, h, d in GRID if session.full else GRID[:3]:
+                    problem = Problem(batch_size=b, num_positions=n, num_heads=h, head_dim=d, **place)
+                    yield Case(f"grid {problem.label}", "grid", problem, contenders)
+            for name in names:
+                yield make_case(name, session.device, dtype, full=session.full)
+            if not session.options.dtypes:
+                break
+
+    def lengths(self, session: Session, place: dict[str, Any]) -> Iterator[Problem]:
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
         masks = [(n, mask == "causal") for mask in options.masks or ["full"] for n in lengths]
-        if options.masks is None:
-            masks += [(n, True) for n in lengths[1::2]]
-        found = []
-        for dtype in session.dtypes:
-            if "length" in options.parts:
-                for n, is_causal in masks:
-                    batch = most if n <= 8192 else 1
-                    problem = Problem(num_positions=n, num_heads=heads, head_dim=head_dim, batch_size=batch, dtype=dtype,
-                                      device=session.device, is_causal=is_causal)  # fmt: skip
-                    found.append(("length", problem))
-            if "grid" in options.parts:
-                for batch, n, h, d in GRID if session.full else SMALL_GRID:
-                    problem = Problem(batch_size=batch, num_positions=n, num_heads=h, head_dim=d, dtype=dtype, device=session.device)
-                    found.append(("grid", problem))
-        return found
+        masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
+        for n, is_causal in masks:
+            batch = options.batch or (most if n <= 8192 else 1)
+            yield Problem(num_positions=n, num_heads=options.heads or heads, head_dim=options.head_dim or head_dim, batch_size=batch,
+                          is_causal=is_causal, **place)  # fmt: skip
 
     def groups(self, session: Session) -> Sequence[Group]:
-        chosen = [CONTENDERS[name] for name in session.options.contenders or CONTENDERS]
+        catalogue = self.catalogue(session)
         # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
         asked = getattr(session.options, "seconds", None)
         seconds = session.seconds / (2 if session.full else 4) if asked is None else session.seconds
-        return [
-            Group(f"{part} {problem.label}", functools.partial(_measure, chosen, problem, part, seconds, self.longest(session)))
-            for part, problem in self.problems(session)
-        ]
+        groups = []
+        for case in self.cases(session):
+            names = [name for name in self.compared(session, case, catalogue) if name in catalogue]
+            chosen = [catalogue[name] for name in names]
+            label = case.name if case.family in PARTS else f"{case.name} {case.problem.label}"
+            groups.append(Group(label, functools.partial(self._measure, session, case, chosen, seconds)))
+        return groups
+
+    def catalogue(self, session: Session) -> dict[str, Contender]:
+        """Returns every contender by its name, with TorchScale and backends where they were asked for."""
+        options, found = session.options, dict(CONTENDERS)
+        if options.torchscale is not None:
+            kernel = options.kernel or ("sdpa_flash" if session.device.type == "cuda" else "sdpa_cpu")
+            try:
+                found["torchscale"] = torchscale(options.torchscale, kernel)
+            except ValueError as missing:
+                raise UsageError(str(missing)) from missing
+        for backend in options.backends:
+            found |= {each.name: each for each in (*(of_backend(backend, kind) for kind in ("dilated", "dense")), floor(backend))}
+        taken = [*found, *(other.name for other in options.contender)]
+        for other in options.contender:
+            if taken.count(other.name) > 1:
+                raise UsageError(f"--contender is named {other.name!r}, which is already taken; choose another name")
+        return found
+
+    def compared(self, session: Session, case: Case, catalogue: dict[str, Contender]) -> list[str]:
+        """Returns the contenders of a case. Raises UsageError where a name of --contenders is none."""
+        asked = session.options.contenders
+        if asked is not None:
+            found = [(pattern, fnmatch.filter(catalogue, pattern)) for pattern in asked]
+            if unknown := [pattern for pattern, names in found if not names]:
+                raise UsageError(f"--contenders {' '.join(unknown)}: there is none; expected some of {', '.join(catalogue)}")
+            return list(dict.fromkeys(itertools.chain.from_iterable(names for _, names in found)))
+        more = [f"{name} {backend}" for name in ("ours", "attention") if name in case.contenders for backend in session.options.backends]
+        return [*case.contenders, *more]
+
+    def _measure(self, session: Session, case: Case, contenders: list[Contender], seconds: float) -> list[Row]:
+        problem, options = case.problem, session.options
+        ways = options.ways if options.ways is not None else () if case.family in PARTS else WAYS[:3]
+        extra: dict[str, Any] = {"family": case.family, "at": _column(case)}
+        extra |= {"processes": session.world_size} if session.world_size > 1 else {}
+        rows: list[Row] = []
+        for other in options.contender if case.family in PARTS else ():
+            made = attempt(functools.partial(other.contender, problem), foreign=True)
+            if made.value is None:
+                rows.append(Row(name=other.name, case=problem.case | extra, note=made.note))
+            else:
+                contenders = [*contenders, made.value]
+        agree = functools.partial(_agreed, session.device) if session.world_size > 1 else None
+        rows += measure(contenders, problem, passes=options.passes, seconds=seconds, memory=True, longest=self.longest(session),
+                        agree=agree, ways=() if agree else ways, extra=extra)  # fmt: skip
+        tokens = 1000 * problem.batch_size * (problem.queries or problem.num_positions)
+        return [replace(row, values=row.values | {"tokens_per_s": tokens / row.values["ms"]}) if row.values else row for row in rows]
 
     def tables(self, results: Results) -> list[Table]:
         tables: list[Table] = []
-        for dtype, part, causal in itertools.product(_dtypes(results), ("length", "grid"), (False, True)):
-            rows = [row for row in results.rows if _is(row, dtype, part, causal)]
+        for (family, dtype, mask), rows in _parts(results):
             for which in PASSES:
                 mine = _of_pass(rows, which)
                 if any(row.values for row in mine):
-                    tables += _tables(results, mine, which, dtype, part, causal)
-        return tables or [pivot(results.rows, "ms", across="N", title="time, ms")]
+                    tables += _tables(results, mine, f"{_TOLD[which]}, {family}, {dtype}, {mask}", which)
+        compared = {row.name for row in results.rows}
+        told = {name: contender.what for name, contender in CONTENDERS.items()}
+        told |= {name: f"{target}, yours" for name, target in results.settings.get("others", {}).items()}
+        legend = [[name, what] for name, what in told.items() if name in compared]
+        return [*(tables or [pivot(results.rows, "ms", across="at", title="time, ms")]), Table("what is compared", ("", "what"), legend)]
 
     def plots(self, results: Results) -> list[Plot]:
         plots = []
-        dtypes = _dtypes(results)
-        for dtype, which in itertools.product(dtypes, PASSES):
-            rows = _of_pass([row for row in results.rows if _is(row, dtype, "length", False)], which)
-            suffix = which if len(dtypes) == 1 else f"{which}-{dtype}"
-            shape = _shape(rows)
-            kernels = _lines(rows, [contender.name for contender in DENSE], "tflops")
-            if kernels:
-                plots.append(
-                    Plot(name=f"dense-{suffix}", title=f"Dense attention, {_TOLD[which]}, {dtype}", x_label="positions",
-                         y_label="TFLOP/s", lines=kernels, log_x=True, note=shape)
-                )  # fmt: skip
-            best = _fastest(rows, "N")
-            ours = _lines(rows, [STANDARD.name, *OURS], "ms")
-            if best:
-                # per sequence, as the batch size changes with the length
-                batches = {row.case["N"]: row.case["B"] for row in rows}
-                line = Line("fastest dense kernel", list(best), [ms / batches[n] for n, (ms, _) in best.items()], dashed=True)
-                plots.append(
-                    Plot(name=f"time-{suffix}", title=f"Time, {_TOLD[which]}, {dtype}", x_label="positions",
-                         y_label="milliseconds per sequence", lines=[line, *ours], log_x=True, log_y=True, note=shape)
-                )  # fmt: skip
-            faster = _speedups(rows, best)
-            if which == "both" and faster:
-                lines = _lines(faster, OURS, "speedup")
-                even = sorted({row.case["N"] for row in faster})
-                lines.insert(0, Line("as fast", even, [1.0] * len(even), dashed=True, marked=False))
-                plots.append(
-                    Plot(name=f"speedup-{suffix}", title=f"Against the fastest dense kernel, {_TOLD[which]}, {dtype}",
-                         x_label="positions", y_label="times as fast", lines=lines, log_x=True, log_y=True,
-                         note=f"{shape}; where a dense kernel was run")
-                )  # fmt: skip
+        for (family, dtype, mask), rows in _parts(results):
+            for which, value in itertools.product(PASSES, (VALUES[0], *VALUES[-2:])):
+                mine = [row for row in _of_pass(rows, which) if isinstance(row.case["at"], int)]
+                lines = lines_of(mine, value.key, across="at", scale=value.scale)
+                if lines and len({x for line in lines for x in line.x}) > 1:
+                    name = f"{value.key.split('_')[0]}-{family}-{dtype}-{mask}-{which}"
+                    plots.append(Plot(name=name, title=f"{value.title}: {_TOLD[which]}, {family}, {dtype}, {mask}", x_label="positions",
+                                      y_label=value.title, lines=lines, log_x=True, log_y=not value.is_rate, note=_shape(mine)))  # fmt: skip
         return plots
 
 
-_TOLD = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+def _column(case: Case) -> Any:
+    """Returns what a case is called in its family's tables."""
+    p = case.problem
+    if case.family == "length":
+        return p.num_positions
+    if case.family == "grid":
+        return f"{p.batch_size}x{p.num_positions}x{p.num_heads}x{p.head_dim}"
+    rest = case.name.removeprefix(_family(case.family)).strip("-")
+    return int(rest) if rest.isdigit() else rest
 
 
-def _measure(contenders: Sequence[Contender], problem: Problem, part: str, seconds: float, longest: float) -> list[Row]:
-    shape = f"{problem.batch_size}x{problem.num_positions}x{problem.num_heads}x{problem.head_dim}"
-    return measure(contenders, problem, seconds=seconds, longest=longest, extra={"part": part, "shape": shape})
+def _family(name: str) -> str:
+    """Returns the family whose table a case is in: options share one, and so do densities of blocks and data in 8 bits."""
+    return next((start for start in ("option", "blocks", "fp8") if name.startswith(start)), name)
 
 
-def _dtypes(results: Results) -> list[str]:
-    return list(dict.fromkeys(row.case["dtype"] for row in results.rows if "dtype" in row.case))
-
-
-def _is(row: Row, dtype: str, part: str, causal: bool) -> bool:
-    return (row.case.get("dtype"), row.case.get("part"), row.case.get("causal")) == (dtype, part, causal)
+def _parts(results: Results) -> Iterator[tuple[tuple[str, str, str], list[Row]]]:
+    parts: dict[tuple[str, str, str], list[Row]] = {}
+    for row in results.rows:
+        if "family" in row.case:
+            family, dtype = _family(row.case["family"]), row.case["dtype"]
+            # options differ in mask and dtype, which their names say
+            key = (family, "", "") if family == "option" else (family, dtype, "causal" if row.case["causal"] else "full")
+            parts.setdefault(key, []).append(row)
+    yield from parts.items()
 
 
 def _of_pass(rows: Iterable[Row], which: str) -> list[Row]:
@@ -152,84 +254,61 @@ def _of_pass(rows: Iterable[Row], which: str) -> list[Row]:
     return [row for row in rows if row.case.get("pass", which if which == "forward" or row.name in present else "") == which]
 
 
-def _fastest(rows: Iterable[Row], across: str) -> dict[Any, tuple[float, str]]:
-    """Returns the fastest dense kernel in each case: (ms, name)."""
-    best: dict[Any, tuple[float, str]] = {}
-    for row in rows:
-        if row.name in KERNELS and row.values:
-            head = row.case[across]
-            best[head] = min(best.get(head, (float("inf"), "")), (row.values["ms"], row.name))
-    return dict(sorted(best.items())) if across == "N" else best
+def _bases(rows: Sequence[Row]) -> dict[Any, Row]:
+    """Returns what each column is compared with: the fastest dense kernel, in named cases the first that is measured."""
+    best: dict[Any, Row] = {}
+    for row in (row for row in rows if row.values):
+        at, family = row.case["at"], row.case["family"]
+        if family in PARTS:
+            if row.name in KERNELS and (at not in best or row.values["ms"] < best[at].values["ms"]):
+                best[at] = row
+        elif at not in best or row.name == FAMILIES[family].contenders[0]:
+            best[at] = row
+    return best
 
 
-def _speedups(rows: Iterable[Row], best: dict[Any, tuple[float, str]]) -> list[Row]:
-    return [
-        replace(row, values={"speedup": best[row.case["N"]][0] / row.values["ms"]})
-        for row in rows
-        if row.values and row.name in OURS and row.case["N"] in best
-    ]
-
-
-def _tables(results: Results, rows: list[Row], which: str, dtype: str, part: str, causal: bool) -> list[Table]:
-    across = "N" if part == "length" else "shape"
-    what = f"{_TOLD[which]}, {dtype}, {'causal' if causal else 'full'}, by {'positions' if part == 'length' else 'shape'}"
-    best = _fastest(rows, across)
-    names = ", ".join(
-        f"{', '.join(f'{head:,}' if isinstance(head, int) else head for head, _ in group)} {name}"
-        for name, group in itertools.groupby(best.items(), key=lambda item: item[1][1])
+def _tables(results: Results, rows: list[Row], what: str, which: str) -> list[Table]:
+    bases = _bases(rows)
+    ordered = sorted(bases.items()) if all(isinstance(at, int) for at in bases) else list(bases.items())
+    against = "; ".join(
+        f"{name} at {', '.join(f'{at:,}' if isinstance(at, int) else at for at, _ in group)}"
+        for name, group in itertools.groupby(ordered, key=lambda item: item[1].name)
     )
-    told = f"{_shape(rows)}. " if part == "length" else "B x N x H x D. "
-    told += f"Median of a call; one may take {duration(results.settings['longest'])}. " if "longest" in results.settings else ""
-    against = {head: ms for head, (ms, _) in best.items()}
-    faster = f"In brackets: times as fast as the fastest dense kernel ({names})." if best else "No dense kernel was run."
-    tables = [pivot(rows, "ms", across=across, title=f"ms, {what}", caption=told + faster, baseline=against)]
-    standard = {row.case[across]: row.values["ms"] for row in rows if row.name == STANDARD.name and row.values}
-    if standard:
-        derived = [
-            replace(row, values={"speedup": standard[row.case[across]] / row.values["ms"]})
-            for row in rows
-            if row.values and row.case[across] in standard
-        ]
-        tables.append(pivot(derived, "speedup", across=across, title=f"times as fast as standard attention, {what}"))
-    if any("tflops" in row.values for row in rows):
-        gpu = gpu_of(results)
-        caption = (
-            f"FLOPs: {FLOPS[which]} D per (query, key) pair of the pattern, with multiplicity; "
-            f"projections are not counted. {explained(results, dtype)}"
-        )
-        counted = [row for row in rows if "tflops" in row.values]
-        tables.append(
-            pivot(counted, "tflops", across=across, title=f"TFLOP/s, {what}", caption=caption, share=functools.partial(utilisation, gpu))
-        )
+    tables = []
+    for value in VALUES:
+        mine = [row for row in rows if value.key in row.values or not row.values]
+        named = any(row.case["family"] not in PARTS for row in rows)
+        if not any(row.values for row in mine) or (value.key == "tokens_per_s" and named):
+            continue
+        caption = [f"{_shape(rows)}."] if value is VALUES[0] else []
+        if value is VALUES[0] and "longest" in results.settings:
+            caption.append(f"Median of a call; one may take {duration(results.settings['longest'])}.")
+        if value.key == "tflops":
+            caption.append(f"FLOPs: {FLOPS[which]} D per (query, key) pair of the pattern, with multiplicity. {explained(results, rows)}")
+        baseline = {at: row.values[value.key] for at, row in bases.items() if value.key in row.values}
+        if baseline:
+            times = "rate against" if value.is_rate else "peak against" if value.key == "peak_bytes" else "times as fast as"
+            caption.append(f"In brackets, ×: {times} {against}.")
+        share = functools.partial(utilisation, gpu_of(results)) if value.key == "tflops" else lambda row: None
+        tables.append(pivot(mine, value.key, across="at", title=f"{value.title}, {re.sub('(, )+$', '', what)}", scale=value.scale,
+                            caption=" ".join(caption), baseline=baseline, more_is_better=value.is_rate, share=share))  # fmt: skip
     return tables
 
 
 def _shape(rows: Iterable[Row]) -> str:
-    """Describes heads, head dim and batch sizes of rows that share the first two."""
-    rows = [row for row in rows if "H" in row.case]
-    if not rows:
-        return ""
+    """Describes heads, head dim and batch sizes of rows, where they share the first two."""
+    cases = [row.case for row in rows if "H" in row.case]
+    shapes = dict.fromkeys((case["H"], case["D"]) for case in cases)
     batches: dict[int, int] = {}
-    for row in rows:
-        batches[row.case["B"]] = max(batches.get(row.case["B"], 0), row.case["N"])
-    sizes = ", then ".join(
-        f"{b} up to N = {n:,}" if i + 1 < len(batches) else str(b)
-        for i, (b, n) in enumerate(sorted(batches.items(), key=lambda item: item[1]))
-    )
-    return f"{rows[0].case['H']} heads of {rows[0].case['D']}, batch {sizes}"
+    for case in cases:
+        batches[case["B"]] = max(batches.get(case["B"], 0), case["N"])
+    ordered = sorted(batches.items(), key=lambda item: item[1])
+    sizes = ", then ".join(f"{b} up to N = {n:,}" if i + 1 < len(ordered) else str(b) for i, (b, n) in enumerate(ordered))
+    return ", ".join(f"{h} heads of {d}" for h, d in shapes) + f", batch {sizes}" if len(shapes) < 4 else "B x N x H x D"
 
 
-def _lines(rows: Iterable[Row], names: Iterable[str], value: str) -> list[Line]:
-    """Returns a line for each of the names that has figures: times per sequence, with their spread, and rates unchanged."""
-    rows = list(rows)
-    lines = []
-    for name in names:
-        mine = sorted((row for row in rows if row.name == name and value in row.values), key=lambda row: row.case["N"])
-        if mine:
-            at = [row.case["N"] for row in mine]
-            if value == "ms":
-                ms, low, high = ([row.values[key] / row.case["B"] for row in mine] for key in ("ms", "low_ms", "high_ms"))
-                lines.append(Line(name, at, ms, low, high))
-            else:
-                lines.append(Line(name, at, [row.values[value] for row in mine]))
-    return lines
+def _agreed(device: torch.device, value: float) -> float:
+    """Returns the first process's number."""
+    told = torch.tensor([value], dtype=torch.float64, device=device)
+    torch.distributed.broadcast(told, 0)
+    return float(told.item())
