@@ -61,25 +61,24 @@ def run(
     if plots and output is not None:
         _need_matplotlib()
     here = machine(session.device, session.world_size)
-    writes = session.rank == 0
     settings = suite.settings(session)
+    # other processes write nothing, and read what the first one has
     path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
-    results = Results.open(path, suite.name, here, settings, fresh=fresh or not suite.resumes)
-    if not writes:
+    fresh = fresh or not suite.resumes
+    results = Results.open(None if fresh and session.rank else path, suite.name, here, settings, fresh=fresh)
+    if session.rank:
         results.path = None
     groups = suite.groups(session)
     assert len({group.label for group in groups}) == len(groups), "labels of groups are unique"
     outcome = Outcome(results, results)
     begun = time.monotonic()
     for i, group in enumerate(groups):
-        if outcome.broken:
-            # processes can no longer communicate
+        # where processes can no longer communicate, the rest is left
+        if not outcome.broken and _agreed(group.label in results.groups, session):
+            continue
+        late = minutes is not None and time.monotonic() - begun > 60 * minutes
+        if outcome.broken or _agreed(late, session):
             outcome.left_out += [group.label] if group.label not in results.groups else []
-            continue
-        if _agreed(group.label in results.groups, session):
-            continue
-        if _agreed(minutes is not None and time.monotonic() - begun > 60 * minutes, session):
-            outcome.left_out.append(group.label)
             continue
         started(i, len(groups), group.label)
         try:
@@ -93,9 +92,9 @@ def run(
         release()
     started(len(groups), len(groups), "")
     outcome.together, _ = joined(results.merged(), output)
-    if output is not None and writes:
+    if output is not None and not session.rank:
         outcome.written = write(suite, results, output, plots=plots)
-    if writes and not outcome.left_out:
+    if not session.rank and not outcome.left_out:
         outcome.written += suite.finish(results, session)
     return outcome
 
@@ -125,29 +124,21 @@ def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -
 
     Results of runs with other numbers of processes are included.
     """
-    results.path = output / f"{stem(results)}.json"
+    results.path = path = output / f"{stem(results)}.json"
     with results.lock():
-        return _write(suite, results.merged(), output, plots=plots)
-
-
-def _write(suite: Suite, results: Results, output: Path, *, plots: bool) -> list[Path]:
-    assert results.path is not None
-    results.save()
-    written = [results.path]
+        results = results.merged()
+        results.save()
     results, left_out = joined(results, output)
-    drawn = []
-    if plots:
-        for plot in suite.plots(results):
-            path = output / f"{suite.name}-{plot.name}.png"
-            plot.draw(path)
-            drawn.append((plot, path))
+    drawn = [(plot, output / f"{suite.name}-{plot.name}.png") for plot in (suite.plots(results) if plots else ())]
+    for plot, picture in drawn:
+        plot.draw(picture)
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]
     lines += [table.markdown() for table in suite.tables(results)]
     lines += [f"{sentence}\n" for sentence in left_out]
-    lines += [f"![{plot.title}]({path.name})\n" for plot, path in drawn]
+    lines += [f"![{plot.title}]({picture.name})\n" for plot, picture in drawn]
     markdown = output / f"{suite.name}.md"
     write_text(markdown, "\n".join(lines))
-    return [*written, markdown, *(path for _, path in drawn)]
+    return [path, markdown, *(picture for _, picture in drawn)]
 
 
 def headline(results: Results) -> str:

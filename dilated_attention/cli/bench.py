@@ -123,16 +123,9 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
     from dilated_attention.bench import run
 
     session = _session(args)
+    options = {"output": args.output, "minutes": args.minutes, "fresh": args.fresh, "plots": not args.no_plots}
     with _Progress(suite.name, quiet=args.quiet or session.rank > 0) as progress:
-        outcome = run(
-            suite,
-            session,
-            output=args.output,
-            minutes=args.minutes,
-            fresh=args.fresh,
-            plots=not args.no_plots,
-            started=progress,
-        )
+        outcome = run(suite, session, **options, started=progress)
     if session.rank == 0:
         _tell(suite, outcome, args.json)
     if outcome.broken:
@@ -145,7 +138,9 @@ def _session(args: argparse.Namespace) -> Session:
     import torch
 
     from dilated_attention.bench import Session
+    from dilated_attention.bench.workloads.competitors import load_libraries
 
+    load_libraries()
     # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     named = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,15 +211,10 @@ def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
         for table in suite.tables(outcome.together):
             put(table.text())
         put("written: " + ", ".join(str(path) for path in outcome.written))
+    left = len(outcome.left_out)
     if outcome.broken:
-        print(
-            f"processes could not continue together ({outcome.broken}); {len(outcome.left_out)} groups are left: "
-            "run the same command again to measure them",
-            file=sys.stderr,
-        )
-    elif outcome.left_out:
-        print(
-            f"--minutes ran out before {len(outcome.left_out)} of {len(results.groups) + len(outcome.left_out)} groups: "
-            "run the same command again to measure them",
-            file=sys.stderr,
-        )
+        why = f"processes could not continue together ({outcome.broken}); {left} groups are left"
+    else:
+        why = f"--minutes ran out before {left} of {len(results.groups) + left} groups"
+    if outcome.broken or left:
+        print(f"{why}: run the same command again to measure them", file=sys.stderr)

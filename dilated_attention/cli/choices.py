@@ -31,8 +31,7 @@ USE_CASES = {
 }
 # bench.suites.SUITES, with what each says about itself
 SUITES = {
-    "speed": "time and TFLOP/s of forward, backward and both, by length and by shape",
-    "implementations": "all attention modules, and other people's: time, memory, tokens/s",
+    "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",
     "accuracy": "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance",
     "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape; fragmentation of torch's allocator",
     "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",

@@ -1,118 +1,143 @@
-"""Suite ``speed``: figures that fit each other, gaps with a reason, and what a GPU's file looks like as tables and plots."""
+"""Suite ``speed``: figures that fit each other, gaps with a reason, named cases, competitors, and a GPU's file as tables and plots."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention.bench import Results, Row
+from dilated_attention.bench import Results, Row, Session
 from dilated_attention.bench.measure import contest as measure_module
 from dilated_attention.bench.measure.contest import duration, expected_seconds, measure
+from dilated_attention.bench.measure.timing import call_figures
 from dilated_attention.bench.runner import write
-from dilated_attention.bench.suites.speed import CONTENDERS, GRID, Speed
-from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender, dense_pattern
+from dilated_attention.bench.suites.speed import ALL, CONTENDERS, Speed
+from dilated_attention.bench.workloads import cases, competitors
+from dilated_attention.bench.workloads.contenders import DENSE, MODULES, STANDARD, Contender, dense_pattern, equal_pattern
+from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
+from dilated_attention.factory.create import KINDS
 from dilated_attention.pattern import DilatedPattern
+from tests.helpers.pool import pool_of
 
+CPU = torch.device("cpu")
+HERE = "tests.bench.test_speed"
 H200 = {"device": "NVIDIA H200", "devices": 1, "memory_bytes": 150_000_000_000, "capability": "9.0"}
 # TFLOP/s of the forward
-RATES = {"standard": 60.0, "flash2": 305.0, "sdpa_cudnn": 460.0, "flash3": 500.0, "flash3_fp8": 630.0, "flash4": 530.0}
+RATES = {"standard": 60.0, "sdpa_cudnn": 460.0, "flash3_fp8": 630.0, "flash4": 530.0}
+
+
+def options(*arguments: str, **more: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    Speed().add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args(arguments)) | {"dtypes": None, "seconds": None} | more)
+
+
+def right(problem: Problem) -> Any:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal).transpose(1, 2)
+
+    return attend
+
+
+def unscaled(problem: Problem) -> Any:
+    attend = right(problem)
+    return lambda q, k, v: attend(3 * q, k, v)
+
+
+def inference_only(problem: Problem) -> Any:
+    attend = right(problem)
+    return lambda q, k, v: attend(q.detach(), k.detach(), v.detach())
+
+
+def of_another_shape(problem: Problem) -> Any:
+    return lambda q, k, v: q.flatten(2)
+
+
+def fails(problem: Problem) -> Any:
+    raise NotImplementedError("only for even days")
 
 
 def gpu_results(hardware: dict[str, Any] = H200) -> Results:
     """Times of an imagined GPU: to 1M positions, with what such a run leaves out."""
     rows: dict[str, list[Row]] = {}
-    for n in [2**i for i in range(9, 21)]:
-        for causal in (False, True):
-            case = {"N": n, "B": 8 if n <= 8192 else 1, "H": 32, "D": 64, "dtype": "bfloat16", "causal": causal, "part": "length"}
-            case["shape"] = f"{case['B']}x{n}x32x64"
-            group = rows.setdefault(f"length N={n} {causal}", [])
-            for name, contender in CONTENDERS.items():
-                group += _rows(name, contender, case)
-    for b, n, h, d in GRID:
-        case = {"N": n, "B": b, "H": h, "D": d, "dtype": "bfloat16", "causal": False, "part": "grid", "shape": f"{b}x{n}x{h}x{d}"}
-        rows[f"grid {case['shape']}"] = [row for name, contender in CONTENDERS.items() for row in _rows(name, contender, case)]
+    for n in [2**i for i in range(10, 21, 2)]:
+        case = {"N": n, "B": 8 if n <= 8192 else 1, "H": 32, "D": 64, "dtype": "bfloat16", "causal": False, "family": "length", "at": n}
+        rows[f"length {n}"] = [row for name, rate in RATES.items() for row in _rows(name, rate, case)]
+        rows[f"length {n}"].append(Row(name="sdpa_cpu", case=case, note="runs on cpu, not on cuda"))
+    for name in ("gigapath-5308", "gigapath-10001"):
+        case = cases.make_case(name, CPU, torch.bfloat16).problem.case | {"family": "gigapath", "at": int(name[9:])}
+        rows[name] = [row for name, rate in {"ours": 400.0, "torchscale": 100.0}.items() for row in _rows(name, rate, case, called=True)]
     machine = {"date": "2026-01-01", "hardware": hardware, "versions": {"torch": "2.11"}}
     return Results("speed", machine, {"size": "full", "longest": 0.4, "contenders": "all"}, rows)
 
 
-def _rows(name: str, contender: Contender, case: dict[str, Any]) -> list[Row]:
-    if name == "sdpa_cpu" or (name == "flash4" and case["D"] == 16):
-        return [Row(name=name, case=case, note="runs on cpu, not on cuda" if name == "sdpa_cpu" else "head_dim is 32 to 256, not 16")]
+def _rows(name: str, rate: float, case: dict[str, Any], called: bool = False) -> list[Row]:
     if name == "standard" and case["N"] > 8192:
         return [Row(name=name, case=case, note="out of memory")]
-    problem = Problem(num_positions=case["N"], num_heads=case["H"], head_dim=case["D"], batch_size=case["B"], is_causal=case["causal"])
-    pairs = contender.pairs(problem) if contender.pattern(problem) is None or "BlockSparse" not in name else problem.dense_pairs // 8
-    counted = pairs or problem.dense_pairs // 10
-    rate = RATES.get(name, 300.0)
-    ms = 0.02 + 4 * counted * case["D"] / rate / 1e9
+    pairs = case["B"] * case["H"] * case["N"] ** 2
+    ms = 4 * pairs * case["D"] / rate / 1e9
     rows = []
     for which, factor in (("forward", 1.0), ("backward", 2.5), ("both", 3.5)):
-        if factor > 1.0 and not contender.trains:
+        if factor > 1.0 and "fp8" in name:
             continue
         if factor * ms > 400:
             rows.append(Row(name=name, case=case | {"pass": which}, note=f"would take about {duration(factor * ms / 1000)}"))
-        else:
-            values = {"ms": factor * ms, "low_ms": 0.98 * factor * ms, "high_ms": 1.03 * factor * ms, "samples": 20}
-            values |= {"tflops": 4 * pairs * case["D"] / ms / 1e9} if pairs else {}
-            rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors={"out": 2e-3}))
+            continue
+        values = {"ms": factor * ms, "low_ms": 0.98 * factor * ms, "high_ms": 1.03 * factor * ms, "samples": 20, "tflops": rate}
+        values |= {"called": 2 * factor * ms, "launches": 3, "peak_bytes": 2**20 * case["N"]} if called else {}
+        rows.append(Row(name=name, case=case | {"pass": which}, values=values, errors={"out": 2e-3}))
     return rows
 
 
-@pytest.mark.slow
 def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     suite, results = Speed(), gpu_results()
     tables = {table.title: table for table in suite.tables(results)}
-    forward = tables["ms, forward, bfloat16, full, by positions"]
+    forward = tables["ms, forward, length, bfloat16, full"]
     cells = {row[0]: dict(zip(forward.columns, row, strict=True)) for row in forward.rows}
-    assert cells["flash4"]["8,192"].endswith("(1 ×)")
+    assert cells["flash4"]["4,096"].endswith("(1 ×)") and cells["sdpa_cudnn"]["4,096"].endswith("(0.868 ×)")
     assert cells["standard"]["16,384"].startswith("[") and "out of memory" in forward.caption
     # 4 · 32 · 64 · 2^40 FLOPs at 530 TFLOP/s
     assert cells["flash4"]["1,048,576"] == "≈ 17 s"
-    assert {row[0]: row[-1] for row in tables["ms, backward, bfloat16, full, by positions"].rows}["flash4"] == "≈ 42 s"
+    assert {row[0]: row[-1] for row in tables["ms, backward, length, bfloat16, full"].rows}["flash4"] == "≈ 42 s"
     assert "estimated" in forward.caption and "sdpa_cpu (runs on cpu, not on cuda)" in forward.caption
-    assert "batch 8 up to N = 8,192, then 1" in forward.caption
-    rates = tables["TFLOP/s, forward, bfloat16, full, by positions"]
-    by_name = {row[0]: row[-4] for row in rates.rows}
+    assert "batch 8 up to N = 4,096, then 1" in forward.caption
+    rates = {row[0]: row[1] for row in tables["TFLOP/s, forward, length, bfloat16, full"].rows}
     # 989 TFLOP/s in 16 bits and 1,979 in 8, as NVIDIA states for an H200
-    assert by_name["flash4"].startswith("530 (53.6 %)") and by_name["flash3_fp8"].startswith("630 (31.8 %)")
-    over = {row[0]: row for row in tables["times as fast as standard attention, forward, bfloat16, full, by positions"].rows}
-    assert float(over["flash4"][5]) == pytest.approx(530 / 60, rel=0.03)
-    assert "flash3_fp8" not in {row[0] for row in tables["ms, backward, bfloat16, full, by positions"].rows}
-    assert "64x1024x64x128" in tables["ms, forward + backward, bfloat16, full, by shape"].columns
+    assert rates["flash4"] == "530 (1 ×) (53.6 %)" and rates["flash3_fp8"] == "630 (1.19 ×) (31.8 %)"
+    assert "flash3_fp8" not in {row[0] for row in tables["ms, backward, length, bfloat16, full"].rows}
+    # named cases are compared with their first contender, in every way that a call was seen
+    called = tables["ms as called in a loop, forward + backward, gigapath, bfloat16, full"]
+    assert called.columns == ["at", "5,308", "10,001"] and called.rows[1][1].endswith("(0.25 ×)")
+    assert tables["peak MiB beyond the inputs, forward, gigapath, bfloat16, full"].rows[0][1:] == ["5,308 (1 ×)", "10,001 (1 ×)"]
     written = write(suite, results, tmp_path)
-    pictures = [path for path in written if path.suffix == ".png"]
-    assert {path.stem for path in pictures} >= {"speed-time-forward", "speed-dense-backward", "speed-speedup-both"}
-    assert all(path.stat().st_size > 6_000 for path in pictures)
-    assert all(len(plot.lines) <= 12 for plot in suite.plots(results))
+    pictures = {path.stem for path in written if path.suffix == ".png" and path.stat().st_size > 6_000}
+    assert {"speed-ms-length-bfloat16-full-forward", "speed-tflops-length-bfloat16-full-backward"} <= pictures
     # the same from the file alone
     again = Results.load(tmp_path / "speed.json")
     assert [(table.title, table.columns, len(table.rows)) for table in suite.tables(again)] == [
         (table.title, table.columns, len(table.rows)) for table in tables.values()
     ]
+    unknown = next(t for t in suite.tables(gpu_results(H200 | {"device": "Abacus 9000"})) if t.title.startswith("TFLOP/s"))
+    assert "No utilisation: the peak rates of Abacus 9000 are not known" in unknown.caption
 
 
-def test_a_device_whose_peak_is_not_known_has_no_utilisation() -> None:
-    results = gpu_results(H200 | {"device": "Abacus 9000"})
-    table = next(table for table in Speed().tables(results) if table.title.startswith("TFLOP/s"))
-    assert "No utilisation: the peak rates of Abacus 9000 are not known" in table.caption
-    assert not any("%" in cell for row in table.rows for cell in row[1:])
-
-
-@pytest.mark.slow
 def test_the_suite_measures_checks_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.002", "--lengths", "64", "128", "--quiet"]
-    command += ["--contenders", "sdpa_cpu", "flash4", "MultiheadDilatedAttention"]
-    assert main([*command, "--parts", "length", "--no-plots"]) == 0
+    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.002", "--lengths", "64", "128", "--quiet", "--no-plots"]
+    command += ["--contenders", "sdpa_cpu", "flash4", "MultiheadDil*"]
+    assert main([*command, "--cases", "length"]) == 0
     text = capsys.readouterr().out
-    assert "ms, forward + backward, float32, causal, by positions" in text and "sdpa_cpu" in text
+    assert "ms, forward + backward, length, float32, causal" in text and "sdpa_cpu" in text
     first = json.loads((tmp_path / "speed.json").read_text())["groups"]
     assert len(first) == 3
     rows = [row for group in first.values() for row in group]
@@ -125,13 +150,198 @@ def test_the_suite_measures_checks_and_goes_on(tmp_path: Path, capsys: pytest.Ca
             pairs = 4 * (case["N"] * (case["N"] + 1) // 2 if case["causal"] else case["N"] ** 2)
             flops = {"forward": 4, "backward": 10, "both": 14}[case["pass"]] * pairs * 32
             assert values["tflops"] == pytest.approx(flops / values["ms"] / 1e9, rel=1e-3)
+            assert values["tokens_per_s"] == pytest.approx(1000 * case["N"] / values["ms"], rel=1e-3)
     # the grid is new, the lengths are not measured again
     assert main(command) == 0
     second = json.loads((tmp_path / "speed.json").read_text())["groups"]
     assert {label: second[label] for label in first} == first and len(second) == 6
-    assert (tmp_path / "speed-time-both.png").stat().st_size > 4_000
     assert main([*command, "--longest", "0.5"]) == 1
     assert "made with other settings: longest 1.0 there, 0.5 here" in capsys.readouterr().err
+
+
+def test_a_smoke_run_of_named_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["module-512-x2", "gigapath-5308", "option-documents", "option-float32", "option-query*", "chosen-131072"]
+    command = ["bench", "speed", "--size", "small", "--output", str(tmp_path), "--seconds", "0.001", "--quiet", "--no-plots", "--cases"]
+    assert main([*command, *names, "--backends", "flash4", "--passes", "forward", "both"]) == 0
+    rows = [row for group in json.loads((tmp_path / "speed.json").read_text())["groups"].values() for row in group]
+    assert not [row for row in rows if row.get("note", "").startswith("wrong")]
+    cannot = {row["name"] for row in rows if row.get("note")}
+    assert cannot <= {"torch cudnn", "torch flash", "torch efficient", "fa4", "ours flash4", "attention flash4"}
+    assert {"ours flash4", "fa4", "torch cudnn"} <= cannot
+    measured = {(row["case"]["family"], row["name"]): row for row in rows if row.get("values")}
+    for name in ("ours", "equal", "floor"):
+        assert measured["gigapath", name]["values"]["ms"] > 0
+    assert measured["gigapath", "floor"]["values"].keys().isdisjoint({"called"}) and "errors" not in measured["gigapath", "floor"]
+    for (_, name), row in measured.items():
+        if name not in ("floor", "choice"):
+            assert all(row["values"][way] > 0 for way in ("called", "host")), name
+            assert {"out", "dq", "dk", "dv"} <= set(row["errors"]) and "dx" not in row["errors"], name
+    assert {("chosen", "choice"), ("chosen", "blocks")} <= set(measured) and ("option-documents", "single calls") in measured
+    table = capsys.readouterr().out.split("ms, forward, option")[1].splitlines()[1]
+    assert table.split() == ["at", "documents", "float32", "query-offset"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--cases", "gigapath"], "there is no case 'gigapath'; expected FAMILY-LENGTH"),
+        (["--cases", "apex-512"], "FAMILY one of gigapath"),
+        (["--contenders", "apex*"], "--contenders apex*: there is none"),
+        (["--torchscale", "no/such/folder"], "there is no torchscale/component/dilated_attention.py"),
+        (["--contender", "torch sdpa=tests.bench.test_speed:right"], "--contender is named 'torch sdpa', which is already taken"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "speed", "--output", str(tmp_path), "--no-plots", *arguments])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_names_say_length_mask_batch_and_head_dim(capsys: pytest.CaptureFixture[str]) -> None:
+    def made(name: str, full: bool = True) -> Problem:
+        return cases.make_case(name, CPU, torch.bfloat16, full=full).problem
+
+    assert (made("longnet-4096").num_positions, made("longnet-4096").is_causal) == (4096, True)
+    wide = made("longnet128-8192-full-x8-d96")
+    assert (wide.num_heads, wide.head_dim, wide.batch_size, wide.is_causal) == (16, 96, 8, False)
+    assert made("gigapath-5308").branches[0][1] == 5792 and made("gigapath-5308", full=False).branches[0][1] == 90
+    assert made("option-padding-suffix").padding == ("suffix", 0.1) and made("option-dropout-512").num_positions == 512
+    assert made("option-float32").dtype is torch.float32 and made("option-grouped").kv_heads == 4
+    assert len(made("option-documents").bounds or ()) == 65 and made("option-query-offset").queries == 4096
+    names = {contender for name in cases.NAMES for contender in cases.make_case(name, CPU, torch.float32).contenders}
+    assert names - {"torchscale"} <= set(CONTENDERS)
+    with pytest.raises(SystemExit):
+        main(["bench", "speed", "--list"])
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(cases.NAMES) and listed[0] == (
+        "gigapath-5308: ours, equal, torchscale, floor, torch cudnn, torch flash, fa4"
+    )
+    assert len(cases.names_of(["gigapath-*", "longnet-9"])) == 5
+
+
+def test_the_floor_is_the_branches_flops_as_dense_problems() -> None:
+    problem = cases.make_case("cpu-16384", CPU, torch.float32, full=False).problem
+    calls, factor = competitors.floor().costs(problem)  # type: ignore[misc]
+    out, _ = calls["forward"]()
+    # w / r is 16 in all branches, and a branch of rate r has 256 / (16 r) of them for each head
+    assert out.shape == (16 + 8 + 4 + 2, 16, 8, 64) and factor == 1.0
+    assert set(calls) == {"forward", "backward", "both"}
+
+
+def test_a_call_is_seen_in_several_ways() -> None:
+    found = call_figures(lambda: time.sleep(0.002), CPU, seconds=0.02, ways=("called", "host", "kernels", "graph"))
+    assert set(found) == {"called", "host"} and all(2 <= ms < 20 for ms in found.values())
+
+
+def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of TorchScale's modules: its own results to the first shifted position, another function's after it."""
+    (tmp_path / competitors.MODULE).parent.mkdir(parents=True)
+    (tmp_path / competitors.MODULE).touch()
+    longnet = DilatedPattern((2048, 16384, 32768), (1, 6, 12))
+    assert competitors.shifted_from(longnet, 2**20) == 16384
+    # one segment a branch has nothing after it
+    assert competitors.shifted_from(longnet, 16384) is None
+    assert competitors.shifted_from(DilatedPattern((1024, 185_363), (1, 8)), 200_000) == 185_363
+
+    class Standing:
+        def __init__(self, args: Any, embed_dim: int, num_heads: int, self_attention: bool) -> None:
+            self.segments, self.rates, self.heads = args.segment_length, args.dilated_ratio, num_heads
+
+        def gathering(self, x: torch.Tensor, rate: int, length: int, **_: Any) -> torch.Tensor:
+            return x
+
+        def attention_ops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, ...]:
+            return q, k, v
+
+        def scattering(self, outs: list[Any], lses: list[Any], length: int, batch: int) -> torch.Tensor:
+            from dilated_attention import dilated_attention
+
+            q, (k, v) = outs[0], (lses[0], values[0])
+            out: torch.Tensor = dilated_attention(q, k, v, self.segments, self.rates, head_offsets="blocked", tail="zero_keys",
+                                                  mixture_grad="detached")  # fmt: skip
+            return torch.cat((out[:, :16], 2 * out[:, 16:]), 1) if length > 16 else out
+
+    values: list[torch.Tensor] = []
+    monkeypatch.setattr(Standing, "attention_ops", lambda self, q, k, v, is_causal: (values.__setitem__(slice(0, 1), [v]), (q, k))[1])
+    attention, component = ModuleType("torchscale.component.dilated_attention"), ModuleType("torchscale.component.multihead_attention")
+    attention.DilatedAttention = Standing  # type: ignore[attr-defined]
+    for name, module in (("torchscale", ModuleType("torchscale")), ("torchscale.component", ModuleType("torchscale.component")),
+                         (attention.__name__, attention), (component.__name__, component)):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    contender = competitors.torchscale(str(tmp_path), "math")
+    assert callable(component.flash_attn_func)
+    shifted = Problem(num_positions=48, num_heads=6, head_dim=4, given_branches=((8, 16, 64), (1, 3, 4)))
+    (row,) = measure([contender], shifted, passes=("both",), seconds=0.001)
+    # dk and dv of an earlier key come from rows that are another function's
+    assert not row.note and row.values["ms"] > 0 and set(row.errors) == {"out", "dq"}
+    (row,) = measure([contender], replace(shifted, given_branches=((8, 64), (1, 4))), passes=("both",), seconds=0.001)
+    assert row.note.startswith("wrong: out off by")
+    assert equal_pattern(shifted).tail == "zero_keys"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_stands_in_for_flash_attn_returns_lse_and_gradients(is_causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 9, 3, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(4))
+    out, lse = competitors.flash_attn_func("math", q, k, v, 0.0, None, None, is_causal)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+    true = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    torch.testing.assert_close(out, true)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert not lse.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(true, (q, k, v), dout))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_multiplicity_that_flex_is_given_is_the_patterns(is_causal: bool) -> None:
+    pattern = DilatedPattern([8, 12, 40], [1, 3, 4])
+    count = competitors.multiplicity(pattern, 6, is_causal, "cpu")
+    h, i, j = torch.arange(6)[:, None, None], torch.arange(40)[:, None], torch.arange(40)
+    assert torch.equal(count(h, i, j).long(), pattern.dense_mask(40, 40, 6, is_causal=is_causal))
+
+
+def test_every_public_module_is_compared() -> None:
+    classes = {kind.__name__ for kind in KINDS.values()}
+    assert classes <= {name.split(" ")[0] for name in CONTENDERS}
+    assert {"nn.MultiheadAttention", "torch sdpa", "attention"} <= set(CONTENDERS)
+
+
+def test_others_are_held_to_the_same_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.001", "--lengths", "192", "--heads", "2", "--head-dim", "16"]
+    for name in ("right", "unscaled", "inference_only", "of_another_shape", "fails"):
+        command += ["--contender", f"{name}={HERE}:{name}"]
+    command += ["--cases", "length", "--masks", "full", "--contenders", "torch sdpa", "--quiet", "--no-plots"]
+    assert main(command) == 0
+    (rows,) = json.loads((tmp_path / "speed.json").read_text())["groups"].values()
+    timed = {(row["name"], row["case"].get("pass")) for row in rows if "values" in row}
+    assert ("right", "both") in timed and ("inference_only", "forward") in timed and ("inference_only", "both") not in timed
+    notes = {row["name"]: row["note"] for row in rows if "note" in row}
+    assert notes["unscaled"].startswith("wrong: out off by") and notes["fails"] == "raised NotImplementedError: only for even days"
+    assert notes["of_another_shape"].startswith(f"{HERE}:of_another_shape returned (")
+    assert f"{HERE}:right, yours" in capsys.readouterr().out
+    for wrong, text in (("x", "expected name=module"), ("x=no.such:f", "must be importable"), (f"x={HERE}:nothing", "no function 'nothing'")):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            foreign(wrong)
+
+
+def over_two_processes(rank: int, world: int, folder: Path) -> None:
+    given = options("--lengths", "192", "--heads", "2", "--head-dim", "16", "--masks", "full", "--cases", "length", "--contenders", "Ring*",
+                    "torch sdpa", "--passes", "both")  # fmt: skip
+    session = Session(device=CPU, full=False, dtypes=(torch.float32,), seconds=0.001, options=given, rank=rank, world_size=world)
+    from dilated_attention.bench import run
+
+    run(Speed(), session, output=folder, plots=False)
+
+
+@pytest.mark.slow
+def test_rings_share_each_sequence(tmp_path: Path) -> None:
+    pool_of(2).run(over_two_processes, tmp_path)
+    (rows,) = Results.load(tmp_path / "speed-2.json").groups.values()
+    assert not [row for row in rows if row.note] and {row.case["processes"] for row in rows} == {2}
+    assert {row.name for row in rows} == {"torch sdpa", *(name for name in CONTENDERS if name.startswith("Ring"))}
 
 
 def test_what_takes_too_long_is_left_out_with_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +383,20 @@ def test_a_kernel_that_raises_has_a_note_and_the_others_their_figures() -> None:
     assert rows[0].note == "raised AssertionError: head_dim 16 is odd"
     assert all(row.values for row in rows[1:]) and len(rows) == 4
 
+    def no_gradient(problem: Problem) -> Any:
+        attend = right(problem)
+
+        def forward_only(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return attend(q, k, v)
+
+        return forward_only
+
+    rows = measure([Contender(name="half", what="", make=no_gradient, pattern=dense_pattern)], problem, seconds=0.001)
+    assert [(row.case["pass"], row.note, bool(row.values)) for row in rows] == [
+        ("forward", "", True), ("backward", "out of memory", False), ("both", "out of memory", False)]  # fmt: skip
+
     def dead(problem: Problem) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -181,21 +405,34 @@ def test_a_kernel_that_raises_has_a_note_and_the_others_their_figures() -> None:
 
 
 def test_the_defaults_are_the_published_ones() -> None:
-    import argparse
-
-    from dilated_attention.bench import Session
-
-    parser = argparse.ArgumentParser()
     suite = Speed()
-    suite.add_arguments(parser)
-    session = Session(
-        device=torch.device("cpu"), full=True, dtypes=(torch.float16, torch.bfloat16), seconds=0.2, options=parser.parse_args([])
-    )
-    problems = [problem for part, problem in suite.problems(session) if part == "length" and not problem.is_causal]
+    given = options(dtypes=["float16", "bfloat16"])
+    session = Session(device=CPU, full=True, dtypes=(torch.float16, torch.bfloat16), seconds=0.2, options=given)
+    problems = [case.problem for case in suite.cases(session) if case.family == "length" and not case.problem.is_causal]
     assert [p.num_positions for p in problems] == [2**i for i in range(9, 21)] * 2
     assert {(p.batch_size, p.num_heads, p.head_dim) for p in problems if p.num_positions <= 8192} == {(8, 32, 64)}
     assert {p.dtype for p in problems} == {torch.float16, torch.bfloat16}
     labels = [group.label for group in suite.groups(session)]
     assert len(labels) == len(set(labels)) == 2 * (12 + 6 + 7)
-    assert {*RATES} <= {contender.name for contender in DENSE} and len(MULTIHEAD) == 4
-    assert DilatedPattern(*problems[-1].branches).pairs(2**20, 32) > 0
+    assert set(RATES) <= {contender.name for contender in DENSE} and len(ALL) == 21
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    "given",
+    [
+        # each backend, dtype and mask is compiled anew: few of them
+        ["speed", "--lengths", "512", "1k", "--masks", "causal", "--cases", "length"],
+        ["speed", "--cases", "gigapath-5308", "option-*", "blocks10-32768", "--ways", "called", "host", "kernels", "graph"],
+        ["accuracy", "--backends", "auto", "sdpa_cudnn", "triton", "math", "--masks", "causal", "--lengths", "64", "256", "--parts", "error"],
+        ["accuracy", "--backends", "auto", "sdpa_cudnn", "--kinds", "dilated", "--steps", "2", "--parts", "loss", "repeat", "invariance"],
+    ],
+    ids=lambda given: f"{given[0]}, {given[-1]}",
+)
+def test_suites_run_on_a_gpu(given: list[str], tmp_path: Path) -> None:
+    suite = given[0]
+    assert main(["bench", *given, "--output", str(tmp_path), "--size", "small", "--seconds", "0.01", "--quiet", "--no-plots"]) == 0
+    rows = [Row.from_dict(row) for group in json.loads((tmp_path / f"{suite}.json").read_text())["groups"].values() for row in group]
+    assert not [row for row in rows if row.note.startswith("wrong")]
+    assert sum(bool(row.values) for row in rows) > 8

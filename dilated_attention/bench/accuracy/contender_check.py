@@ -12,6 +12,7 @@ from dilated_attention.bench.accuracy.truth import SEED, Truth
 from dilated_attention.bench.measure.forward_backward import inputs_of
 from dilated_attention.bench.workloads.contenders import Contender, OfEmbedded
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.pattern import TopBlocks
 
 # the last problem's results, which contenders of the same function share
 _truths: dict[tuple[object, ...], Truth] = {}
@@ -31,14 +32,13 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
     gradients = contender.trains if gradients is None else gradients
     attend = whole(attend)
     pattern = contender.pattern(problem)
-    if contender.chooses is not None:
+    if isinstance(pattern, TopBlocks):
         problem = replace(problem, batch_size=1)
         q, k, _ = (x.detach() for x in problem.qkv(7))
-        pattern = contender.chooses(problem).choose(q, k, is_causal=problem.is_causal)
+        pattern = pattern.choose(q, k, is_causal=problem.is_causal)
     elif contender.inputs == "x" or pattern is None:
         return dict(_against_itself(contender, problem.reduced(WHOLE)))
-    assert pattern is not None
-    key = (problem, repr(pattern) if contender.chooses is None else object(), contender.mixture_grad)
+    key = (problem, contender.pattern(problem), contender.mixture_grad)
     if key not in _truths:
         # those of one function follow one another, and tensors of two long sequences may not fit
         forget()

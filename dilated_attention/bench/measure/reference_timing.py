@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.timing import synchronise
+from dilated_attention.bench.measure.timing import device_ms
 
 YARDSTICKS = ("product", "copy", "calls")
 # blocks of turns, each of which gives a separate figure; the differences between them are the noise
@@ -46,15 +46,12 @@ class Figures:
 
     def values(self) -> dict[str, float]:
         found: dict[str, float] = {"ms": self.ms, "low_ms": self.low_ms, "samples": self.samples}
-        for name in YARDSTICKS:
-            found |= {f"per_{name}": self.per[name], f"noise_{name}": self.noise[name]}
-        return found
+        return found | {f"{what}_{name}": getattr(self, what)[name] for name in YARDSTICKS for what in ("per", "noise")}
 
     @classmethod
     def of_values(cls, values: Mapping[str, float]) -> Figures:
         """Restores the figures from ``values``."""
-        per = {name: values[f"per_{name}"] for name in YARDSTICKS}
-        noise = {name: values[f"noise_{name}"] for name in YARDSTICKS}
+        per, noise = ({name: values[f"{what}_{name}"] for name in YARDSTICKS} for what in ("per", "noise"))
         return cls(ms=values["ms"], low_ms=values["low_ms"], samples=int(values["samples"]), per=per, noise=noise)
 
 
@@ -78,59 +75,46 @@ def sampled(
     """Returns figures of calls that take turns with all yardsticks, for about ``seconds`` per call in total, at least ``least`` turns."""
     if not calls:
         return {}
-    reference_timings = yardsticks(device, full)
-    for function in (*reference_timings.values(), *calls.values()):
+    rods = yardsticks(device, full)
+    everything = [*rods.items(), *calls.items()]
+    taken: dict[str, list[float]] = {name: [] for name, _ in everything}
+    assert len(taken) == len(everything)
+    for _, function in everything:
         function()
         function()
-    taken: dict[str, list[float]] = {name: [] for name in (*reference_timings, *calls)}
-    assert len(taken) == len(reference_timings) + len(calls)
     gc.collect()
     # a garbage collection during a call must not count towards the call
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         until = time.perf_counter() + seconds * len(calls)
-        turns = 0
-        while turns < least or time.perf_counter() < until:
-            for name, function in reference_timings.items():
+        while len(taken[YARDSTICKS[0]]) < least or time.perf_counter() < until:
+            for name, function in everything:
                 taken[name].append(_milliseconds(function, device))
-            for name, function in calls.items():
-                taken[name].append(_milliseconds(function, device))
-            turns += 1
     finally:
         if was_enabled:
             gc.enable()
-    return {name: figures_of(taken[name], {reference: taken[reference] for reference in reference_timings}) for name in calls}
+    return {name: figures_of(taken[name], {rod: taken[rod] for rod in rods}) for name in calls}
 
 
-def figures_of(times: Sequence[float], reference_timings: Mapping[str, Sequence[float]]) -> Figures:
+def figures_of(times: Sequence[float], of_rods: Mapping[str, Sequence[float]]) -> Figures:
     """Computes figures from times turn by turn, in milliseconds."""
-    per, noise = {}, {}
-    for name, of_reference in reference_timings.items():
-        per[name] = min(times) / min(of_reference)
-        blocks = [min(mine) / min(theirs) for mine, theirs in zip(_blocks(times), _blocks(of_reference), strict=True)]
+    size = -(-len(times) // _BLOCKS)
+    noise = {}
+    for name, theirs in of_rods.items():
+        blocks = [min(times[i : i + size]) / min(theirs[i : i + size]) for i in range(0, len(times), size)]
         noise[name] = (max(blocks) - min(blocks)) / (2 * statistics.median(blocks))
+    per = {name: min(times) / min(theirs) for name, theirs in of_rods.items()}
     return Figures(ms=statistics.median(times), low_ms=min(times), samples=len(times), per=per, noise=noise)
 
 
-def _blocks(times: Sequence[float]) -> list[Sequence[float]]:
-    size = -(-len(times) // _BLOCKS)
-    return [times[i : i + size] for i in range(0, len(times), size)]
-
-
 def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        # process time, so that waiting for a core does not count
-        begun = time.process_time()
-        function()
-        return 1000 * (time.process_time() - begun)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    synchronise(device)
-    start.record()
+    if device.type == "cuda":
+        return device_ms(function)
+    # process time, so that waiting for a core does not count
+    begun = time.process_time()
     function()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    return 1000 * (time.process_time() - begun)
 
 
 def change(then: Figures, now: Figures) -> float:
@@ -141,10 +125,7 @@ def change(then: Figures, now: Figures) -> float:
 
 def verdict(then: Figures, now: Figures, threshold: float) -> str:
     """Returns "slower" or "faster" if by every yardstick the change exceeds ``threshold`` and the noise of both; otherwise "same"."""
-    slower = faster = True
-    for name in YARDSTICKS:
-        noise = math.hypot(then.noise[name], now.noise[name])
-        limit = 1 + max(threshold, noise)
-        slower &= now.per[name] > limit * then.per[name]
-        faster &= then.per[name] > limit * now.per[name]
-    return "slower" if slower else "faster" if faster else "same"
+    limits = {name: 1 + max(threshold, math.hypot(then.noise[name], now.noise[name])) for name in YARDSTICKS}
+    if all(now.per[name] > limits[name] * then.per[name] for name in YARDSTICKS):
+        return "slower"
+    return "faster" if all(then.per[name] > limits[name] * now.per[name] for name in YARDSTICKS) else "same"

@@ -75,21 +75,16 @@ def interleaved(
         agree: returns the first process's number on all processes, where functions exchange data between processes: all processes then
             call them equally often, one by one.
     """
-    if not functions:
-        return {}
-    once: dict[str, float] = {}
-    for name, function in functions.items():
-        if not warm:
+    if not warm:
+        for function in functions.values():
             function()
-        once[name] = one_call(function, device) if agree is None else agree(one_call(function, device))
-    longest = max(once.values())
-    turns = max(least, min(most, int(seconds / max(longest, 1e-9))))
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(turns):
-        for name, function in functions.items():
-            mine = min(seconds / turns, 0.1)
-            samples[name] += _turn(function, device, once[name], mine) if agree is None else _counted(function, device, once[name], mine)
-    return {name: Timing.of(times) for name, times in samples.items()}
+
+    def turn(function: Callable[[], Any], once: float, share: float) -> list[float]:
+        if agree is None:
+            return _turn(function, device, once, min(share, 0.1))
+        return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(min(share, 0.1) / max(once, 1e-9)))))]
+
+    return _in_turns(functions, device, turn, seconds, least, most, agree or (lambda x: x))
 
 
 def in_turns(
@@ -102,20 +97,29 @@ def in_turns(
     Args:
         functions: already called, so that nothing compiles any more; each is called once more before it is timed.
     """
-    if not functions:
-        return {}
-    once = {name: one_call(function, device) for name, function in functions.items()}
-    turns = max(least, min(most, int(seconds / max(max(once.values()), 1e-9))))
-    counts = {name: max(1, int(seconds / turns / max(each, 1e-9))) for name, each in once.items()}
+
+    def turn(function: Callable[[], Any], once: float, share: float) -> list[float]:
+        return [loop(function, device, max(1, int(share / max(once, 1e-9))))]
+
+    return _in_turns(functions, device, turn, seconds, least, most, lambda x: x)
+
+
+def _in_turns(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    turn: Callable[[Callable[[], Any], float, float], list[float]],
+    seconds: float,
+    least: int,
+    most: int,
+    agree: Callable[[float], float],
+) -> dict[str, Timing]:
+    """Calls ``turn`` (function, seconds of a call, seconds of this turn → milliseconds of calls) of each function in turn."""
+    once = {name: agree(one_call(function, device)) for name, function in functions.items()}
+    turns = max(least, min(most, int(seconds / max([*once.values(), 1e-9]))))
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-
-            def several(function: Callable[[], Any] = function, count: int = counts[name]) -> None:
-                for _ in range(count):
-                    function()
-
-            samples[name].append(1000 * one_call(several, device) / counts[name])
+            samples[name] += turn(function, once[name], seconds / turns)
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
@@ -126,6 +130,27 @@ def one_call(function: Callable[[], Any], device: torch.device) -> float:
     function()
     synchronise(device)
     return time.perf_counter() - start
+
+
+def loop(function: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Returns the milliseconds of a call in a loop without synchronising."""
+
+    def several() -> None:
+        for _ in range(calls):
+            function()
+
+    return 1000 * one_call(several, device) / calls
+
+
+def device_ms(function: Callable[[], Any]) -> float:
+    """Returns the milliseconds between two CUDA events around a call that finds the queue empty."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def _turn(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
@@ -140,17 +165,7 @@ def _turn(function: Callable[[], Any], device: torch.device, once: float, second
             from triton.testing import do_bench
 
             return list(do_bench(function, warmup=1, rep=max(1, int(1000 * seconds)), return_mode="all"))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        return [float(start.elapsed_time(end))]
-
-
-def _counted(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
-    """Returns the milliseconds of a number of calls that depends only on ``once``."""
-    return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(seconds / max(once, 1e-9)))))]
+        return [device_ms(function)]
 
 
 def synchronise(device: torch.device) -> None:
@@ -183,10 +198,6 @@ def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: 
     once = max(one_call(function, device), 1e-6)
     calls = max(3, min(max(20, int(seconds / once)), int(3 * seconds / once), 200))
     found: dict[str, float] = {}
-
-    def loop(call: Callable[[], Any]) -> float:
-        return 1000 * one_call(lambda: [call() for _ in range(calls)] and None, device) / calls
-
     if "host" in ways:
         hosts = []
         for _ in range(min(calls, 50)):
@@ -196,13 +207,13 @@ def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: 
             hosts.append(1000 * (time.perf_counter() - begun))
         found["host"] = statistics.median(hosts)
     if "called" in ways:
-        found["called"] = loop(function)
+        found["called"] = loop(function, device, calls)
     if device.type == "cuda" and "kernels" in ways:
         found["kernels"], found["launches"] = kernel_time(function)
     if device.type == "cuda" and "graph" in ways:
         # what reads a number back, as bounds of documents, cannot be captured
         with contextlib.suppress(RuntimeError):
-            found["graph"] = loop(captured(function))
+            found["graph"] = loop(captured(function), device, calls)
     return found
 
 

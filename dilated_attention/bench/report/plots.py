@@ -14,15 +14,7 @@ from dilated_attention.bench.report.rows import Row
 from dilated_attention.files import replacing
 
 # Okabe and Ito's colours without yellow, which people with any colour vision tell apart; a colour that comes again gets another dash
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#000000",
-    "#cc79a7",
-    "#56b4e9",
-    "#e69f00",
-)
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#000000", "#cc79a7", "#56b4e9", "#e69f00")
 _SOLID, _DASHED = ("-", "-."), ("--", ":")
 _MARKS = "osD^vP*X<>hd"
 # characters that fit below a picture
@@ -83,8 +75,11 @@ class Plot:
             axes.set_axisbelow(True)
             if len(self.lines) > 1:
                 # outside the axes: there are many contenders, and no corner is free in all plots
-                handles, labels = self._downwards(axes)
-                axes.legend(handles, labels, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, handlelength=3.4)
+                handles, labels = axes.get_legend_handles_labels()
+                # lines in the order in which they end, the highest first
+                ends = [-line.y[-1] if self.bars is None and len(line.y) else math.inf for line in self.lines]
+                order = sorted(range(len(ends)), key=ends.__getitem__)
+                axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, handlelength=3.4)
             if self.note:
                 figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,14 +89,6 @@ class Plot:
                 picture = Image.open(drawn).convert("RGB").quantize(_SHADES)
                 with replacing(path) as new:
                     picture.save(new, "PNG", optimize=True, dpi=(_DPI, _DPI))
-
-    def _downwards(self, axes: Any) -> tuple[list[Any], list[str]]:
-        """Returns the legend's handles and labels, those of lines in the order in which the lines end, the highest first."""
-        handles, labels = axes.get_legend_handles_labels()
-        order = list(range(len(self.lines)))
-        if self.bars is None:
-            order.sort(key=lambda i: -self.lines[i].y[-1] if len(self.lines[i].y) else math.inf)
-        return [handles[i] for i in order], [labels[i] for i in order]
 
     def _lines(self, axes: Any) -> None:
         for i, line in enumerate(self.lines):
@@ -152,37 +139,19 @@ class Plot:
         axes.minorticks_off()
 
     def _bars(self, axes: Any) -> None:
-        """Draws vertical bars, or horizontal ones where their labels would overlap."""
+        """Draws horizontal bars, whose labels never overlap."""
         assert self.bars is not None
-        names = [name.replace("\n", " ") for name in self.bars]
-        lying = len(names) * max(map(len, names), default=0) > 90
         width = 0.8 / max(1, len(self.lines))
         for i, line in enumerate(self.lines):
-            places = [at - 0.4 + width * (i + 0.5) for at in range(len(names))]
-            errors = None
-            if line.low is not None and line.high is not None:
-                errors = [
-                    [y - low for y, low in zip(line.y, line.low, strict=True)],
-                    [high - y for y, high in zip(line.y, line.high, strict=True)],
-                ]
-            style = {"color": _COLOURS[i % len(_COLOURS)], "label": line.label, "ecolor": "#444444"}
-            if lying:
-                axes.barh(places, line.y, width * 0.92, xerr=errors, **style)
-            else:
-                axes.bar(places, line.y, width * 0.92, yerr=errors, **style)
-        if lying:
-            axes.set_yticks(range(len(names)), names)
-            axes.invert_yaxis()
-            axes.set_xlabel(self.y_label)
-            axes.set_ylabel(self.x_label)
-            axes.grid(False, axis="y")
-            if self.log_y:
-                axes.set_xscale("log")
-            return
-        axes.grid(False, axis="x")
-        axes.set_xticks(range(len(names)), self.bars)
+            places = [at - 0.4 + width * (i + 0.5) for at in range(len(self.bars))]
+            axes.barh(places, line.y, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=line.label)
+        axes.set_yticks(range(len(self.bars)), [name.replace("\n", " ") for name in self.bars])
+        axes.invert_yaxis()
+        axes.set_xlabel(self.y_label)
+        axes.set_ylabel(self.x_label)
+        axes.grid(False, axis="y")
         if self.log_y:
-            self._log_y(axes)
+            axes.set_xscale("log")
 
 
 def lines_of(rows: Iterable[Row], key: str, *, across: str = "N", scale: float = 1.0, of: str = "values") -> list[Line]:

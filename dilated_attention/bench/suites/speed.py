@@ -59,8 +59,9 @@ _TOLD = {"forward": "forward", "backward": "backward", "both": "forward + backwa
 
 class _List(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        lines = (f"{name}: {', '.join(make_case(name, torch.device('cpu'), torch.float32).contenders)}" for name in NAMES)
-        parser.exit(0, "\n".join(lines) + "\n")
+        for name in NAMES:
+            print(f"{name}: {', '.join(make_case(name, torch.device('cpu'), torch.float32).contenders)}")
+        parser.exit()
 
 
 class Speed(Suite):

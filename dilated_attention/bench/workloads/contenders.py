@@ -44,7 +44,6 @@ class Contender:
         bound: relative error allowed; None for the dtype's bound.
         mixture_grad: of branches, ``"exact"`` or ``"detached"``.
         until: problem → first position whose results are known to be another function's; None if there is none.
-        chooses: problem → the pattern that chooses blocks by q and k, where there is one.
         of: problem → the problem that it computes instead, as the one without options.
         costs: instead of ``make``: calls that are timed to compare with, and whose results nobody asks for.
         reference: problem → the same on one process, to compare a function of x with; None for ``make``.
@@ -60,7 +59,6 @@ class Contender:
     bound: float | None = None
     mixture_grad: str = "exact"
     until: Callable[[Problem], int | None] = lambda problem: None
-    chooses: Callable[[Problem], TopBlocks] | None = None
     of: Callable[[Problem], Problem] | None = None
     costs: Callable[[Problem], Costs] | None = None
     reference: Callable[[Problem], Attend] | None = None
@@ -72,7 +70,7 @@ class Contender:
     def pairs(self, problem: Problem) -> int | None:
         """Returns the (query, key) pairs with multiplicity, over heads and batch; None where the data decides."""
         pattern = self.pattern(problem)
-        if pattern is None:
+        if pattern is None or isinstance(pattern, TopBlocks):
             return None
         if isinstance(pattern, DilatedPattern) and problem.options:
             return problem.pairs(pattern)
@@ -82,7 +80,7 @@ class Contender:
 @functools.lru_cache(maxsize=512)
 def _counted(pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool, device: torch.device) -> int:
     """Counts the pairs of one sequence on the benchmark's device: block lists of a million positions take minutes on a CPU."""
-    if isinstance(pattern, BlockPattern) and device.type == "cuda" and not isinstance(pattern, TopBlocks) and not pattern.lives_here:
+    if isinstance(pattern, BlockPattern) and device.type == "cuda" and not pattern.lives_here:
         return count_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     return pattern.pairs(num_positions, num_heads, is_causal=is_causal)
 
@@ -280,10 +278,9 @@ MODULES: tuple[Contender, ...] = (
     block_sparse("BlockSparseAttention 10%", "a tenth of the blocks, random", tenth),
     block_sparse("BlockSparseAttention window", "a sliding window of N/16 on either side", window),
     block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", big_bird),
-    module("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", "block_sparse",
-           lambda problem: {"pattern": chosen(problem)}, chooses=chosen),
+    block_sparse("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", chosen),
     module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", branches_and_window),
-)  # fmt: skip
+)
 MULTIHEAD: tuple[Contender, ...] = tuple(
     Contender(name=name, what=what, make=make, pattern=pattern, inputs="x")
     for name, what, make, pattern in (

@@ -46,17 +46,13 @@ class Foreign:
         """
         small = problem.reduced(correctness.WHOLE)
         attend = self.make(small)
-        patterns = (dense_pattern, dilated_pattern)
-        errors = [correctness.whole_errors(attend, pattern(small), small, gradients=False)["out"] for pattern in patterns]
+        patterns = {"dense": dense_pattern, "dilated": dilated_pattern}
+        errors = {name: correctness.whole_errors(attend, make(small), small, gradients=False)["out"] for name, make in patterns.items()}
         # NaN is closer to neither
-        nearer = dilated_pattern if errors[1] < errors[0] else dense_pattern
-        return Contender(
-            name=self.name,
-            what=f"{self.target}, compared with {'dilated' if nearer is dilated_pattern else 'dense'} attention",
-            make=self.make,
-            pattern=nearer,
-            trains=attend(*replace(small, num_positions=min(64, small.num_positions)).qkv()).requires_grad,
-        )
+        nearer = "dilated" if errors["dilated"] < errors["dense"] else "dense"
+        trains = attend(*replace(small, num_positions=min(64, small.num_positions)).qkv()).requires_grad
+        what = f"{self.target}, compared with {nearer} attention"
+        return Contender(name=self.name, what=what, make=self.make, pattern=patterns[nearer], trains=trains)
 
 
 def foreign(text: str) -> Foreign:
@@ -67,17 +63,16 @@ def foreign(text: str) -> Foreign:
     """
     name, _, target = text.partition("=")
     module, _, function = target.partition(":")
-    if not (name and module and function):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)"
-        )
     try:
-        found = importlib.import_module(module)
+        if not (name and module and function):
+            raise ValueError("is not a contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)")
+        made = getattr(importlib.import_module(module), function, None)
+        if not callable(made):
+            raise ValueError(f": {module} has no function {function!r}")
     except ImportError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r}: {error}; the module must be importable here: run in its folder, or set PYTHONPATH"
         ) from error
-    made = getattr(found, function, None)
-    if not callable(made):
-        raise argparse.ArgumentTypeError(f"{text!r}: {module} has no function {function!r}")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
     return Foreign(name, target, made)

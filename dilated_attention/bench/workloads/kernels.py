@@ -5,6 +5,7 @@ Measures what each must move, and checks whether its result is correct.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.backends.merge import merge_weights
-from dilated_attention.bench.accuracy.correctness import BOUNDS
+from dilated_attention.bench.accuracy.correctness import BOUNDS, relative
 from dilated_attention.bench.accuracy.correctness import wrong as beyond
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import geometric
@@ -22,8 +23,6 @@ from dilated_attention.engine.branches.merge import has_kernels, merge_onto
 from dilated_attention.functional.fused_norm_linear_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
 
-# elements of the norms' input: larger than any cache with ``full``
-_NORM_ELEMENTS = {False: 2**22, True: 2**28}
 # (call, bytes that it must read and write once, relative errors)
 Prepared = tuple[Callable[[], object], int, dict[str, float]]
 
@@ -33,7 +32,6 @@ class Kernel:
     """``prepare(device, dtype, full)`` raises ``Refused`` where the kernel does not run."""
 
     name: str
-    what: str
     prepare: Callable[[torch.device, torch.dtype, bool], Prepared]
 
 
@@ -58,109 +56,80 @@ def _merge_two(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared
     true_lse, weight, part_weight = merge_weights(lse[:, rows].double(), part_lse[:, rows].double())
     true = out[:, rows].double() * weight[..., None] + part[:, rows].double() * part_weight[..., None]
     merge_onto(out, lse, part, part_lse)
-    errors = {"out": _relative(out[:, rows], true), "lse": _relative(lse[:, rows], true_lse)}
-    moved = 3 * out.numel() * out.element_size() + 3 * lse.numel() * lse.element_size()
-    return lambda: merge_onto(out, lse, part, part_lse), moved, errors
+    errors = {"out": relative(out[:, rows], true), "lse": relative(lse[:, rows], true_lse)}
+    return lambda: merge_onto(out, lse, part, part_lse), 3 * out.nbytes + 3 * lse.nbytes, errors
 
 
-def _layers(num_positions: int, heads: int) -> BranchBuffers:
-    return make_branch_buffers(DilatedPattern(*geometric(num_positions)), heads, (0, heads), num_positions, False)
+def _buffers(positions: int, heads: int, D: int, device: torch.device, dtype: torch.dtype) -> tuple[BranchBuffers, list[list[torch.Tensor]]]:
+    """Returns the buffers' layout, and three times random [out, lse, parts, lses of parts] for B = 1."""
+    layers = make_branch_buffers(DilatedPattern(*geometric(positions)), heads, (0, heads), positions, False)
+    draw = functools.partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
+    part_rows, lse_rows = heads * layers.rows(with_direct=False), heads * layers.rows(with_direct=True)
+    shape = (1, positions, heads)
+    return layers, [[draw(*shape, D, dtype=dtype), torch.empty(shape, device=device), draw(part_rows * D), draw(lse_rows)] for _ in range(3)]
 
 
-def _buffers(layers: BranchBuffers, D: int, device: torch.device, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Returns out, lse, and the flat buffers of parts and of their lses, B = 1."""
-    generator = torch.Generator(device).manual_seed(seed)
-    N, H = layers.positions, layers.heads
-    part_rows, lse_rows = H * layers.rows(with_direct=False), H * layers.rows(with_direct=True)
-
-    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, device=device, generator=generator, dtype=dtype)
-
-    out, parts = draw(1, N, H, D, dtype=dtype), draw(part_rows * D, dtype=dtype)
-    return [out, torch.empty(1, N, H, device=device), parts, draw(lse_rows)]
-
-
-def _merge_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """Merges all branches of a dilated attention in one kernel."""
+def _layers(backward: bool, device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
+    """Merges all branches' (out, lse) of a dilated attention in one kernel, or sums their dq, dk and dv."""
     _need_triton(device, dtype)
     from dilated_attention.engine.branches import merge_triton
 
-    small = _layers(4096, 4)
-    out, lse, parts, part_lses = _buffers(small, 64, device, dtype, 1)
-    true_out, true_lse = out.double(), lse.double()
-    shaped = [None if x is None else x.double() for x in small.split(parts, 1, head_dim=64, with_direct=False)]
-    lses = [x.double() for x in small.split(part_lses, 1, head_dim=0, with_direct=True) if x is not None]
-    layered.merge_buffers(small, true_out, true_lse, shaped, lses)
-    merge_triton.merge_buffers(small, out, lse, parts, part_lses)
-    errors = {"out": _relative(out, true_out), "lse": _relative(lse, true_lse)}
-    layers, D = _layers(2**18 if full else 2**14, 16), 128
-    out, lse, parts, part_lses = _buffers(layers, D, device, dtype, 2)
+    small, made = _buffers(4096, 4, 64, device, dtype)
+    true = [[x.double() for x in each[:2]] for each in made]
+    shaped = [[None if x is None else x.double() for x in small.split(each[2], 1, head_dim=64, with_direct=False)] for each in made]
+    if backward:
+        for (grad, _), parts in zip(true, shaped, strict=True):
+            layered.sum_buffers(small, grad, parts)
+        merge_triton.sum_buffers(small, [each[0] for each in made], [each[2] for each in made])
+        errors = {name: relative(each[0], grad) for name, each, (grad, _) in zip(("dq", "dk", "dv"), made, true, strict=True)}
+    else:
+        lses = [x.double() for x in small.split(made[0][3], 1, head_dim=0, with_direct=True) if x is not None]
+        layered.merge_buffers(small, *true[0], shaped[0], lses)
+        merge_triton.merge_buffers(small, *made[0])
+        errors = {name: relative(x, y) for name, x, y in zip(("out", "lse"), made[0], true[0], strict=False)}
+    layers, made = _buffers(2**17 if full else 2**14, 16, 128, device, dtype)
     # rows that only the direct branch computes are already in place
     rows = layers.positions // layers.step * layers.heads
-    moved = parts.nbytes + part_lses.nbytes + lse.nbytes + 2 * rows * D * dtype.itemsize
-    return lambda: merge_triton.merge_buffers(layers, out, lse, parts, part_lses), moved, errors
-
-
-def _sum_layers(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
-    """Sums dq, dk and dv of all branches in one kernel."""
-    _need_triton(device, dtype)
-    from dilated_attention.engine.branches import merge_triton
-
-    small = _layers(4096, 4)
-    made = [_buffers(small, 64, device, dtype, seed) for seed in range(3)]
-    grads, parts = [x[0] for x in made], [x[2] for x in made]
-    true = [grad.double() for grad in grads]
-    for grad, part in zip(true, parts, strict=True):
-        shaped = [None if x is None else x.double() for x in small.split(part, 1, head_dim=64, with_direct=False)]
-        layered.sum_buffers(small, grad, shaped)
-    merge_triton.sum_buffers(small, grads, parts)
-    errors = {name: _relative(a, b) for name, a, b in zip(("dq", "dk", "dv"), grads, true, strict=True)}
-    layers, D = _layers(2**17 if full else 2**14, 16), 128
-    made = [_buffers(layers, D, device, dtype, seed) for seed in range(3)]
-    grads, parts = [x[0] for x in made], [x[2] for x in made]
-    rows = layers.positions // layers.step * layers.heads
-    moved = 3 * (parts[0].nbytes + 2 * rows * D * dtype.itemsize)
-    return lambda: merge_triton.sum_buffers(layers, grads, parts), moved, errors
+    moved = made[0][2].nbytes + 2 * rows * 128 * dtype.itemsize
+    if backward:
+        grads, flat = [each[0] for each in made], [each[2] for each in made]
+        return lambda: merge_triton.sum_buffers(layers, grads, flat), 3 * moved, errors
+    return lambda: merge_triton.merge_buffers(layers, *made[0]), moved + made[0][3].nbytes + made[0][1].nbytes, errors
 
 
 def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
     """The norm before a linear layer, on rows of 2048; with an activation, on rows of 8192."""
     _need_triton(device, dtype)
-    from dilated_attention.functional import fused_norm_linear_triton
+    from dilated_attention.functional import fused_norm_linear_triton as fused
 
     K = 8192 if activation != "none" else 2048
-    M = _NORM_ELEMENTS[full] // K
-    generator = torch.Generator(device).manual_seed(3)
-    x, dz = (torch.randn(M, K, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    weight, bias = (torch.randn(K, device=device, generator=generator) for _ in range(2))
-    recipe = Recipe(activation, "layer", 1e-5, dtype)
+    # elements larger than any cache with ``full``
+    M = (2**28 if full else 2**22) // K
+    x, dz = (torch.randn(M, K, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(K, device=device) for _ in range(2))
     stats = torch.empty(2, M, device=device)
-    z = fused_norm_linear_triton.prepare(x, None, weight, bias, recipe, stats, None)
+    norm = (x, None, weight, bias, Recipe(activation, "layer", 1e-5, dtype), stats)
+    z = fused.prepare(*norm, None)
     rows = slice(0, 256)
     leaf = x[rows].double().requires_grad_()
-    a = leaf if activation == "none" else F.gelu(leaf)
-    true = F.layer_norm(a, (K,), weight.double(), bias.double(), 1e-5)
-    errors = {"z": _relative(z[rows], true.detach())}
+    true = F.layer_norm(leaf if activation == "none" else F.gelu(leaf), (K,), weight.double(), bias.double(), 1e-5)
+    errors = {"z": relative(z[rows], true.detach())}
     if not backward:
-        return lambda: fused_norm_linear_triton.prepare(x, None, weight, bias, recipe, stats, None), 2 * x.nbytes, errors
+        return lambda: fused.prepare(*norm, None), 2 * x.nbytes, errors
     (true_dx,) = torch.autograd.grad(true, leaf, dz[rows].double())
     # it writes dx over dz, so the previous result is the next call's input: the same number of bytes, different values
-    dx = fused_norm_linear_triton.prepare_backward(x, None, weight, bias, recipe, stats, dz.clone(), True, None)[1]
+    dx = fused.prepare_backward(*norm, dz.clone(), True, None)[1]
     assert dx is not None
-    errors["dx"] = _relative(dx[rows], true_dx)
-    return lambda: fused_norm_linear_triton.prepare_backward(x, None, weight, bias, recipe, stats, dz, True, None), 4 * x.nbytes, errors
-
-
-def _relative(found: torch.Tensor, true: torch.Tensor) -> float:
-    return float((found.double() - true).norm() / true.norm())
+    errors["dx"] = relative(dx[rows], true_dx)
+    return lambda: fused.prepare_backward(*norm, dz, True, None), 4 * x.nbytes, errors
 
 
 KERNELS = (
-    Kernel("merge of two", "a part into (out, lse), as each step of a ring does", _merge_two),
-    Kernel("merge of layers", "all branches' out and lse into one", _merge_layers),
-    Kernel("sum of layers", "all branches' dq, dk, dv into one", _sum_layers),
-    Kernel("layer norm", "in front of a linear layer", lambda *where: _norm("none", False, *where)),
-    Kernel("layer norm, backward", "z again, dx, and sums of the norm's gradients", lambda *where: _norm("none", True, *where)),
-    Kernel("GELU and layer norm", "in front of a linear layer", lambda *where: _norm("gelu", False, *where)),
-    Kernel("GELU and layer norm, backward", "z again, dx, and sums of the norm's gradients", lambda *where: _norm("gelu", True, *where)),
+    Kernel("merge of two", _merge_two),
+    Kernel("merge of layers", functools.partial(_layers, False)),
+    Kernel("sum of layers", functools.partial(_layers, True)),
+    Kernel("layer norm", functools.partial(_norm, "none", False)),
+    Kernel("layer norm, backward", functools.partial(_norm, "none", True)),
+    Kernel("GELU and layer norm", functools.partial(_norm, "gelu", False)),
+    Kernel("GELU and layer norm, backward", functools.partial(_norm, "gelu", True)),
 )

@@ -21,20 +21,18 @@ def losses(num_positions: int, steps: int, device: torch.device, extra: dict[str
     fp8 has no gradients: it is the loss of the float32 training's weights at that step, with attention in 8-bit products.
     """
     data = [_tokens(num_positions, device, step) for step in range(steps)]
-    exact, in_8_bits = _trained(data, device, torch.float32, also_8_bits=True)
-    columns: dict[str, Attempt[list[float]]] = {"float32": Attempt(exact)}
+    columns: dict[str, Attempt[list[float]]] = {"fp8": Attempt([])}
+    columns["float32"] = Attempt(_trained(data, device, torch.float32, columns))
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        trained = attempt(functools.partial(_trained, data, device, dtype), foreign=True)
-        columns[name] = Attempt(None if trained.value is None else trained.value[0], trained.note)
-    columns["fp8"] = in_8_bits
+        train = functools.partial(_trained, data, device, dtype, None)
+        columns[str(dtype).removeprefix("torch.")] = attempt(train, foreign=True)
+    exact = columns["float32"].value or []
     rows = []
     for name, column in columns.items():
         case = {"part": "loss", "dtype": name, "N": num_positions} | extra
         if column.value is None:
             rows.append(Row(name=name, case=case, note=column.note))
-            continue
-        for step, loss in enumerate(column.value):
+        for step, loss in enumerate(column.value or []):
             rows.append(Row(name=name, case=case | {"step": step}, values={"loss": loss, "difference": loss - exact[step]}))
     return rows
 
@@ -46,9 +44,9 @@ def _tokens(num_positions: int, device: torch.device, step: int) -> torch.Tensor
 
 
 def _trained(
-    data: list[torch.Tensor], device: torch.device, dtype: torch.dtype, *, also_8_bits: bool = False
-) -> tuple[list[float], Attempt[list[float]]]:
-    """Returns the loss before each step of AdamW, and the loss of the same weights in 8 bits."""
+    data: list[torch.Tensor], device: torch.device, dtype: torch.dtype, columns: dict[str, Attempt[list[float]]] | None
+) -> list[float]:
+    """Returns the loss before each step of AdamW; adds the loss of the same weights in 8 bits to ``columns``."""
     torch.manual_seed(0)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     length = data[0].shape[1]
@@ -56,18 +54,17 @@ def _trained(
     model = create_model("longnet-tiny", segment_lengths=(length // 8, length), dilation_rates=(1, 4)).to(device=device, dtype=wide)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found: list[float] = []
-    small: Attempt[list[float]] = Attempt([])
     for tokens in data:
-        if also_8_bits and small.value is not None:
+        if columns is not None and columns["fp8"].value is not None:
             mine = attempt(functools.partial(_in_8_bits, model, tokens), foreign=True)
-            small = Attempt(None, mine.note) if mine.value is None else Attempt([*small.value, mine.value])
+            columns["fp8"] = Attempt(None, mine.note) if mine.value is None else Attempt([*columns["fp8"].value, mine.value])
         with torch.autocast(device.type, dtype) if dtype.itemsize == 2 else contextlib.nullcontext():
             loss = _loss(model, tokens)
         found.append(float(loss.detach()))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return found, small
+    return found
 
 
 def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -79,7 +76,6 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def _in_8_bits(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     layers = [layer for layer in model.modules() if isinstance(layer, DilatedAttention)]
-    assert layers, "the tiny model's attention is dilated"
     try:
         for layer in layers:
             layer.precision = "fp8"
