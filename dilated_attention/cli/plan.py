@@ -35,9 +35,7 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
     )
     names = ", ".join((*PLAN_KINDS, *MODEL_PRESETS))
-    parser.add_argument(
-        "what", help=f"a kind of attention, a model preset, or the config.json of a transformers model: {names}, FILE.json"
-    )
+    parser.add_argument("what", help=f"a kind of attention, a model preset, or the config.json of a transformers model: {names}, FILE.json")
     parser.add_argument(
         "--length", type=size, nargs="+", required=True, metavar="N", help="positions: 65536, 64k, 1M; several give a table"
     )

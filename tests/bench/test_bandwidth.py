@@ -30,7 +30,7 @@ def test_figures_are_flops_and_least_bytes_over_time(
     assert main(command) == 0
     results = Results.load(tmp_path / "bandwidth.json")
     roof = bandwidth.Roof.of(results)
-    assert 0.1 < roof.copy < 1000 and 1e-4 < roof.products["float32"] < 100
+    assert 0.1 < roof.copy < 1000 and 1e-4 < roof.product("float32") < 100
     rows = {(row.name, row.case.get("pass")): row for row in results.rows if row.case["part"] == "attention"}
     q, k, lse = 2 * 64 * 4 * 16 * 4, 2 * 64 * 2 * 16 * 4, 2 * 64 * 4 * 4
     moved = {"forward": 2 * q + 2 * k + lse, "backward": 3 * q + 2 * k + lse + q + 2 * k}
@@ -79,8 +79,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [kernel.name for kernel in kernels.KERNELS])
 def test_every_kernel_is_right_before_it_is_timed(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # a hundredth of the positions and rows that are timed
-    layers = kernels._layers
-    monkeypatch.setattr(kernels, "_layers", lambda n, heads: layers(min(n, 256), min(heads, 2)))
+    buffers = kernels._buffers
+    monkeypatch.setattr(kernels, "_buffers", lambda n, heads, *rest: buffers(min(n, 256), min(heads, 2), *rest))
     monkeypatch.setattr(kernels, "_NORM_ELEMENTS", {False: 2**16, True: 2**28})
     kernel = next(kernel for kernel in kernels.KERNELS if kernel.name == name)
     call, moved, errors = kernel.prepare(CPU, torch.float32, False)
@@ -96,7 +96,7 @@ def test_a_wrong_kernel_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(device: torch.device, dtype: torch.dtype, full: bool) -> kernels.Prepared:
         return lambda: None, 1000, {"out": 0.5}
 
-    monkeypatch.setattr(kernels, "KERNELS", (kernels.Kernel("lazy", "does nothing", wrong),))
+    monkeypatch.setattr(kernels, "KERNELS", (kernels.Kernel("lazy", wrong),))
     session = Session(device=CPU, full=False, dtypes=(torch.float32,), seconds=0.01, options=None)  # type: ignore[arg-type]
     (row,) = bandwidth._kernels(session)
     assert row.note.startswith("wrong: out off by") and not row.values
@@ -106,8 +106,8 @@ def test_a_wrong_kernel_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     bf16 = {"part": "ceilings", "dtype": "bfloat16"}
     rows = [
-        Row(name="copy", case=bf16 | {"dtype": "bytes"}, values={"ms": 0.5, "gb_s": 4100.0, "datasheet_gb_s": 4800.0}),
-        Row(name="matrix product", case=bf16, values={"ms": 1.0, "tflops": 760.0, "datasheet_tflops": 989.0}),
+        Row(name="copy", case=bf16 | {"dtype": "bytes"}, values={"ms": 0.5, "gb_s": 4100.0, "datasheet": 4800.0}),
+        Row(name="matrix product", case=bf16, values={"ms": 1.0, "tflops": 760.0, "datasheet": 989.0}),
     ]
     attention = []
     for n, tflops in ((16384, 500.0), (256, 90.0)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench import Group, Results, Row, Session, Suite
+from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.reference_timing import YARDSTICKS, Figures, change, figures_of, sampled, verdict
 from dilated_attention.bench.report.baseline import slug
 from dilated_attention.bench.report.rows import machine
@@ -161,7 +160,7 @@ def test_a_baseline_that_cannot_be_compared_is_refused(tiny: None, tmp_path: Pat
     whole = json.loads((tmp_path / "base.json").read_text())
     for section, key, value, told in (
         ("hardware", "device", "an abacus", "is of other hardware, {'device': 'an abacus'"),
-        ("settings", "suites", ["speed"], "was made with {'size': 'small', 'suites': ['speed']"),
+        ("settings", "dtypes", ["float16"], "was made with {'size': 'small', 'dtypes': ['float16']"),
         (None, "suite", "speed", "is a result of 'speed'"),
     ):
         changed = json.loads(json.dumps(whole))
@@ -178,49 +177,6 @@ def test_a_baseline_that_cannot_be_compared_is_refused(tiny: None, tmp_path: Pat
         with pytest.raises(SystemExit) as caught:
             main(command(tmp_path, *wrong))
         assert caught.value.code == 2
-
-
-class Slept(Suite):
-    """Another suite, of one row whose time is that of a product made so many times."""
-
-    name = "slept"
-    about = "one row"
-    times = 20
-
-    def groups(self, session: Session) -> Sequence[Group]:
-        return [Group("one", self._measure)]
-
-    def _measure(self) -> list[Row]:
-        a = torch.randn(256, 256)
-
-        def call() -> None:
-            for _ in range(self.times):
-                a @ a
-
-        x = sampled({"x": call}, CPU, full=False, seconds=0.05)["x"]
-        return [
-            Row(name="product", case={"N": 256}, values={"ms": x.ms, "low_ms": x.low_ms, "high_ms": x.ms}),
-            Row(name="none", case={}, note="refused"),
-        ]
-
-    def tables(self, results: Results) -> list[Any]:
-        return []
-
-    def plots(self, results: Results) -> list[Any]:
-        return []
-
-
-@pytest.mark.slow
-def test_rows_of_another_suite_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(regression.COMPARED, "slept", Slept)
-    given = command(tmp_path, "--suites", "slept", "--no-plots", "--threshold", "0.4")
-    assert main([*given, "--save-baseline"]) == 0
-    assert main(given) == 0
-    monkeypatch.setattr(Slept, "times", 240)
-    assert main(given) == 1
-    (row, refused) = Results.load(tmp_path / "out" / "regression.json").rows
-    assert row.values["state"] == 1 and row.values["change"] > 1
-    assert refused.note == "refused"
 
 
 def test_hardware_makes_a_file_name() -> None:

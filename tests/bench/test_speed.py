@@ -214,9 +214,7 @@ def test_names_say_length_mask_batch_and_head_dim(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["bench", "speed", "--list"])
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(cases.NAMES) and listed[0] == (
-        "gigapath-5308: ours, equal, torchscale, floor, torch cudnn, torch flash, fa4"
-    )
+    assert len(listed) == len(cases.NAMES) and listed[0] == ("gigapath-5308: ours, equal, torchscale, floor, torch cudnn, torch flash, fa4")
     assert len(cases.names_of(["gigapath-*", "longnet-9"])) == 5
 
 
@@ -322,7 +320,11 @@ def test_others_are_held_to_the_same_check(tmp_path: Path, capsys: pytest.Captur
     assert notes["unscaled"].startswith("wrong: out off by") and notes["fails"] == "raised NotImplementedError: only for even days"
     assert notes["of_another_shape"].startswith(f"{HERE}:of_another_shape returned (")
     assert f"{HERE}:right, yours" in capsys.readouterr().out
-    for wrong, text in (("x", "expected name=module"), ("x=no.such:f", "must be importable"), (f"x={HERE}:nothing", "no function 'nothing'")):
+    for wrong, text in (
+        ("x", "expected name=module"),
+        ("x=no.such:f", "must be importable"),
+        (f"x={HERE}:nothing", "no function 'nothing'"),
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             foreign(wrong)
 
@@ -425,7 +427,21 @@ def test_the_defaults_are_the_published_ones() -> None:
         # each backend, dtype and mask is compiled anew: few of them
         ["speed", "--lengths", "512", "1k", "--masks", "causal", "--cases", "length"],
         ["speed", "--cases", "gigapath-5308", "option-*", "blocks10-32768", "--ways", "called", "host", "kernels", "graph"],
-        ["accuracy", "--backends", "auto", "sdpa_cudnn", "triton", "math", "--masks", "causal", "--lengths", "64", "256", "--parts", "error"],
+        [
+            "accuracy",
+            "--backends",
+            "auto",
+            "sdpa_cudnn",
+            "triton",
+            "math",
+            "--masks",
+            "causal",
+            "--lengths",
+            "64",
+            "256",
+            "--parts",
+            "error",
+        ],
         ["accuracy", "--backends", "auto", "sdpa_cudnn", "--kinds", "dilated", "--steps", "2", "--parts", "loss", "repeat", "invariance"],
     ],
     ids=lambda given: f"{given[0]}, {given[-1]}",

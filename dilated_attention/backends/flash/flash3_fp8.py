@@ -55,7 +55,7 @@ class Flash3Fp8Backend(Backend):
       values is subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
     * A constant in the keys costs mantissa bits that the scores need, so their mean is subtracted too.
 
-    Measured on an H200 by benchmarks/fp8_forward.py: the total time breaks even at 32,768 dense keys and is better beyond (131,072:
+    Measured on an H200 (bench speed --cases "fp8*"): the total time breaks even at 32,768 dense keys and is better beyond (131,072:
     1.08 times the speed of the fastest bf16 at D = 64, 1.14 at 128). On segments of 2048 rows it is never better: quantising them takes
     longer than the faster products save.
     """

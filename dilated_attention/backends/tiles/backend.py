@@ -41,7 +41,7 @@ class TilesBackend(WritingBackend):
         whole_calls=True,
         package="triton",
         install="pip install triton",
-        source="H200, Triton 3.6, benchmarks/short.py",
+        source="H200, Triton 3.6, bench speed --cases short",
     )
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:

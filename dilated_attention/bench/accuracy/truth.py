@@ -36,15 +36,15 @@ _LSE_BOUND = 0.01
 Given = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def our_call(problem: Problem, pattern: Pattern, *qkv: torch.Tensor, **options: Any) -> Any:
+def our_call(problem: Problem, pattern: Pattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """Calls this library's function of ``pattern``, with the problem's mask and options."""
     options = problem.arguments | options
     if isinstance(pattern, BlockPattern):
-        return block_sparse_attention(*qkv, pattern, **options)
+        return block_sparse_attention(q, k, v, pattern, **options)
     if pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= problem.num_positions and options.get("mixture_grad") is None:
-        return attention(*qkv, **options)
+        return attention(q, k, v, **options)
     options = {"head_offsets": pattern.head_offsets, "tail": pattern.tail} | options
-    return dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, **options)
+    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
 
 
 @dataclass
@@ -278,8 +278,8 @@ class Truth:
         p = self.problem.dropout_p
         if not p:
             return None
-        numbers = (torch.tensor([x], device=rows.device) for x in (b, head))
-        return keep_mask(Dropout(p, self._seed, *numbers, rows[None], keys[None]), slice(None))[0, 0].double() / (1 - p)
+        batch, heads = (torch.tensor([x], device=rows.device) for x in (b, head))
+        return keep_mask(Dropout(p, self._seed, batch, heads, rows[None], keys[None]), slice(None))[0, 0].double() / (1 - p)
 
 
 def pairs_of(lists: BlockLists, head: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Runs functions in separate processes, for figures that an earlier measurement would distort: a peak of memory, a limit of memory.
 
 multiprocessing's fork server imports this package once and then forks a child for each call, so that a call takes milliseconds instead of
-an import, and every child starts in the same state. The server never computes: threads that it had started would be missing in its children.
+an import, and every child starts in the same state. The server never computes: threads that it had started would be missing in children.
 """
 
 from __future__ import annotations

@@ -191,9 +191,9 @@ def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: 
     """Returns the milliseconds of one call, already warm, as its caller, the device and its kernels see it.
 
     ``called``: a loop of calls without synchronising, divided by their number · ``host``: until a call that finds the queue empty returns,
-    median · ``kernels``: device time of the kernels of one call, and their number ``launches``, by torch.profiler · ``graph``: replayed from
-    a CUDA graph. About ``seconds`` each, at least 20 calls where these fit into three times that, 200 at most. A CPU has neither kernels
-    nor graphs.
+    median · ``kernels``: device time of the kernels of one call, and their number ``launches``, by torch.profiler · ``graph``: replayed
+    from a CUDA graph. About ``seconds`` each, at least 20 calls where these fit into three times that, 200 at most. A CPU has neither
+    kernels nor graphs.
     """
     once = max(one_call(function, device), 1e-6)
     calls = max(3, min(max(20, int(seconds / once)), int(3 * seconds / once), 200))
@@ -225,7 +225,7 @@ def kernel_time(function: Callable[[], Any]) -> tuple[float, int]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             function()
             torch.cuda.synchronize()
-        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
         if times:
             break
     return sum(times) / 1000, len(times)

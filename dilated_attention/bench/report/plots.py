@@ -79,7 +79,15 @@ class Plot:
                 # lines in the order in which they end, the highest first
                 ends = [-line.y[-1] if self.bars is None and len(line.y) else math.inf for line in self.lines]
                 order = sorted(range(len(ends)), key=ends.__getitem__)
-                axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, handlelength=3.4)
+                axes.legend(
+                    [handles[i] for i in order],
+                    [labels[i] for i in order],
+                    frameon=False,
+                    loc="upper left",
+                    bbox_to_anchor=(1.0, 1.0),
+                    fontsize=9,
+                    handlelength=3.4,
+                )
             if self.note:
                 figure.supxlabel(textwrap.fill(self.note, _NOTE), fontsize=8, x=0.01, ha="left", color="#555555")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,11 +77,13 @@ class Accuracy(Suite):
         problem = make(num_positions=n, dtype=usual, batch_size=2, num_heads=heads)
         for kind in options.kinds:
             if "repeat" in options.parts:
-                groups.append(Group(f"repeat {kind} {problem.label}",
-                                    functools.partial(repeats, kind, problem, RUNS, chosen=options.backends)))  # fmt: skip
+                groups.append(
+                    Group(f"repeat {kind} {problem.label}", functools.partial(repeats, kind, problem, RUNS, chosen=options.backends))
+                )
             if "invariance" in options.parts:
-                groups.append(Group(f"invariance {kind} {problem.label}",
-                                    functools.partial(invariances, kind, problem, chosen=options.backends)))  # fmt: skip
+                groups.append(
+                    Group(f"invariance {kind} {problem.label}", functools.partial(invariances, kind, problem, chosen=options.backends))
+                )
         return groups
 
     def tables(self, results: Results) -> list[Table]:
@@ -92,18 +94,35 @@ class Accuracy(Suite):
                 plain = {(row.case["N"], key): row.values[key] for row in rows if row.name == PLAIN for key in row.values}
                 for key in RESULTS:
                     base = {n: value for (n, name), value in plain.items() if name == key}
-                    tables.append(pivot(rows, key, across="N", title=f"relative error of {key} against float64, {what}", baseline=base,
-                                        caption=f"In brackets: that of {PLAIN}, plain softmax in the same dtype, ÷ this one."))  # fmt: skip
+                    tables.append(
+                        pivot(
+                            rows,
+                            key,
+                            across="N",
+                            title=f"relative error of {key} against float64, {what}",
+                            baseline=base,
+                            caption=f"In brackets: that of {PLAIN}, plain softmax in the same dtype, ÷ this one.",
+                        )
+                    )
             elif part == "repeat":
                 runs = next((int(row.values["runs"]) for row in rows if row.values), RUNS)
                 each = [(row, key, f"{key}, deterministic" if row.case["deterministic"] else key) for row in rows for key in RESULTS]
                 for value, title in (("equal_runs", f"of {runs} runs, equal to the first bit by bit"), ("spread", "largest difference")):
-                    mine = [replace(row, case={"of": of}, values={value: row.values[f"{key}_{value}"]} if row.values else {})
-                            for row, key, of in each]  # fmt: skip
+                    mine = [
+                        replace(row, case={"of": of}, values={value: row.values[f"{key}_{value}"]} if row.values else {})
+                        for row, key, of in each
+                    ]
                     tables.append(pivot(mine, value, across="of", title=f"{title}, {what}"))
             elif part == "invariance":
-                tables.append(pivot(rows, "difference", across="change", title=f"largest difference of out where there should be none, {what}",
-                                    caption="0: equal bit by bit."))  # fmt: skip
+                tables.append(
+                    pivot(
+                        rows,
+                        "difference",
+                        across="change",
+                        title=f"largest difference of out where there should be none, {what}",
+                        caption="0: equal bit by bit.",
+                    )
+                )
             else:
                 tables.append(_loss_table(rows))
         return tables
@@ -114,14 +133,35 @@ class Accuracy(Suite):
             for key in ("out", "dk") if part == "error" else ():
                 lines = lines_of(rows, key)
                 if lines:
-                    plots.append(Plot(name=f"growth-{kind}-{dtype}-{mask}-{key}", title=f"Error of {key}, {kind}, {dtype}, {mask}",
-                                      x_label="positions", y_label="relative error against float64", lines=lines, log_x=True, log_y=True))  # fmt: skip
-        steps = [replace(row, values={"off": abs(row.values["difference"])}) for row in results.rows
-                 if row.case.get("part") == "loss" and row.values and row.name != "float32"]  # fmt: skip
+                    plots.append(
+                        Plot(
+                            name=f"growth-{kind}-{dtype}-{mask}-{key}",
+                            title=f"Error of {key}, {kind}, {dtype}, {mask}",
+                            x_label="positions",
+                            y_label="relative error against float64",
+                            lines=lines,
+                            log_x=True,
+                            log_y=True,
+                        )
+                    )
+        steps = [
+            replace(row, values={"off": abs(row.values["difference"])})
+            for row in results.rows
+            if row.case.get("part") == "loss" and row.values and row.name != "float32"
+        ]
         if steps:
             note = "autocast with float32 weights; fp8: the forward of the float32 run's weights"
-            plots.append(Plot(name="loss", title="A tiny model's loss against float32's", x_label="step", y_label="|difference|, nats per token",
-                              lines=lines_of(steps, "off", across="step"), log_y=True, note=note))  # fmt: skip
+            plots.append(
+                Plot(
+                    name="loss",
+                    title="A tiny model's loss against float32's",
+                    x_label="step",
+                    y_label="|difference|, nats per token",
+                    lines=lines_of(steps, "off", across="step"),
+                    log_y=True,
+                    note=note,
+                )
+            )
         return plots
 
 
@@ -155,7 +195,9 @@ def _loss_table(rows: list[Row]) -> Table:
         mine = sorted((row for row in rows if row.name == name and row.values), key=lambda row: row.case["step"])
         if mine:
             off = [abs(row.values["difference"]) for row in mine]
-            body.append([name, *(f"{row.values['loss']:.5f}" for row in (mine[0], mine[-1])), figure(sum(off) / len(off)), figure(max(off))])
+            body.append(
+                [name, *(f"{row.values['loss']:.5f}" for row in (mine[0], mine[-1])), figure(sum(off) / len(off)), figure(max(off))]
+            )
         else:
             body.append([name, *(next(row.note for row in rows if row.name == name), "–", "–", "–")])
     caption = (

@@ -21,9 +21,8 @@ from dilated_attention.bench.accuracy.correctness import wrong
 from dilated_attention.bench.measure.forward_backward import call_of
 from dilated_attention.bench.measure.reference_timing import Figures, sampled
 from dilated_attention.bench.measure.skip import attempt
-from dilated_attention.bench.report.baseline import (
-    FASTER, MISSING, NEW, SAME, SLOWER, Check, hardware_of, judged, measured, slug, state_of,
-)  # fmt: skip
+from dilated_attention.bench.report import baseline as stored
+from dilated_attention.bench.report.baseline import FASTER, MISSING, NEW, SAME, SLOWER, Check, hardware_of, judged, slug, state_of
 from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.report.tables import Table, figure
@@ -197,7 +196,7 @@ def _core(label: str, problem: Problem, which: str, session: Session, how: Check
         # a short case needs many turns, and five times a suite's usual seconds are still short
         again = functools.partial(sampled, device=session.device, full=session.full, seconds=5 * session.seconds)
         then = {row.name: Figures.of_values(row.values) for row in how.rows(label).values() if row.case == case}
-        found = measured(calls, again, how, then)
+        found = stored.measured(calls, again, how, then)
     rows += [Row(name=name, case=case, values=x.values()) for name, x in found.items()]
     return judged(rows, label, how)
 

@@ -1,8 +1,8 @@
 """Time of every pass: dense attention kernel by kernel, this library's modules and functions, and other people's, by length and by case.
 
-    python -m dilated_attention bench speed                                     # lengths and shapes, every module
-    python -m dilated_attention bench speed --cases short --torchscale PATH     # what one call costs, and every option
-    python -m dilated_attention bench speed --cases "longnet*" --contenders ours floor --backends flash4
+python -m dilated_attention bench speed                                     # lengths and shapes, every module
+python -m dilated_attention bench speed --cases short --torchscale PATH     # what one call costs, and every option
+python -m dilated_attention bench speed --cases "longnet*" --contenders ours floor --backends flash4
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,7 @@ _TOLD = {"forward": "forward", "backward": "backward", "both": "forward + backwa
 class _List(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for name in NAMES:
-            print(f"{name}: {', '.join(make_case(name, torch.device('cpu'), torch.float32).contenders)}")
+            sys.stdout.write(f"{name}: {', '.join(make_case(name, torch.device('cpu'), torch.float32).contenders)}\n")
         parser.exit()
 
 
@@ -72,13 +73,24 @@ class Speed(Suite):
     over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--cases", nargs="+", default=list(PARTS), metavar="NAME",
-                            help=f"{', '.join(PARTS)} (default), short (what one call costs), names or wildcards; --list shows the names")  # fmt: skip
+        parser.add_argument(
+            "--cases",
+            nargs="+",
+            default=list(PARTS),
+            metavar="NAME",
+            help=f"{', '.join(PARTS)} (default), short (what one call costs), names or wildcards; --list shows the names",
+        )
         parser.add_argument("--list", nargs=0, action=_List, help="print the named cases and who is compared, measure nothing")
         parser.add_argument("--contenders", nargs="+", metavar="NAME", help="names or wildcards; default: those of each case")
         parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="ours and the floor by these backends too")
-        parser.add_argument("--contender", type=foreign, action="append", default=[], metavar="NAME=MODULE.PATH:FUNCTION",
-                            help="another implementation: function(problem) -> callable of q, k, v (B, N, H, D); may be repeated")  # fmt: skip
+        parser.add_argument(
+            "--contender",
+            type=foreign,
+            action="append",
+            default=[],
+            metavar="NAME=MODULE.PATH:FUNCTION",
+            help="another implementation: function(problem) -> callable of q, k, v (B, N, H, D); may be repeated",
+        )
         parser.add_argument("--torchscale", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
         parser.add_argument("--kernel", help="backend that stands in for flash-attn in TorchScale; default sdpa_flash, on a CPU sdpa_cpu")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: all")
@@ -133,8 +145,14 @@ class Speed(Suite):
         masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
         for n, is_causal in masks:
             batch = options.batch or (most if n <= 8192 else 1)
-            yield Problem(num_positions=n, num_heads=options.heads or heads, head_dim=options.head_dim or head_dim, batch_size=batch,
-                          is_causal=is_causal, **place)  # fmt: skip
+            yield Problem(
+                num_positions=n,
+                num_heads=options.heads or heads,
+                head_dim=options.head_dim or head_dim,
+                batch_size=batch,
+                is_causal=is_causal,
+                **place,
+            )
 
     def groups(self, session: Session) -> Sequence[Group]:
         catalogue = self.catalogue(session)
@@ -190,8 +208,17 @@ class Speed(Suite):
             else:
                 contenders = [*contenders, made.value]
         agree = functools.partial(_agreed, session.device) if session.world_size > 1 else None
-        rows += measure(contenders, problem, passes=options.passes, seconds=seconds, memory=True, longest=self.longest(session),
-                        agree=agree, ways=() if agree else ways, extra=extra)  # fmt: skip
+        rows += measure(
+            contenders,
+            problem,
+            passes=options.passes,
+            seconds=seconds,
+            memory=True,
+            longest=self.longest(session),
+            agree=agree,
+            ways=() if agree else ways,
+            extra=extra,
+        )
         tokens = 1000 * problem.batch_size * (problem.queries or problem.num_positions)
         return [replace(row, values=row.values | {"tokens_per_s": tokens / row.values["ms"]}) if row.values else row for row in rows]
 
@@ -216,8 +243,18 @@ class Speed(Suite):
                 lines = lines_of(mine, value.key, across="at", scale=value.scale)
                 if lines and len({x for line in lines for x in line.x}) > 1:
                     name = f"{value.key.split('_')[0]}-{family}-{dtype}-{mask}-{which}"
-                    plots.append(Plot(name=name, title=f"{value.title}: {_TOLD[which]}, {family}, {dtype}, {mask}", x_label="positions",
-                                      y_label=value.title, lines=lines, log_x=True, log_y=not value.is_rate, note=_shape(mine)))  # fmt: skip
+                    plots.append(
+                        Plot(
+                            name=name,
+                            title=f"{value.title}: {_TOLD[which]}, {family}, {dtype}, {mask}",
+                            x_label="positions",
+                            y_label=value.title,
+                            lines=lines,
+                            log_x=True,
+                            log_y=not value.is_rate,
+                            note=_shape(mine),
+                        )
+                    )
         return plots
 
 
@@ -291,8 +328,19 @@ def _tables(results: Results, rows: list[Row], what: str, which: str) -> list[Ta
             times = "rate against" if value.is_rate else "peak against" if value.key == "peak_bytes" else "times as fast as"
             caption.append(f"In brackets, ×: {times} {against}.")
         share = functools.partial(utilisation, gpu_of(results)) if value.key == "tflops" else lambda row: None
-        tables.append(pivot(mine, value.key, across="at", title=f"{value.title}, {re.sub('(, )+$', '', what)}", scale=value.scale,
-                            caption=" ".join(caption), baseline=baseline, more_is_better=value.is_rate, share=share))  # fmt: skip
+        tables.append(
+            pivot(
+                mine,
+                value.key,
+                across="at",
+                title=f"{value.title}, {re.sub('(, )+$', '', what)}",
+                scale=value.scale,
+                caption=" ".join(caption),
+                baseline=baseline,
+                more_is_better=value.is_rate,
+                share=share,
+            )
+        )
     return tables
 
 

@@ -113,9 +113,7 @@ def _flex(problem: Problem) -> Attend:
         # its own transposition takes the number of columns from the width of the index tensor
         indices = torch.nn.functional.pad(table.full[1], (0, lists.num_columns - table.full[1].shape[-1]))
         sizes: dict[str, Any] = {"BLOCK_SIZE": (lists.q_block, lists.k_block), "seq_lengths": (n, n)}
-        mask = flex.BlockMask.from_kv_blocks(
-            torch.zeros_like(table.full[0]), torch.zeros_like(indices), table.full[0], indices, **sizes
-        )
+        mask = flex.BlockMask.from_kv_blocks(torch.zeros_like(table.full[0]), torch.zeros_like(indices), table.full[0], indices, **sizes)
     else:
         count = multiplicity(dilated_pattern(problem), heads, problem.is_causal, problem.device)
         # compiled, so that no (H, N, N) mask is written out
@@ -130,9 +128,10 @@ def _flex(problem: Problem) -> Attend:
     # shapes as constants: its fastest form
     compiled = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
 
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = compiled(*(x.transpose(1, 2) for x in qkv), score_mod=score, block_mask=mask)
-        return out.transpose(1, 2)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: Any = compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=score, block_mask=mask)
+        found: torch.Tensor = out.transpose(1, 2)
+        return found
 
     return attend
 
@@ -237,7 +236,8 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         name, options = ctx.settings
         dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        return *registry.get(name).backward(dout, *ctx.saved_tensors, options), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *registry.get(name).backward(dout, q, k, v, out, lse, options), None, None
 
 
 def flash_attn_func(
@@ -274,7 +274,8 @@ def torchscale(path: str, kernel: str) -> Contender:
     sys.path.insert(0, str(folder))
     try:
         # TorchScale leaves flash_attn_func None where flash-attn is missing, and looks it up here at each call
-        importlib.import_module("torchscale.component.multihead_attention").flash_attn_func = functools.partial(flash_attn_func, kernel)
+        module = importlib.import_module("torchscale.component.multihead_attention")
+        setattr(module, "flash_attn_func", functools.partial(flash_attn_func, kernel))  # noqa: B010 - mypy knows no such attribute
         found = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
     finally:
         sys.path.remove(str(folder))

@@ -157,9 +157,12 @@ def dense(name: str, what: str, **more: Any) -> Contender:
 
 def of_backend(backend: str, kind: str = "dilated", *, name: str = "", **options: Any) -> Contender:
     """This library's dense or dilated attention, or that of the case's blocks, on one backend."""
-    pattern, start = {"dense": (dense_pattern, "attention"), "dilated": (dilated_pattern, "ours"), "blocks": (block_pattern, "blocks")}[kind]
+    pattern, start = {"dense": (dense_pattern, "attention"), "dilated": (dilated_pattern, "ours"), "blocks": (block_pattern, "blocks")}[
+        kind
+    ]
     name = name or (start if backend == "auto" else f"{start} {backend}")
-    return ours(name, f"this library's {kind} attention, backend {backend}", pattern, options={"backend": backend} | options)  # type: ignore[arg-type]
+    made: Callable[[Problem], Pattern] = pattern  # type: ignore[assignment]
+    return ours(name, f"this library's {kind} attention, backend {backend}", made, options={"backend": backend} | options)
 
 
 STANDARD = Contender(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard, pattern=dense_pattern)

@@ -23,6 +23,8 @@ from dilated_attention.engine.branches.merge import has_kernels, merge_onto
 from dilated_attention.functional.fused_norm_linear_torch import Recipe
 from dilated_attention.pattern import DilatedPattern
 
+# elements of the norms' input: larger than any cache with ``full``
+_NORM_ELEMENTS = {False: 2**22, True: 2**28}
 # (call, bytes that it must read and write once, relative errors)
 Prepared = tuple[Callable[[], object], int, dict[str, float]]
 
@@ -60,13 +62,17 @@ def _merge_two(device: torch.device, dtype: torch.dtype, full: bool) -> Prepared
     return lambda: merge_onto(out, lse, part, part_lse), 3 * out.nbytes + 3 * lse.nbytes, errors
 
 
-def _buffers(positions: int, heads: int, D: int, device: torch.device, dtype: torch.dtype) -> tuple[BranchBuffers, list[list[torch.Tensor]]]:
+def _buffers(
+    positions: int, heads: int, D: int, device: torch.device, dtype: torch.dtype
+) -> tuple[BranchBuffers, list[list[torch.Tensor]]]:
     """Returns the buffers' layout, and three times random [out, lse, parts, lses of parts] for B = 1."""
     layers = make_branch_buffers(DilatedPattern(*geometric(positions)), heads, (0, heads), positions, False)
     draw = functools.partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
     part_rows, lse_rows = heads * layers.rows(with_direct=False), heads * layers.rows(with_direct=True)
     shape = (1, positions, heads)
-    return layers, [[draw(*shape, D, dtype=dtype), torch.empty(shape, device=device), draw(part_rows * D), draw(lse_rows)] for _ in range(3)]
+    return layers, [
+        [draw(*shape, D, dtype=dtype), torch.empty(shape, device=device), draw(part_rows * D), draw(lse_rows)] for _ in range(3)
+    ]
 
 
 def _layers(backward: bool, device: torch.device, dtype: torch.dtype, full: bool) -> Prepared:
@@ -84,7 +90,7 @@ def _layers(backward: bool, device: torch.device, dtype: torch.dtype, full: bool
         errors = {name: relative(each[0], grad) for name, each, (grad, _) in zip(("dq", "dk", "dv"), made, true, strict=True)}
     else:
         lses = [x.double() for x in small.split(made[0][3], 1, head_dim=0, with_direct=True) if x is not None]
-        layered.merge_buffers(small, *true[0], shaped[0], lses)
+        layered.merge_buffers(small, true[0][0], true[0][1], shaped[0], lses)
         merge_triton.merge_buffers(small, *made[0])
         errors = {name: relative(x, y) for name, x, y in zip(("out", "lse"), made[0], true[0], strict=False)}
     layers, made = _buffers(2**17 if full else 2**14, 16, 128, device, dtype)
@@ -103,8 +109,7 @@ def _norm(activation: str, backward: bool, device: torch.device, dtype: torch.dt
     from dilated_attention.functional import fused_norm_linear_triton as fused
 
     K = 8192 if activation != "none" else 2048
-    # elements larger than any cache with ``full``
-    M = (2**28 if full else 2**22) // K
+    M = _NORM_ELEMENTS[full] // K
     x, dz = (torch.randn(M, K, device=device, dtype=dtype) for _ in range(2))
     weight, bias = (torch.randn(K, device=device) for _ in range(2))
     stats = torch.empty(2, M, device=device)

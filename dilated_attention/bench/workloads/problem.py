@@ -16,7 +16,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
 # rows drawn at a time: float32 noise for a whole large tensor would need twice its memory
 _STRETCH = 2**22
-_OPTIONS = {"queries": None, "window": None, "dropout_p": 0.0, "padding": None, "bounds": None, "data": "normal"}
+_OPTIONS: dict[str, Any] = {"queries": None, "window": None, "dropout_p": 0.0, "padding": None, "bounds": None, "data": "normal"}
 
 
 def geometric(num_positions: int, *, first: int = 2048) -> Branches:

@@ -22,7 +22,7 @@ from dilated_attention.pattern import DilatedPattern
 
 NAME = "tiles"
 # Host time in ms, forward and backward, of one problem on a library (its views and launches), and of the rest of a call, measured with
-# benchmarks/short.py on an H200. A whole call on tiles takes less than 0.1 and 0.25.
+# bench speed --cases short on an H200. A whole call on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.17}
 _CALL_MS = {False: 0.2, True: 1.0}
 # TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
