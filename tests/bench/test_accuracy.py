@@ -13,13 +13,13 @@ import torch
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy import repeatability
 from dilated_attention.bench.accuracy.repeatability import KINDS, invariances, repeats
+from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import accuracy
 from dilated_attention.bench.suites.accuracy import PLAIN, Accuracy, errors
 from dilated_attention.bench.workloads import contenders
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.tiny_loss import losses
 from dilated_attention.cli import main
 
 CPU = torch.device("cpu")

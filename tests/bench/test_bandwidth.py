@@ -11,7 +11,7 @@ from dilated_attention.bench import Results, Row
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import bandwidth
-from dilated_attention.bench.workloads import kernels
+from dilated_attention.bench.suites import bandwidth_kernels as kernels
 from dilated_attention.bench.workloads.contenders import STANDARD
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main

@@ -225,7 +225,8 @@ def kernel_time(function: Callable[[], Any]) -> tuple[float, int]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             function()
             torch.cuda.synchronize()
-        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+        on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        times = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == on_gpu]
         if times:
             break
     return sum(times) / 1000, len(times)

@@ -115,7 +115,8 @@ class Results:
     groups: dict[str, list[Row]] = field(default_factory=dict)
     path: Path | None = None
     _added: set[str] = field(default_factory=set)
-    # the file's groups when this run began
+    # what this run replaces, and the file's groups when it began
+    replaced: bytes = b""
     _before: dict[str, list[Row]] = field(default_factory=dict)
 
     @classmethod
@@ -126,10 +127,11 @@ class Results:
             ValueError: the file belongs to another suite, machine or version, or was made with other settings.
         """
         new = cls(suite, here, settings, path=path)
-        if fresh and path is not None:
-            with new.lock():
-                path.unlink(missing_ok=True)
         if path is None or not path.exists():
+            return new
+        if fresh:
+            # it stays until the first group is measured
+            new.replaced = path.read_bytes()
             return new
         found = cls.load(path)
         new.check_same(found)
@@ -192,7 +194,7 @@ class Results:
         Raises:
             ValueError: the file now belongs to another suite, machine or version, or was made with other settings.
         """
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self.path.exists() or self.path.read_bytes() == self.replaced:
             return self
         found = self.load(self.path)
         self.check_same(found)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.accuracy.repeatability import KINDS, backends, invariances, repeats
+from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.plots import Plot, lines_of
@@ -23,7 +24,6 @@ from dilated_attention.bench.report.tables import Table, figure, pivot
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.tiny_loss import losses
 from dilated_attention.parsing import size
 
 PARTS = ("error", "loss", "repeat", "invariance")

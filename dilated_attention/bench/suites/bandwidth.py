@@ -18,7 +18,7 @@ from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, absent, figure
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads import kernels
+from dilated_attention.bench.suites import bandwidth_kernels as kernels
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, Contender
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.planning import detected_gpu
