@@ -71,7 +71,7 @@ def _plan(args: argparse.Namespace) -> int:
     from dilated_attention.pattern.checks import shown
     from dilated_attention.planning import AttentionPlan, ModelPlan
     from dilated_attention.planning.estimate.attention_plan import attention_table
-    from dilated_attention.planning.estimate.plan import machine_of
+    from dilated_attention.planning.estimate.problem import machine_of
     from dilated_attention.planning.whole_models.model_plan import model_table
 
     made: Sequence[AttentionPlan | ModelPlan]

@@ -6,7 +6,7 @@ from dilated_attention.planning.estimate.attention_plan import AttentionPlan
 from dilated_attention.planning.estimate.gpus import GPUS, Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.estimate.plan import plan_attention
 from dilated_attention.planning.whole_models.model_plan import ModelPlan, plan_model
-from dilated_attention.planning.whole_models.module_plan import module_memory
+from dilated_attention.planning.whole_models.module_memory import module_memory
 
 __all__ = [
     "GPUS",

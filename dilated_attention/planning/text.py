@@ -1,4 +1,4 @@
-"""Formats figures of plans as text for people to read: sizes, times, FLOPs, and what fits."""
+"""Formats figures of plans as text for people to read: sizes, times, FLOPs, tables, and what fits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from dilated_attention.models.summary import USABLE, readable
 
+_TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 0.9995), ("ms", 1e-3, 0.9995e-3))
+
 
 def fit_text(fits: bool, peak: int, memory: int, longest: int, reserve: int = 0) -> str:
     """Says whether ``peak`` bytes fit a device's ``memory``. ``reserve``: bytes of them that the allocator cannot use again."""
-    told = f"{'yes' if fits else 'no'}: it takes {part_text(peak / memory)} the memory, of which {USABLE:.0%} can be used"
-    if reserve:
-        told += f", and {readable(reserve)} are in pieces that the allocator cannot use again"
-    return f"{told}; {longest_text(longest)}"
+    part = peak / memory
+    share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
+    found = f"{'yes' if fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
+    found += f", and {readable(reserve)} are in pieces that the allocator cannot use again" if reserve else ""
+    return f"{found}; {longest_text(longest)}"
 
 
 def flops_text(flops: float) -> str:
@@ -24,21 +27,10 @@ def flops_text(flops: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
-    for unit, size, least in (
-        ("days", 86400.0, 172800.0),
-        ("h", 3600.0, 7200.0),
-        ("min", 60.0, 120.0),
-        ("s", 1.0, 0.9995),
-        ("ms", 1e-3, 0.9995e-3),
-    ):
+    for unit, size, least in _TIMES:
         if seconds >= least:
             return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} µs"
-
-
-def part_text(part: float) -> str:
-    """Formats a peak as a share of the available memory."""
-    return f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
 
 
 def longest_text(longest: int, what: str = "the longest that does") -> str:
@@ -49,13 +41,9 @@ def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
-def columns_text(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Formats rows of cells as lines, right-aligned."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def below_text(longest: int, sources: Sequence[str], no_time: str) -> list[str]:
-    """Formats what a table says once, below it: the longest length that fits, and what the times are based on."""
-    told = f"times are estimates; in the last row: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {no_time}"
-    return [longest_text(longest, f"the longest that fits in {USABLE:.0%} of the memory"), told]
+def table_text(heading: Sequence[str], rows: Sequence[tuple[str, ...]], longest: int, sources: Sequence[str], no_time: str) -> str:
+    """Formats rows of cells, right-aligned; below them the longest length that fits, and what the times are based on."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    times = f"times are estimates; in the last row: {'; '.join(dict.fromkeys(sources))}" if sources else f"no times: {no_time}"
+    return "\n".join([*heading, "", *lines, "", longest_text(longest, f"the longest that fits in {USABLE:.0%} of the memory"), times])

@@ -1,13 +1,19 @@
-"""The answer of ``recommend``: settings, each with its reason and the source of that reason."""
+"""The answer of ``recommend``: settings from the table ``rules.json``, each with its reason and the source of that reason."""
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 _WIDTH = 118
 _NAMES = 24
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"least": operator.ge, "below": operator.lt, "not": operator.ne}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +83,8 @@ class Recommendation:
         raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
 
     def as_dict(self) -> dict[str, Any]:
-        told = asdict(self)
-        return told | {name: list(told[name]) for name in ("segment_lengths", "dilation_rates", "settings", "setup")}
+        found = asdict(self)
+        return found | {name: list(found[name]) for name in ("segment_lengths", "dilation_rates", "settings", "setup")}
 
     def __str__(self) -> str:
         return self.text()
@@ -94,3 +100,46 @@ class Recommendation:
             first = "" if name else setting.name
             lines += [*name, *(f"{first if i == 0 else '':<{names}}{line}".rstrip() for i, line in enumerate(wrapped))]
         return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])
+
+
+@functools.lru_cache(maxsize=1)
+def rule_table() -> dict[str, Any]:
+    """Returns ``rules.json``: ``figures`` by the page and heading where they stand, and ``rules``, one row per setting and condition."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("rules.json").read_text(encoding="utf-8"))
+    return found
+
+
+def settings_of(facts: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """Returns, for each setting of the table, its first row whose conditions hold; settings without such a row are left out."""
+    table = rule_table()
+    values = {name: figure for figures in table["figures"].values() for name, figure in figures.items()} | dict(facts)
+    taken: dict[str, dict[str, Any]] = {}
+    for row in table["rules"]:
+        if row["setting"] not in taken and _holds(row.get("when", {}), facts):
+            taken[row["setting"]] = row
+    return tuple(
+        Setting(name=name, value=_text(row["value"], values), reason=_text(row["reason"], values), source=row["source"])
+        for name, row in taken.items()
+        if not row.get("skip")
+    )
+
+
+def _holds(when: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    return all(_agrees(facts[name], wanted, facts) for name, wanted in when.items())
+
+
+def _agrees(fact: Any, wanted: Any, facts: Mapping[str, Any]) -> bool:
+    if isinstance(wanted, dict):
+        bounds = {name: facts[bound] if isinstance(bound, str) and bound in facts else bound for name, bound in wanted.items()}
+        return all(_COMPARE[name](fact, bound) for name, bound in bounds.items())
+    return fact in wanted if isinstance(wanted, list) else bool(fact == wanted)
+
+
+def _text(parts: str | list[Any], values: Mapping[str, Any]) -> str:
+    """Fills in a text, or those of its parts whose conditions hold."""
+    listed = [parts] if isinstance(parts, str) else [part if isinstance(part, str) else _part(part, values) for part in parts]
+    return "".join(listed).format_map(values)
+
+
+def _part(part: dict[str, Any], values: Mapping[str, Any]) -> str:
+    return str(part["text"]) if _holds(part["when"], values) else ""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation
-from dilated_attention.planning.advice.use_case import KINDS, Case
-from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.advice.use_cases import KINDS, Case, decoding, huggingface, layer, torchscale, training
 from dilated_attention.planning.estimate.problem import MOST
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
@@ -27,11 +26,9 @@ _MOST = {"parameters": 10**16, "memory": 2**30}
 _SHAPE = ("parameters", "heads", "head_dim")
 # arguments that a use case accepts in addition to length, gpu and memory
 _TAKES = {
-    "training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
-    "large-training": (*_SHAPE, "gpus", "batch", "causal", "attention"),
+    **dict.fromkeys(("training", "large-training", "short-sequences"), (*_SHAPE, "gpus", "batch", "causal", "attention")),
     "long-context": (*_SHAPE, "gpus", "attention"),
     "serving": (*_SHAPE, "gpus", "users", "attention"),
-    "short-sequences": (*_SHAPE, "gpus", "batch", "causal", "attention"),
     "encoder": (*_SHAPE, "gpus", "batch", "attention"),
     "torchscale": (),
     "huggingface": ("heads", "head_dim", "gpus", "causal", "attention"),
@@ -79,15 +76,9 @@ def recommend(
     if causal is not None:
         check_bool("causal", causal)
     given = {
-        "parameters": parameters,
-        "heads": heads,
-        "head_dim": head_dim,
-        "gpus": gpus,
-        "batch": batch,
-        "users": users,
-        "causal": causal,
+        "parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal,
         "attention": attention,
-    }
+    }  # fmt: skip
     wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
     if wrong:
         raise ValueError(
@@ -107,26 +98,14 @@ def recommend(
         if not 0 < number <= _MOST[name]:
             raise ValueError(f"{name} is {shown(number)}; expected a number above 0, at most {_MOST[name]:,}")
     case = Case(
-        name=use_case,
-        length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]),
-        machine=rules.machine_of(gpu, memory),
-        parameters=parameters,
-        heads=sizes.get("heads"),
-        head_dim=sizes.get("head_dim"),
-        gpus=sizes.get("gpus", 1),
-        batch=sizes.get("batch", 1),
-        users=sizes.get("users", 32),
-        causal=use_case not in ("encoder", "torchscale") if causal is None else causal,
-        attention=attention,
-    )
+        name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=rules.machine_of(gpu, memory),
+        parameters=parameters, heads=sizes.get("heads"), head_dim=sizes.get("head_dim"), gpus=sizes.get("gpus", 1),
+        batch=sizes.get("batch", 1), users=sizes.get("users", 32),
+        causal=use_case not in ("encoder", "torchscale") if causal is None else causal, attention=attention,
+    )  # fmt: skip
     _check_use_case(case)
-    if use_case == "torchscale":
-        return torchscale(case)
-    if use_case == "huggingface":
-        return huggingface(case)
-    if use_case in ("long-context", "serving"):
-        return decoding(case)
-    return layer(case) if parameters is None else training(case)
+    named = {"torchscale": torchscale, "huggingface": huggingface, "long-context": decoding, "serving": decoding}
+    return named.get(use_case, layer if parameters is None else training)(case)
 
 
 def _check_use_case(case: Case) -> None:

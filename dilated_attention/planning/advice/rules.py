@@ -1,10 +1,9 @@
-"""Rules behind ``recommend``: branches, model shapes, machines, and how a training step is distributed over GPUs."""
+"""What ``recommend`` chooses from: machines, branches, models by their size, and distributions of a training step over GPUs."""
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import Footprint, Summary, footprint, summarise
-from dilated_attention.pattern import MAX_LENGTH, DilatedPattern
-from dilated_attention.planning.estimate.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.models.summary import Summary, footprint, summarise
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.problem import MOST
+from dilated_attention.planning.estimate.problem import machine_of as planned_machine
 from dilated_attention.planning.whole_models.model_plan import ModelPlan, plan_model
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
@@ -33,16 +33,9 @@ FAR_BEYOND = 1.5
 SHARDED = 10**9
 # width and heads of language models with up to this many parameters
 _WIDTHS = (
-    (2e8, 768, 12),
-    (5e8, 1024, 16),
-    (1e9, 1536, 12),
-    (2e9, 2048, 16),
-    (5e9, 3072, 24),
-    (1e10, 4096, 32),
-    (2e10, 5120, 40),
-    (5e10, 6656, 52),
+    *((2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16)),
+    *((5e9, 3072, 24), (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64)),
 )
-_WIDEST = (8192, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +59,7 @@ class Machine:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of full speed: the default of ``explain_backend``, except float32 for GPUs before Volta, whose float16 is slow."""
-        if not self.is_cuda:
-            return torch.float32
-        capability = self.hardware.capability or (0, 0)
+        capability = (self.hardware.capability or (0, 0)) if self.is_cuda else (0, 0)
         return torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
 
 
@@ -77,18 +68,16 @@ def machine_of(gpu: str | None, memory: float | None) -> Machine:
 
     ``memory`` is in GiB and replaces the device's own.
     """
-    if gpu is None or (isinstance(gpu, str) and gpu.lower() == "cpu"):
-        here = detect() if gpu is None else EXAMPLES["cpu"]
-        found = detected_gpu() if here.device_type == "cuda" else None
-        size = found.memory if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        machine = Machine(
-            name="CPU" if here.device_type == "cpu" else here.name, hardware=here, memory=size, is_here=gpu is None, gpu=found
-        )
+    found = planned_machine(gpu)
+    if gpu is None:
+        hardware = detect()
+    elif found.gpu is None:
+        hardware = EXAMPLES["cpu"]
     else:
-        named = find_gpu(gpu)
-        hardware = replace(EXAMPLES["hopper"], capability=named.capability, name=named.name)
-        machine = Machine(name=named.name, hardware=hardware, memory=named.memory, is_here=False, gpu=named)
-    return machine if memory is None else replace(machine, memory=int(memory * 2**30))
+        hardware = replace(EXAMPLES["hopper"], capability=found.gpu.capability, name=found.name)
+    name = found.name if found.gpu is not None else "CPU" if hardware.device_type == "cpu" else hardware.name
+    size = found.memory if memory is None else int(memory * 2**30)
+    return Machine(name=name, hardware=hardware, memory=size, is_here=gpu is None, gpu=found.gpu)
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
@@ -112,10 +101,6 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
         segment, rate = segment * GROWTH, rate * GROWTH
 
 
-def dense_pattern() -> DilatedPattern:
-    return DilatedPattern((MAX_LENGTH,), (1,))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A preset with fields replaced, as created by ``create_model(preset, **overrides)``."""
@@ -132,9 +117,6 @@ class Model:
     def num_parameters(self) -> int:
         return self.summary.num_parameters
 
-    def footprint(self, *, checkpointed: bool) -> Footprint:
-        return footprint(self.config, self.num_parameters, checkpoint_activations=checkpointed)
-
 
 def language_model(parameters: float | None, heads: int | None, head_dim: int | None, is_causal: bool, attention: dict[str, Any]) -> Model:
     """Returns a Llama-like model with about this many parameters: heads of 128 from a billion on, four query heads per key head.
@@ -143,43 +125,38 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
         parameters: None for the unchanged preset ``llama-1b``.
         attention: fields of ``LongNetConfig`` that define what attends to what.
     """
-    overrides: dict[str, Any] = dict(attention)
-    if not is_causal:
-        overrides["is_causal"] = False
+    overrides: dict[str, Any] = attention | ({} if is_causal else {"is_causal": False})
     if parameters is None and heads is None and head_dim is None:
         return _model("llama-1b", overrides)
     wanted = parameters or 1.24e9
-    embed, usual = next(((embed, count) for most, embed, count in _WIDTHS if wanted < most), _WIDEST)
+    embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
     if heads is None and head_dim is not None:
         usual = max(1, round(embed / head_dim))
     heads = heads or usual
     head_dim = head_dim or max(32, min(256, round(embed / heads / 32) * 32))
-    overrides |= {
-        "embed_dim": heads * head_dim,
-        "num_heads": heads,
-        "num_kv_heads": heads // 4 if heads % 4 == 0 else None,
-        "ffn_dim": None,
-    }
+    kv_heads = heads // 4 if heads % 4 == 0 else None
+    overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
     if wanted < 1e9:
         # with 128,256 tokens the embedding alone would be most of such a small model
         overrides["vocab_size"] = 32768
-    embedding, block = _parameters("llama-1b", tuple(sorted(overrides.items(), key=lambda item: item[0])))
+    embedding, block = _parameters("llama-1b", _sorted(overrides))
     return _model("llama-1b", overrides | {"num_layers": max(1, round((wanted - embedding) / block))})
 
 
 def _model(preset: str, overrides: dict[str, Any]) -> Model:
-    """Returns the model's figures, derived from one and two of its blocks.
-
-    Building all blocks of a large model takes seconds even without memory.
-    """
+    """Returns the model's figures, derived from one and two blocks: building all blocks of a large model takes seconds, even empty ones."""
     fields = {name: value for name, value in overrides.items() if name != "num_layers"}
-    embedding, block = _parameters(preset, tuple(sorted(fields.items(), key=lambda item: item[0])))
+    embedding, block = _parameters(preset, _sorted(fields))
     usual = MODEL_PRESETS[preset]
     assert isinstance(usual, LongNetConfig)
     made: LongNetConfig = create_model(preset, **fields, num_layers=1, device="meta").config
     config = replace(made, num_layers=overrides.get("num_layers", usual.num_layers))
     sizes = {"embedding.weight": embedding, "blocks": config.num_layers * block}
     return Model(preset=preset, overrides=overrides, summary=summarise(preset, config, sizes, (1,), memory=1))
+
+
+def _sorted(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(overrides.items(), key=lambda item: item[0]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,31 +168,17 @@ def _parameters(preset: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[in
     return 2 * one - two, two - one
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """GPUs that hold different sequences × GPUs that hold parts of one sequence; their product is the number of GPUs."""
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A training step over GPUs: ``data`` groups of ``context`` GPUs, each of which shares ``sequences`` at a time.
+
+    The rest of a batch follows by gradient accumulation. ``plan`` is of one GPU.
+    """
 
     data: int
     context: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a training step is distributed over GPUs.
-
-    Args:
-        sequences: sequences per context group at a time; the rest of its batch follows by gradient accumulation.
-        checkpointed: whether blocks are recomputed in the backward.
-        memory: bytes per GPU.
-        longest: number of positions of a sequence that would still fit.
-    """
-
-    mesh: Mesh
     sequences: int
-    checkpointed: bool
-    memory: int
-    fits: bool
-    longest: int
+    plan: ModelPlan
 
 
 def most_context(length: int, gpus: int) -> int:
@@ -228,42 +191,29 @@ def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -
     """Returns the first distribution that fits, or the last one tried if none fits.
 
     They are tried in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same with
-    blocks recomputed in the backward, which costs more time than exchanges do.
-
-    Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does. Memory comes from ``plan_model``; a distribution whose
-    footprint, by a formula, far exceeds the device is not traced.
+    blocks recomputed in the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all
+    GPUs, as FSDP2 does. Memory comes from ``plan_model``; a distribution whose footprint, by a formula, is far too large is not traced.
     """
+
+    def planned(context: int, sequences: int, checkpointed: bool, *, find_longest: bool) -> Spread:
+        plan = plan_model(
+            model.preset, num_positions=length, batch_size=sequences, world_size=context, weight_shards=gpus,
+            checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
+            find_longest=find_longest, **model.overrides,
+        )  # fmt: skip
+        return Spread(data=gpus // context, context=context, sequences=sequences, plan=plan)
+
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)
-    fixed = model.footprint(checkpointed=False).fixed // gpus
-    wanted: tuple[Mesh, int, bool] | None = None
+    context, sequences = most, 1
     for checkpointed in (False, True):
-        needs = replace(model.footprint(checkpointed=checkpointed), fixed=fixed)
+        needs = footprint(model.config, model.num_parameters, checkpoint_activations=checkpointed)
+        needs = replace(needs, fixed=needs.fixed // gpus)
         for context in (c for c in range(least, most + 1) if gpus % c == 0):
-            data = gpus // context
-            for sequences in dict.fromkeys((max(1, batch // data), 1)):
-                wanted = Mesh(data, context), sequences, checkpointed
+            for sequences in dict.fromkeys((max(1, batch * context // gpus), 1)):
                 if needs.total(-(-sequences * length // context)) > FAR_BEYOND * machine.memory:
                     continue
-                planned = _planned(model, length, machine, *wanted, find_longest=False)
-                if planned.fits:
-                    return _spread(planned, *wanted)
-    assert wanted is not None
-    return _spread(_planned(model, length, machine, *wanted, find_longest=True), *wanted)
-
-
-def _planned(
-    model: Model, length: int, machine: Machine, mesh: Mesh, sequences: int, checkpointed: bool, *, find_longest: bool
-) -> ModelPlan:
-    return plan_model(
-        model.preset, num_positions=length, batch_size=sequences, world_size=mesh.context, weight_shards=mesh.data * mesh.context,
-        checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
-        find_longest=find_longest,
-        **model.overrides,
-    )  # fmt: skip
-
-
-def _spread(planned: ModelPlan, mesh: Mesh, sequences: int, checkpointed: bool) -> Spread:
-    return Spread(
-        mesh=mesh, sequences=sequences, checkpointed=checkpointed, memory=planned.peak, fits=planned.fits, longest=planned.longest
-    )
+                found = planned(context, sequences, checkpointed, find_longest=False)
+                if found.plan.fits:
+                    return found
+    return planned(context, sequences, True, find_longest=True)

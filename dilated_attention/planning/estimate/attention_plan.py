@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from dilated_attention.models.summary import readable
 from dilated_attention.planning.estimate.problem import RINGS
 from dilated_attention.planning.estimate.ring_estimate import Exchange
 from dilated_attention.planning.estimate.speed import Pass
-from dilated_attention.planning.text import below_text, columns_text, fit_text, flops_text, seconds_text
+from dilated_attention.planning.text import fit_text, flops_text, seconds_text, table_text
+
+_PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,95 +82,72 @@ class AttentionPlan:
         return sum(one.seconds for one in self.passes) if self.passes else None
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("forward", "backward")
-        moved = asdict(self.exchange.bytes)
-        return {
-            "kind": self.kind,
-            "pattern": self.pattern,
-            "num_positions": self.num_positions,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "batch_size": self.batch_size,
-            "dtype": self.dtype,
-            "world_size": self.world_size,
+        found = asdict(self)
+        del found["dense_pairs"]
+        memory, moved = self.memory, found["exchange"]["bytes"]
+        return found | {
             "layout": self.layout if self.world_size > 1 else None,
-            "is_causal": self.is_causal,
-            "training": self.training,
-            "pairs": self.pairs,
-            "pairs_exact": self.pairs_exact,
             "keys_per_query": self.keys_per_query,
             "share_of_dense": self.share_of_dense,
-            "flops": dict(zip(names, self.flops, strict=True)),
-            "least_bytes": dict(zip(names, self.least_bytes, strict=True)),
+            **{name: dict(zip(_PASSES, found[name], strict=True)) for name in ("flops", "least_bytes")},
             "memory": {
-                "peak": self.peak,
-                "reserve": self.memory.reserve,
-                "forward_peak": self.memory.forward_peak,
-                "backward_peak": self.memory.backward_peak,
-                "forward": [list(term) for term in self.memory.forward],
-                "backward": [list(term) for term in self.memory.backward],
+                **{name: getattr(memory, name) for name in ("peak", "reserve", "forward_peak", "backward_peak")},
+                **{name: [list(term) for term in getattr(memory, name)] for name in _PASSES},
             },
             "exchange": {"name": self.exchange.name, "steps": self.exchange.steps, "exact": self.exchange.is_exact, **moved},
             "seconds": self.seconds,
             "passes": [
                 asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
-                for name, one in zip(names, self.passes, strict=False)
+                for name, one in zip(_PASSES, self.passes, strict=False)
             ],
             "no_time": self.no_time or None,
-            "device": self.device,
-            "device_memory": self.device_memory,
-            "device_source": self.device_source,
-            "fits": self.fits,
-            "longest": self.longest,
         }
 
     def __str__(self) -> str:
-        return _text(self)
+        return "\n".join([*_heading(self), "", *_costs(self), "", *_times(self), "", self._fit()])
+
+    def _fit(self) -> str:
+        return f"fits         {fit_text(self.fits, self.peak, self.device_memory, self.longest, self.memory.reserve)}"
 
 
-def _text(plan: AttentionPlan) -> str:
-    lines = _heading(plan)
-    about = "" if plan.pairs_exact else "about "
-    lines += [
-        "",
+def _costs(plan: AttentionPlan) -> list[str]:
+    about, each = "" if plan.pairs_exact else "about ", ", per process" if plan.world_size > 1 else ""
+
+    def both(values: Sequence[int], text: Callable[[int], str]) -> str:
+        return f"{text(values[0])} forward" + (f", {text(values[1])} backward" if plan.training else "")
+
+    lines = [
         f"pairs        {about}{plan.pairs:,}: {plan.keys_per_query:,.1f} keys per query, {plan.share_of_dense:.3%} of dense",
-        f"FLOPs        {flops_text(plan.flops[0])} forward" + (f", {flops_text(plan.flops[1])} backward" if plan.training else ""),
-        f"least bytes  {readable(plan.least_bytes[0])} forward"
-        + (f", {readable(plan.least_bytes[1])} backward" if plan.training else "")
-        + " through device memory"
-        + (", per process" if plan.world_size > 1 else ""),
+        f"FLOPs        {both(plan.flops, flops_text)}",
+        f"least bytes  {both(plan.least_bytes, readable)} through device memory{each}",
         "",
-        f"peak memory  {readable(plan.peak)}" + (" per process" if plan.world_size > 1 else ""),
+        f"peak memory  {readable(plan.peak)}{each.replace(',', '')}",
     ]
-    for name, terms, total in (
-        ("forward", plan.memory.forward, plan.memory.forward_peak),
-        ("backward", plan.memory.backward, plan.memory.backward_peak),
-    ):
-        if terms:
-            lines.append(f"  {name:<9}  {readable(total)} = " + " + ".join(f"{what} {readable(size)}" for what, size in terms))
+    for name in _PASSES:
+        terms: tuple[tuple[str, int], ...] = getattr(plan.memory, name)
+        listed = " + ".join(f"{what} {readable(size)}" for what, size in terms)
+        lines += [f"  {name:<9}  {readable(sum(size for _, size in terms))} = {listed}"] if terms else []
     if plan.world_size > 1:
-        moved = plan.exchange.bytes
-        told = "" if plan.exchange.is_exact else "about "
-        lines += ["", f"on the wire  {plan.exchange.name}, {plan.exchange.steps} step{'s' if plan.exchange.steps != 1 else ''}; a process"]
-        lines.append(f"  forward    receives {told}{readable(moved.forward_received)}, sends {told}{readable(moved.forward_sent)}")
-        if plan.training:
-            lines.append(f"  backward   receives {told}{readable(moved.backward_received)}, sends {told}{readable(moved.backward_sent)}")
-    lines.append("")
-    if plan.passes:
-        whole = plan.seconds or 0.0
-        lines.append(f"time         {seconds_text(whole)} (an estimate)")
-        for name, one in zip(("forward", "backward"), plan.passes, strict=False):
-            lines.append(
-                f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
-                f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}"
-                + (f", links {seconds_text(one.links + one.exposed)}" if plan.world_size > 1 else "")
-            )
-            lines.append(f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}")
-    else:
-        lines.append(f"time         no estimate: {plan.no_time}")
-    lines += ["", f"fits         {fit_text(plan.fits, plan.peak, plan.device_memory, plan.longest, plan.memory.reserve)}"]
-    return "\n".join(lines)
+        moved, about, steps = asdict(plan.exchange.bytes), "" if plan.exchange.is_exact else "about ", plan.exchange.steps
+        lines += ["", f"on the wire  {plan.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
+        for name in _PASSES[: 1 + plan.training]:
+            received, sent = (about + readable(moved[f"{name}_{way}"]) for way in ("received", "sent"))
+            lines.append(f"  {name:<9}  receives {received}, sends {sent}")
+    return lines
+
+
+def _times(plan: AttentionPlan) -> list[str]:
+    if plan.seconds is None:
+        return [f"time         no estimate: {plan.no_time}"]
+    lines = [f"time         {seconds_text(plan.seconds)} (an estimate)"]
+    for name, one in zip(_PASSES, plan.passes, strict=False):
+        links = f", links {seconds_text(one.links + one.exposed)}" if plan.world_size > 1 else ""
+        lines += [
+            f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
+            f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
+            f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
+        ]
+    return lines
 
 
 def _heading(plan: AttentionPlan, length: str | None = None) -> list[str]:
@@ -201,12 +180,4 @@ def attention_table(plans: Sequence[AttentionPlan]) -> str:
                 "yes" if plan.fits else "no",
             )
         )  # fmt: skip
-    return "\n".join(
-        [
-            *_heading(last, "several lengths"),
-            "",
-            *columns_text(rows),
-            "",
-            *below_text(last.longest, [one.source for one in last.passes], last.no_time),
-        ]
-    )
+    return table_text(_heading(last, "several lengths"), rows, last.longest, [one.source for one in last.passes], last.no_time)

@@ -1,12 +1,11 @@
 """Computes the peak memory of one attention call of any kind, term by term, without allocating its tensors.
 
-``engine.memory`` covers dense and dilated attention. This module covers block patterns, sequences sharded over processes, and two
-baselines: the textbook matrix products (``standard``) and PyTorch's own function (``sdpa``).
+``engine.memory`` covers dense and dilated attention. This module covers block patterns, sequences sharded over processes (on the rank that
+needs the most), and two baselines: the textbook matrix products (``standard``) and PyTorch's own function (``sdpa``).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,20 +16,17 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
 from dilated_attention.engine.branches.strategy import is_fused
-from dilated_attention.engine.kernels.nested_selection import MIN_OPERATIONS, chunk_family, make_pieces
+from dilated_attention.engine.kernels.nested_selection import is_worth_it, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, BlockCounts, block_counts, parabola
+from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, BlockCounts, block_counts
 from dilated_attention.planning.estimate.problem import WHOLE, Problem
-from dilated_attention.planning.estimate.ring_memory import ring_blocks_memory, ring_memory
-from dilated_attention.planning.whole_models.trace import fake_tensors, peak_of
+from dilated_attention.planning.estimate.ring_estimate import exchange_of, local_rows
 
 Terms = list[tuple[str, int]]
 # bytes per block needed temporarily while the lists by key block are built: row, key, the sorted copy and the sort order, in 64 bits
 _SORT_BYTES = 40
-# lengths whose traces are extrapolated to longer sequences
-_FITTED = (2**12, 2**13, 2**14)
 # backends whose backward over lists sums dq in float32
 _SUMMING = ("flash4", "cudnn_fe")
 
@@ -43,27 +39,23 @@ def memory_of(problem: Problem) -> MemoryEstimate:
     """
     if problem.kind == "standard":
         return _standard(problem)
-    if problem.kind == "sdpa":
-        return _sdpa(problem)
-    if problem.world_size > 1:
-        return ring_blocks_memory(problem) if problem.computes == "block_sparse" else ring_memory(problem)
+    if problem.kind == "sdpa" and problem.device_type == "cpu":
+        return _sdpa_cpu(problem)
     if problem.computes == "block_sparse":
-        return _block_sparse(problem)
-    assert isinstance(problem.pattern, DilatedPattern)
+        return _ring_blocks(problem) if problem.world_size > 1 else _block_sparse(problem)
+    if problem.world_size > 1:
+        return _ring(problem)
+    pattern = WHOLE if problem.kind == "sdpa" else problem.pattern
+    return _engine(problem, pattern, problem.num_positions, nested=is_nested(problem), tiles=on_tiles(problem))
+
+
+def _engine(problem: Problem, pattern: Any, num_positions: int, heads: tuple[int, int] | None = None, **options: Any) -> MemoryEstimate:
+    """Asks the engine's own account. ``heads``: of queries and of keys, if not all."""
+    H, Hk = heads or (problem.num_heads, problem.num_kv_heads)
     return attention_memory(
-        problem.pattern,
-        problem.num_positions,
-        problem.num_heads,
-        problem.head_dim,
-        batch_size=problem.batch_size,
-        num_kv_heads=problem.num_kv_heads,
-        dtype=problem.dtype,
-        device_type=problem.device_type,
-        is_causal=problem.is_causal,
-        needs_grad=problem.training,
-        nested=is_nested(problem),
-        tiles=on_tiles(problem),
-    )
+        pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk, dtype=problem.dtype,
+        device_type=problem.device_type, is_causal=problem.is_causal, needs_grad=problem.training, **options,
+    )  # fmt: skip
 
 
 def on_tiles(problem: Problem) -> tuple[bool, bool]:
@@ -84,130 +76,144 @@ def is_nested(problem: Problem) -> bool:
         pattern.tail == "zero_keys" and not problem.is_causal
     ):
         return False
-    piece = make_pieces(pattern, problem.num_heads, problem.num_positions)[0]
-    if piece.split is None:
+    if make_pieces(pattern, problem.num_heads, problem.num_positions)[0].split is None:
         return False
-    family = chunk_family(pattern, piece.split, (0, problem.num_heads), problem.num_heads, piece.length)
-    pairs = family.pairs() * problem.batch_size * problem.num_heads
-    return 4 * problem.head_dim * pairs / (2 if problem.is_causal else 1) >= MIN_OPERATIONS
+    queries = torch.empty((problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim), device="meta")
+    return is_worth_it(pattern, queries, problem.is_causal)
 
 
-def counts_of(problem: Problem) -> BlockCounts:
+def counts_of(problem: Problem, most: int | None = None) -> BlockCounts:
     assert isinstance(problem.pattern, BlockPattern)
-    return block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal)
+    options = () if most is None else (most,)
+    return block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, *options)
 
 
-def _sizes(problem: Problem) -> tuple[int, int, int]:
-    """Returns (elements of q, elements of k, rows of lse)."""
-    B, N, H, D = problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim
-    return B * N * H * D, B * N * problem.num_kv_heads * D, B * N * H
+class _Sizes:
+    """Elements of q and k and rows of lse on one process, bytes e per element and a per element of a sum, and the terms of every call."""
+
+    def __init__(self, problem: Problem) -> None:
+        rows = problem.batch_size * (local_rows(problem) if problem.world_size > 1 else problem.num_positions)
+        self.e, self.a = problem.itemsize, accumulation_dtype(problem.dtype).itemsize
+        self.R = rows * problem.num_heads
+        self.Q, self.K = self.R * problem.head_dim, rows * problem.num_kv_heads * problem.head_dim
+        self.inputs = (self.Q + 2 * self.K) * self.e
+
+    def forward(self, *common: tuple[str, int]) -> Terms:
+        return [("q, k, v", self.inputs), *common, ("out", self.Q * self.e), ("lse", self.R * self.a)]
+
+    def backward(self, *common: tuple[str, int]) -> Terms:
+        return [("q, k, v", self.inputs), *common, ("out, dout", 2 * self.Q * self.e), ("lse", self.R * self.a)]
+
+    @property
+    def grads(self) -> tuple[str, int]:
+        return "dq, dk, dv", self.inputs
+
+    def estimate(self, problem: Problem, forward: Terms, backward: Terms, reserve: int = 0) -> MemoryEstimate:
+        both = [tuple((what, int(size)) for what, size in terms if size) for terms in (forward, backward if problem.training else [])]
+        return MemoryEstimate(inputs=self.inputs, forward=both[0], backward=both[1], reserve=reserve)
 
 
 def _block_sparse(problem: Problem) -> MemoryEstimate:
-    pattern = problem.pattern
+    pattern, counts, x = problem.pattern, counts_of(problem, MOST_FOR_SIZE), _Sizes(problem)
     assert isinstance(pattern, BlockPattern)
-    counts = block_counts(pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
-    Q, K, R = _sizes(problem)
-    e, a = problem.itemsize, accumulation_dtype(problem.dtype).itemsize
-    inputs = (Q + 2 * K) * e
-    common: Terms = [("q, k, v", inputs), ("lists of blocks", counts.list_bytes)]
-    forward: Terms = [*common, ("out", Q * e), ("lse", R * a)]
-    backward: Terms = [*common, ("out, dout", 2 * Q * e), ("lse", R * a)]
-    grads = ("dq, dk, dv", (Q + 2 * K) * e)
+    lists = ("lists of blocks", counts.list_bytes)
+    forward, backward = x.forward(lists), x.backward(lists)
     names = [_backend(problem, counts, backward=back) for back in (False, True)[: 1 + problem.training]]
     if names[0] in ("sdpa_cpu", "math"):
         forward += _gathered(problem, counts, backward=False)
     else:
         forward.append(("lists as the kernel reads them", 4 * counts.entries))
-    if not problem.training:
-        return MemoryEstimate(inputs=inputs, forward=_non_zero(forward))
-    if names[1] in ("sdpa_cpu", "math"):
-        backward += [("lse with +inf", R * a), ("dq", Q * e), ("sums of dk, dv", 2 * K * a)]
+    if names[-1] in ("sdpa_cpu", "math"):
         # copied when the sums are not in the inputs' dtype, or are stored heads first
-        copies = 2 * K * e if e != a else 2 * K * a if pattern.per_head else 0
-        backward += [("dk, dv", copies), *_gathered(problem, counts, backward=True)]
+        copies = 2 * x.K * x.e if x.e != x.a else 2 * x.K * x.a if pattern.per_head else 0
+        backward += [("lse with +inf", x.R * x.a), ("dq", x.Q * x.e), ("sums of dk, dv", 2 * x.K * x.a), ("dk, dv", copies)]
+        backward += _gathered(problem, counts, backward=True)
     else:
-        sums = 4 * (R * problem.head_dim + 2 * R) if names[1] in _SUMMING else 8 * R
-        shared = 8 * K if names[1] in _SUMMING and problem.num_kv_heads < problem.num_heads else 0
-        lists = 4 * counts.entries
-        running = [("sums of the kernel in float32", sums + shared), ("lists as the kernel reads them", 2 * lists)]
+        sums = 4 * (x.Q + 2 * x.R) if names[-1] in _SUMMING else 8 * x.R
+        shared = 8 * x.K if names[-1] in _SUMMING and problem.num_kv_heads < problem.num_heads else 0
+        running = [("sums of the kernel in float32", sums + shared), ("lists as the kernel reads them", 8 * counts.entries)]
         building = [("lists by key block, while they are sorted", _SORT_BYTES * counts.entries)]
-        backward += [grads, *max(running, building, key=lambda terms: sum(size for _, size in terms))]
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
+        backward += [x.grads, *max(running, building, key=lambda terms: sum(size for _, size in terms))]
+    return x.estimate(problem, forward, backward)
 
 
 def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms:
     """Terms of ``backends/block_kernels/block_gather.py``: heads-first copies, and one piece of gathered blocks with its intermediates."""
-    Q, K, R = _sizes(problem)
-    pattern, e = problem.pattern, problem.itemsize
+    x, pattern = _Sizes(problem), problem.pattern
     assert isinstance(pattern, BlockPattern)
     queries, keys = ((-(-problem.num_positions // block) * block / problem.num_positions) for block in (pattern.q_block, pattern.k_block))
     is_copied = problem.num_heads > 1 or problem.num_positions % max(pattern.q_block, pattern.k_block)
-    copies = (3 * Q * queries if backward else Q * queries) + 2 * K * keys if is_copied else 0
-    piece = min(_PIECE_BYTES if problem.device_type == "cpu" else _PIECE_BYTES_GPU, counts.entries * pattern.k_block * problem.head_dim * e)
+    copies = ((3 if backward else 1) * x.Q * queries + 2 * x.K * keys) if is_copied else 0
+    most = _PIECE_BYTES if problem.device_type == "cpu" else _PIECE_BYTES_GPU
+    piece = min(most, counts.entries * pattern.k_block * problem.head_dim * x.e)
     return [
-        ("copies, heads first", int(copies) * e + (R * 4 if backward else 0)),
+        ("copies, heads first", int(copies) * x.e + (x.R * 4 if backward else 0)),
         ("a piece of gathered blocks", (8 if backward else 3) * piece),
     ]
 
 
 def _backend(problem: Problem, counts: BlockCounts, *, backward: bool) -> str:
     mean = max(1, counts.computed // (problem.num_positions * problem.num_heads))
-    request = problem.request(backward=backward, length=mean, blocks=counts.mask_kind)
     try:
-        return registry.select(request).name
+        return registry.select(problem.request(backward=backward, length=mean, blocks=counts.mask_kind)).name
     except BackendUnavailable:
         return "math"
 
 
-def _sdpa(problem: Problem) -> MemoryEstimate:
-    """PyTorch's function on (B, H, N, D): one launch, with dense gradients, and on a GPU an additional dq in float32."""
-    if problem.device_type == "cuda":
-        return attention_memory(
-            WHOLE,
-            problem.num_positions,
-            problem.num_heads,
-            problem.head_dim,
-            batch_size=problem.batch_size,
-            num_kv_heads=problem.num_kv_heads,
-            dtype=problem.dtype,
-            device_type="cuda",
-            is_causal=problem.is_causal,
-            needs_grad=problem.training,
-        )
-    Q, K, R = _sizes(problem)
-    e, a = problem.itemsize, accumulation_dtype(problem.dtype).itemsize
-    # k and v are copied for each of the query heads that share them
-    expanded = 2 * (Q - K) * e
-    inputs = (Q + 2 * K) * e
-    forward = [("q, k, v", inputs), ("k, v of each query head", expanded), ("out", Q * e), ("lse", R * a)]
-    backward: Terms = []
-    if problem.training:
-        backward = [("q, k, v", inputs), ("k, v of each query head", 2 * expanded), ("out, dout", 2 * Q * e), ("lse", R * a)]
-        backward.append(("dq, dk, dv", (Q + 2 * K) * e))
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
+def _ring(problem: Problem) -> MemoryEstimate:
+    exchange, x, pattern = exchange_of(problem), _Sizes(problem), problem.pattern
+    assert isinstance(pattern, DilatedPattern)
+    H, Hk, D, on_gpu, W = problem.num_heads, problem.num_kv_heads, problem.head_dim, problem.device_type == "cuda", problem.world_size
+    if exchange.name == "all_to_all":
+        # some heads of the whole sequence, computed as on one process, in addition to the caller's rows of all heads
+        pattern = pattern if pattern.branch_heads == "split" else pattern.with_heads(0, H // W, H)
+        whole = _engine(problem, pattern, problem.num_positions, (H // W, max(1, Hk // W)))
+        own = x.inputs + 2 * x.Q * x.e + 4 * x.R
+        forward: Terms = [("q, k, v in the caller's rows", x.inputs), *whole.forward]
+        return x.estimate(problem, forward, [("q, k, v, out, dout in the caller's rows", own), *whole.backward])
+    launch = 0
+    if problem.computes == "dense" and exchange.name == "all_gather":
+        # each step computes its rows in one launch and writes them directly: nothing is merged
+        forward, backward = x.forward(), x.backward()
+        backward.append(("lse with +inf", x.R * x.a))
+        backward.append(("dq, dk, dv", x.inputs if on_gpu else (x.Q + 2 * x.K) * x.a))
+        if on_gpu:
+            launch = 4 * -(-local_rows(problem) // 128) * 128 * problem.batch_size * H // exchange.steps * (D + 2)
+            launch += 8 * problem.num_positions * problem.batch_size * Hk * D // exchange.steps if Hk < H else 0
+    else:
+        # the engine runs on the rank's own rows; then the parts are merged into its results
+        local = _engine(problem, pattern, local_rows(problem))
+        forward, backward = list(local.forward), list(local.backward)
+        if exchange.name == "ring" and x.e != x.a:
+            forward.append(("out in the dtype of sums", x.Q * x.a))
+            backward.append(("dq, dk, dv in the dtype of sums", (x.Q + 2 * x.K) * x.a))
+    forward.append(("keys from elsewhere", exchange.held[0]))
+    backward += [("keys from elsewhere, shares of gradients", exchange.held[1]), ("sums of kernels in float32", launch)]
+    return x.estimate(problem, forward, backward)
 
 
-def _standard(problem: Problem) -> MemoryEstimate:
-    Q, K, _ = _sizes(problem)
-    e = problem.itemsize
-    inputs = (Q + 2 * K) * e
-    on_gpu = problem.device_type == "cuda"
-    sizes = (problem.batch_size, problem.num_positions, problem.num_heads, problem.num_kv_heads, problem.head_dim)
-    forward, both = _standard_peaks_at(*sizes, problem.dtype, problem.is_causal, problem.training, on_gpu)
-    terms = [("q, k, v", inputs), ("out", Q * e), ("scores and weights of all pairs", forward - Q * e)]
-    backward: Terms = []
-    if problem.training:
-        rest = both - (3 * Q + 2 * K) * e
-        backward = [
-            ("q, k, v", inputs),
-            ("out, dout", 2 * Q * e),
-            ("dq, dk, dv", (Q + 2 * K) * e),
-            ("scores, weights and their gradients", rest),
-        ]
-    # autograd computes dv before the weights' gradient: dv takes the memory of the scores, where no matrix fits afterwards
-    reserve = problem.batch_size * problem.num_heads * problem.num_positions**2 * e if problem.training and on_gpu else 0
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(backward), reserve=reserve)
+def _ring_blocks(problem: Problem) -> MemoryEstimate:
+    exchange, x, steps = exchange_of(problem), _Sizes(problem), max(1, exchange_of(problem).steps)
+    lists = ("lists of blocks", counts_of(problem, MOST_FOR_SIZE).list_bytes // problem.world_size)
+    forward, backward = x.forward(lists), x.backward(lists)
+    forward.append(("keys from elsewhere", exchange.held[0]))
+    backward += [x.grads, ("keys from elsewhere, shares of gradients", exchange.held[1])]
+    # sums of dq, and of dk and dv where several query heads share them
+    shared = 8 * x.K if problem.num_kv_heads < problem.num_heads else 0
+    sums = 4 * (x.Q + 2 * x.R) + shared if problem.device_type == "cuda" else 0
+    backward.append(("sums of kernels in float32", sums // steps))
+    if steps > 1:
+        forward.append(("results of a step", (x.Q * x.e + x.R * x.a) // steps))
+        backward.append(("gradients of a step", x.Q * x.e // steps))
+    return x.estimate(problem, forward, backward)
+
+
+def _sdpa_cpu(problem: Problem) -> MemoryEstimate:
+    """PyTorch's function on (B, H, N, D) copies k and v for each of the query heads that share them. On a GPU it is one launch."""
+    x = _Sizes(problem)
+    copies = 2 * (x.Q - x.K) * x.e
+    backward = [*x.backward(("k, v of each query head", 2 * copies)), x.grads]
+    return x.estimate(problem, x.forward(("k, v of each query head", copies)), backward)
 
 
 def standard_attention(
@@ -231,37 +237,18 @@ def standard_attention(
     return (F.softmax(scores, dim=-1) @ v).transpose(1, 2)
 
 
-def _standard_peaks_at(batch: int, num_positions: int, *rest: Any) -> tuple[int, int]:
-    """The peaks at any length: from a few thousand positions on, the same moment is the highest, and its bytes are quadratic in N."""
-    if num_positions <= _FITTED[-1]:
-        return _standard_peaks(batch, num_positions, *rest)
-    known = [_standard_peaks(batch, n, *rest) for n in _FITTED]
-    return parabola(_FITTED, [x[0] for x in known], num_positions), parabola(_FITTED, [x[1] for x in known], num_positions)
+def _standard(problem: Problem) -> MemoryEstimate:
+    """``standard_attention``: at most two matrices of all pairs forward and three backward, a fourth in torch's CUDA kernel of softmax.
 
-
-@functools.lru_cache(maxsize=512)
-def _standard_peaks(
-    batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, training: bool,
-    on_gpu: bool
-) -> tuple[int, int]:  # fmt: skip
-    """Returns the peak bytes in addition to q, k and v: of the forward, and of forward and backward together."""
-    with fake_tensors():
-        shapes = [(batch, num_positions, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-        q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
-        with torch.no_grad():
-            forward = peak_of(lambda: standard_attention(q, k, v, is_causal=is_causal), on_gpu=on_gpu)
-        if not training:
-            return forward, 0
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        dout = torch.empty(shapes[0], dtype=dtype)
-        kept: list[torch.Tensor] = []
-
-        def step() -> object:
-            kept.append(standard_attention(*leaves, is_causal=is_causal))
-            return torch.autograd.grad(kept, leaves, dout)
-
-        return forward, peak_of(step, on_gpu=on_gpu) + dout.numel() * dout.element_size()
-
-
-def _non_zero(terms: Terms) -> tuple[tuple[str, int], ...]:
-    return tuple((what, int(size)) for what, size in terms if size)
+    With them live the mask, and copies of q, k, v, out and dout as the matrix products read and write them.
+    """
+    x, B, on_gpu = _Sizes(problem), problem.batch_size, problem.device_type == "cuda"
+    matrix = B * problem.num_heads * problem.num_positions**2 * x.e
+    mask = problem.num_positions**2 if problem.is_causal else 0
+    grouped = problem.num_kv_heads < problem.num_heads
+    copies = 3 * x.Q + 2 * x.K if grouped else (4 if B > 1 else 3) * x.Q
+    forward: Terms = [("q, k, v", x.inputs), ("out", x.Q * x.e), ("scores and weights of all pairs", 2 * matrix + mask + copies * x.e)]
+    rest = (4 if on_gpu else 3) * matrix + mask + (4 if B > 1 else 3 if grouped else 2) * x.Q * x.e
+    backward: Terms = [("q, k, v", x.inputs), ("out, dout", 2 * x.Q * x.e), x.grads, ("scores, weights and their gradients", rest)]
+    # autograd computes dv before the weights' gradient: dv takes the memory of the scores, where no matrix fits afterwards
+    return x.estimate(problem, forward, backward, reserve=matrix if problem.training and on_gpu else 0)

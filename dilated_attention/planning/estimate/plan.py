@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.estimate.attention_plan import AttentionPlan
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
-from dilated_attention.planning.estimate.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
+from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of, memory_of
-from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, make_problem
+from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Machine, Problem, machine_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.validation import check_bool
@@ -81,46 +78,11 @@ def plan_attention(
     check_bool("find_longest", find_longest)
     machine = machine_of(gpu, memory)
     problem = make_problem(
-        kind,
-        num_positions=num_positions,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        batch_size=batch_size,
-        num_kv_heads=num_kv_heads,
-        dtype=dtype,
-        world_size=world_size,
-        layout=layout,
-        exchange=exchange,
-        is_causal=is_causal,
-        training=training,
-        segment_lengths=segment_lengths,
-        dilation_rates=dilation_rates,
-        pattern=pattern,
-        gpu=machine.gpu,
-    )
+        kind, num_positions=num_positions, num_heads=num_heads, head_dim=head_dim, batch_size=batch_size, num_kv_heads=num_kv_heads,
+        dtype=dtype, world_size=world_size, layout=layout, exchange=exchange, is_causal=is_causal, training=training,
+        segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=machine.gpu,
+    )  # fmt: skip
     return _planned(problem, machine, find_longest)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine that a plan is for. ``gpu`` is None on a CPU."""
-
-    name: str
-    memory: int
-    gpu: Gpu | None
-    source: str
-
-
-def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
-    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``) with its memory."""
-    if memory is not None:
-        memory = as_int("memory", memory, minimum=1)
-    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
-    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    if found is None:
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system reports it")
-    return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
 
 
 def _planned(problem: Problem, machine: Machine, find_longest: bool) -> AttentionPlan:
@@ -133,34 +95,14 @@ def _planned(problem: Problem, machine: Machine, find_longest: bool) -> Attentio
     memory = memory_of(problem)
     fits = _excess(problem, machine.memory) <= 0
     longest = longest_of(problem, machine.memory) if find_longest else N * fits
+    same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
     return AttentionPlan(
-        kind=problem.kind,
-        pattern="every key" if problem.computes == "dense" else repr(problem.pattern),
-        num_positions=N,
-        num_heads=H,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        batch_size=B,
-        dtype=str(problem.dtype).removeprefix("torch."),
-        world_size=problem.world_size,
-        layout=problem.layout,
-        is_causal=problem.is_causal,
-        training=problem.training,
-        pairs=pairs,
-        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N),
-        pairs_exact=exact,
-        flops=flops,
-        least_bytes=least,
-        memory=memory,
-        exchange=found,
-        passes=passes,
-        no_time=reasons_against,
-        device=machine.name,
-        device_memory=machine.memory,
-        device_source=machine.source,
-        fits=fits,
-        longest=longest,
-    )
+        **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
+        pattern="every key" if problem.computes == "dense" else repr(problem.pattern), pairs=pairs, pairs_exact=exact,
+        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N), flops=flops, least_bytes=least, memory=memory,
+        exchange=found, passes=passes, no_time=reasons_against, device=machine.name, device_memory=machine.memory,
+        device_source=machine.source, fits=fits, longest=longest,
+    )  # fmt: skip
 
 
 def pairs_of(problem: Problem) -> tuple[int, bool]:
@@ -229,10 +171,7 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
 
 def _excess(problem: Problem, memory: int) -> int:
     """Returns how many bytes the peak exceeds the usable memory by; larger than any possible excess where the call cannot exist."""
-    if problem.computes == "block_sparse":
-        assert isinstance(problem.pattern, BlockPattern)
-        counts = block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, MOST_FOR_SIZE)
-        if counts.entries >= _MOST_ENTRIES * problem.world_size:
-            return _NO_SUCH_CALL
+    if problem.computes == "block_sparse" and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size:
+        return _NO_SUCH_CALL
     found = memory_of(problem)
     return found.peak + found.reserve - int(USABLE * memory)

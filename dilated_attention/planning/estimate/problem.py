@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,36 +13,19 @@ from dilated_attention.backends import AttentionRequest, Hardware, detect
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
-from dilated_attention.planning.estimate.gpus import Gpu
+from dilated_attention.planning.estimate.gpus import Gpu, detected_gpu, find_gpu
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
 # a kind, and which kind of attention each process computes
-KINDS = {
-    "dense": "dense",
-    "dilated": "dilated",
-    "block_sparse": "block_sparse",
-    "ring": "dense",
-    "ring_dilated": "dilated",
-    "ring_block_sparse": "block_sparse",
-    "standard": "dense",
-    "sdpa": "dense",
-}
+KINDS = {name: name for name in ("dense", "dilated", "block_sparse")}
+KINDS |= {"ring": "dense", "ring_dilated": "dilated", "ring_block_sparse": "block_sparse", "standard": "dense", "sdpa": "dense"}
 RINGS = ("ring", "ring_dilated", "ring_block_sparse")
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
 # the packages that the measured Hopper tables assume
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
-
-
 # upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
-MOST = {
-    "num_positions": 2**40,
-    "num_heads": 512,
-    "batch_size": 2**31,
-    "world_size": 128,
-    "weight_shards": 2**20,
-    "gpus": 2**16,
-    "users": 2**31,
-}
+MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128}
+MOST |= {"weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
 MOST_BRANCHES = 32
 # elements of q: the byte counts derived from it must fit in 64 bits
 MOST_ELEMENTS = 2**56
@@ -97,17 +81,10 @@ class Problem:
         """Returns the request to a backend; ``blocks`` is the kind of masks in lists of blocks."""
         pattern = self.pattern
         return AttentionRequest(
-            hardware=self.hardware,
-            dtype=self.dtype,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            causal=self.is_causal,
-            needs_grad=backward,
-            length=length,
-            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None,
-            block_masks=blocks or "none",
-        )
+            hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            causal=self.is_causal, needs_grad=backward, length=length,
+            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None, block_masks=blocks or "none",
+        )  # fmt: skip
 
 
 def make_problem(
@@ -128,7 +105,6 @@ def make_problem(
     dilation_rates: Any = None,
     pattern: DilatedPattern | BlockPattern | None = None,
     gpu: Gpu | None = None,
-    on_cpu: bool = False,
 ) -> Problem:
     """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
@@ -155,32 +131,39 @@ def make_problem(
     chosen = layout or ("zigzag" if kind == "ring" else "contiguous")
     one_of("layout", chosen, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
-    hardware = _hardware(gpu, on_cpu)
-    device_type = "cpu" if gpu is None else "cuda"
     return Problem(
-        kind=kind,
-        pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]),
-        num_kv_heads=kv_heads,
-        dtype=usual_dtype(gpu) if dtype is None else _checked_dtype(dtype),
-        layout=chosen,
-        exchange=exchange,
-        is_causal=is_causal,
-        training=training,
-        device_type=device_type,
-        hardware=hardware,
-        gpu=gpu,
-        **checked,
-    )
+        kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]), num_kv_heads=kv_heads,
+        dtype=_dtype(dtype, gpu), layout=chosen, exchange=exchange, is_causal=is_causal, training=training,
+        device_type="cpu" if gpu is None else "cuda", hardware=_hardware(gpu), gpu=gpu, **checked,
+    )  # fmt: skip
 
 
-def usual_dtype(gpu: Gpu | None) -> torch.dtype:
-    """Returns bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
-    if gpu is None:
-        return torch.float32
-    return torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine that a plan is for. ``gpu`` is None on a CPU."""
+
+    name: str
+    memory: int
+    gpu: Gpu | None
+    source: str
 
 
-def _checked_dtype(dtype: Any) -> torch.dtype:
+def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
+    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``) with its memory."""
+    if memory is not None:
+        memory = as_int("memory", memory, minimum=1)
+    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
+    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    if found is None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system reports it")
+    return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
+
+
+def _dtype(dtype: Any, gpu: Gpu | None) -> torch.dtype:
+    """Checks a dtype; None means bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
+    if dtype is None:
+        return torch.float32 if gpu is None else torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"dtype is {shown(dtype)}; expected torch.float16, bfloat16, float32 or float64")
     assert isinstance(dtype, torch.dtype)
@@ -214,10 +197,10 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
     return pattern
 
 
-def _hardware(gpu: Gpu | None, on_cpu: bool) -> Hardware:
+def _hardware(gpu: Gpu | None) -> Hardware:
     if gpu is None:
         return detect("cpu")
-    if not on_cpu and torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
         return detect("cuda")
     example = next((x for x in EXAMPLES.values() if x.device_type == "cuda" and not x.is_rocm), None)
     assert example is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -20,6 +20,9 @@ from dilated_attention.distributed.sharding.layout import local_length, spans
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.planning.estimate.block_counts import num_blocks
 from dilated_attention.planning.estimate.problem import Problem
+
+# the most positions, of all heads and ranks, that are marked one by one to count what ranks need, and the most blocks that are listed
+_MOST_MASKED, _MOST_LISTED = 2**26, 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +50,12 @@ NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0
 def exchange_of(problem: Problem) -> Exchange:
     if problem.world_size == 1:
         return NO_EXCHANGE
-    if problem.computes == "block_sparse":
-        return _of_blocks(problem)
-    return _of_branches(problem)
+    return _of_blocks(problem) if problem.computes == "block_sparse" else _of_branches(problem)
 
 
 def local_rows(problem: Problem) -> int:
     """Returns the number of positions of the rank that holds the most."""
     return max(local_length(problem.num_positions, rank, problem.world_size, problem.layout) for rank in _ranks(problem))
-
-
-def _question(problem: Problem) -> cost.ExchangeRequest:
-    assert isinstance(problem.pattern, DilatedPattern)
-    memory = 2**36 if problem.gpu is None else problem.gpu.memory >> 30 << 30
-    return cost.ExchangeRequest(
-        size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize, is_causal=problem.is_causal,
-        is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False, needs_grad=problem.training,
-        memory=memory,
-    )  # fmt: skip
 
 
 def _ranks(problem: Problem) -> tuple[int, ...]:
@@ -75,80 +64,74 @@ def _ranks(problem: Problem) -> tuple[int, ...]:
     return tuple(range(W)) if W <= 4 else (0, 1, W // 2 - 1, W // 2, W - 2, W - 1)
 
 
+def _question(problem: Problem) -> cost.ExchangeRequest:
+    assert isinstance(problem.pattern, DilatedPattern)
+    return cost.ExchangeRequest(
+        size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
+        num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize,
+        is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False,
+        needs_grad=problem.training, memory=2**36 if problem.gpu is None else problem.gpu.memory >> 30 << 30,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=256)
 def _of_branches(problem: Problem) -> Exchange:
-    question = _question(problem)
+    question, pattern, is_dense = _question(problem), problem.pattern, problem.computes == "dense"
+    assert isinstance(pattern, DilatedPattern)
+    W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     name = problem.exchange if problem.exchange != "auto" else cost.exchange_estimates(question)[0].exchange
-    a = accumulation_dtype(problem.dtype).itemsize
-    sizes = CommSizes(problem.num_heads, problem.num_kv_heads, problem.head_dim, problem.batch_size, problem.itemsize, a)
     if name == "all_to_all":
-        assert isinstance(problem.pattern, DilatedPattern)
-        reason = why_no_heads(problem.num_heads, problem.num_kv_heads, problem.world_size, problem.pattern.branch_heads)
+        reason = why_no_heads(H, Hk, W, pattern.branch_heads)
         if reason:
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
-        found = [heads_bytes(problem.num_positions, problem.world_size, rank, problem.layout, sizes) for rank in _ranks(problem)]
-        return Exchange(name=name, bytes=_most(found), steps=1, held=(0, 0))
-    sharding = make_sharding_plan(
-        problem.num_positions, problem.world_size, problem.layout, name, problem.num_heads, problem.num_kv_heads, 1, problem.is_causal
-    )
+        sizes = CommSizes(H, Hk, problem.head_dim, problem.batch_size, problem.itemsize, accumulation_dtype(problem.dtype).itemsize)
+        most = _most([heads_bytes(N, W, rank, problem.layout, sizes) for rank in _ranks(problem)])
+        return Exchange(name=name, bytes=most, steps=1, held=(0, 0))
+    sharding = make_sharding_plan(N, W, problem.layout, name, H, Hk, 1, problem.is_causal)
     steps = cost.head_steps(question) if name == "all_gather" else 1
-    assert isinstance(problem.pattern, DilatedPattern)
-    W, N, Hk = problem.world_size, problem.num_positions, problem.num_kv_heads
-    ring_problem = RingProblem(
-        problem.pattern, ((0, N),), tuple(sharding.ranges(rank) for rank in range(W)), problem.num_heads, Hk, problem.is_causal, None,
-        sharding.exchange, (Hk // steps,) * steps,
-    )  # fmt: skip
-    is_exact = W * N * (1 if problem.computes == "dense" else Hk) <= _MOST_MASKED
-    seen = _seen(ring_problem, is_exact)
+    shards = tuple(sharding.ranges(rank) for rank in range(W))
+    ring_problem = RingProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal, None, sharding.exchange, (Hk // steps,) * steps)
+    is_exact = W * N * (1 if is_dense else Hk) <= _MOST_MASKED
+    seen = [_seen(ring_problem, reader, is_exact) for reader in range(W)]
     row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
-    found = []
-    for rank in _ranks(problem):
-        sent, received = (sum(counts) * row for counts in ([other[rank] for other in seen], seen[rank]))
-        found.append(Bytes(sent, received, sent + received, sent + received))
-    most = _most(found)
+    most = _most([_bytes(sum(other[rank] for other in seen) * row, sum(seen[rank]) * row) for rank in _ranks(problem)])
     if not sharding.stays:
         # striped rows are put in order and back; the number of bytes is the same for every rank
-        own = (most.forward_sent, most.forward_received, most.backward_sent, most.backward_received)
-        most = Bytes(*(x + y for x, y in zip(own, _in_order(problem), strict=True)))
+        most = Bytes(*(x + y for x, y in zip(astuple(most), _in_order(problem), strict=True)))
     crossing = crossing_of(ring_problem, row * Hk)
     held = [_held(ring_problem if crossing is None else crossing.problem, rank, seen, row) for rank in _ranks(problem)]
-    number = W if sharding.exchange == "ring" else steps
     return Exchange(
-        name=name, bytes=most, steps=number, held=(max(x[0] for x in held), max(x[1] for x in held)),
-        is_exact=is_exact or problem.computes == "dense",
+        name=name, bytes=most, steps=W if sharding.exchange == "ring" else steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
+        is_exact=is_exact or is_dense,
     )  # fmt: skip
 
 
-# the most positions, of all heads and ranks, that are marked one by one to count what ranks need
-_MOST_MASKED = 2**26
+def _bytes(sent: int, received: int) -> Bytes:
+    """Returns the bytes of a forward that exchanges keys; its backward exchanges them again, and gradients the other way round."""
+    return Bytes(sent, received, sent + received, sent + received)
 
 
-def _seen(ring_problem: RingProblem, is_exact: bool) -> list[list[int]]:
-    """Returns [reader][holder] the number of (row, key/value head) units that a rank needs of another.
+def _seen(ring_problem: RingProblem, reader: int, is_exact: bool) -> list[int]:
+    """Returns [holder] the number of (row, key/value head) units that ``reader`` needs of another.
 
     Unless ``is_exact``, keys that a rank needs for several branches count once for each, which is at most twice as many.
     """
-    found = []
-    for reader in range(ring_problem.size):
-        if is_exact:
-            mask = needed_keys(ring_problem, reader, torch.device("cpu"))
-            heads = ring_problem.num_kv_heads // mask.shape[0]
-            found.append([sum(int(mask[:, a:b].sum()) for a, b in theirs) * heads for theirs in ring_problem.shards])
-            continue
-        pattern, group = ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
-        offsets = pattern.offsets(ring_problem.num_heads)
-        counts = [0.0] * ring_problem.size
-        for branch, (length, rate) in enumerate(pattern.branches):
-            of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, ring_problem.num_heads, group)]
-            share = sum(map(len, of_heads)) / rate
-            ranges = _joined(
-                [keys for queries in ring_problem.shards[reader] for _, keys in segments_across(ring_problem, length, queries)]
-            )
-            for holder, theirs in enumerate(ring_problem.shards):
-                if holder != reader:
-                    counts[holder] += share * sum(max(0, min(b, d) - max(a, c)) for a, b in theirs for c, d in ranges)
-        found.append([int(count) for count in counts])
-    return found
+    if is_exact:
+        mask = needed_keys(ring_problem, reader, torch.device("cpu"))
+        heads = ring_problem.num_kv_heads // mask.shape[0]
+        return [sum(int(mask[:, a:b].sum()) for a, b in theirs) * heads for theirs in ring_problem.shards]
+    pattern, group = ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
+    offsets = pattern.offsets(ring_problem.num_heads)
+    counts = [0.0] * ring_problem.size
+    for branch, (length, rate) in enumerate(pattern.branches):
+        of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, ring_problem.num_heads, group)]
+        share = sum(map(len, of_heads)) / rate
+        crossed = (keys for queries in ring_problem.shards[reader] for _, keys in segments_across(ring_problem, length, queries))
+        ranges = _joined(list(crossed))
+        for holder, theirs in enumerate(ring_problem.shards):
+            if holder != reader:
+                counts[holder] += share * sum(max(0, min(b, d) - max(a, c)) for a, b in theirs for c, d in ranges)
+    return [int(count) for count in counts]
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -167,19 +150,23 @@ def _held(ring_problem: RingProblem, rank: int, seen: list[list[int]], row: int)
     size, Hk = ring_problem.size, ring_problem.num_kv_heads
     received, sent = seen[rank], [other[rank] for other in seen]
     if ring_problem.exchange == "ring":
-        buffers = [seen[rank][(rank - hop) % size] + sent[(rank + hop) % size] for hop in range(1, size)]
+        buffers = [received[(rank - hop) % size] + sent[(rank + hop) % size] for hop in range(1, size)]
         shares = [2 * x for x in buffers]
     else:
         span = key_span(ring_problem, rank)
-        heads = ring_problem.head_steps
         rows = (span.end - span.start) * any(received)
-        buffers = [rows * count + (sum(sent) + sum(received)) * count // Hk * (not ring_problem.is_dense) for count in heads]
+        packed = (sum(sent) + sum(received)) * (not ring_problem.is_dense)
+        buffers = [rows * count + packed * count // Hk for count in ring_problem.head_steps]
         # of every key a gradient of its own and one that is packed, and what comes back
-        shares = [2 * rows * count + sum(sent) * count // Hk for count in heads]
-    depth = cost.choose_prefetch_depth(max(buffers, default=0) * row)
-    forward = max((sum(buffers[i : i + depth]) for i in range(len(buffers))), default=0)
-    backward = max((sum(buffers[i : i + depth]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(buffers))), default=0)
+        shares = [2 * rows * count + sum(sent) * count // Hk for count in ring_problem.head_steps]
+    forward, backward = _together(buffers, shares, cost.choose_prefetch_depth(max(buffers, default=0) * row))
     return forward * row, backward * row
+
+
+def _together(buffers: list[int], shares: list[int], depth: int) -> tuple[int, int]:
+    """Returns what is held at a time: the keys of ``depth`` steps, and in the backward the gradients of two."""
+    ahead = [sum(buffers[i : i + depth]) for i in range(len(buffers))]
+    return max(ahead, default=0), max((keys + sum(shares[max(0, i - 1) : i + 1]) for i, keys in enumerate(ahead)), default=0)
 
 
 def _in_order(problem: Problem) -> tuple[int, int, int, int]:
@@ -188,17 +175,12 @@ def _in_order(problem: Problem) -> tuple[int, int, int, int]:
     D, e = problem.head_dim, problem.itemsize
     inputs = (problem.num_heads + 2 * problem.num_kv_heads) * D * e
     out = problem.num_heads * (D * e + accumulation_dtype(problem.dtype).itemsize)
-    forward = rows * (inputs + out)
-    backward = rows * (2 * inputs + out + problem.num_heads * D * e)
+    forward, backward = rows * (inputs + out), rows * (2 * inputs + out + problem.num_heads * D * e)
     return forward, forward, backward, backward
 
 
 def _most(found: list[Bytes]) -> Bytes:
     return max(found, key=lambda x: (x.forward_received, x.backward_received, x.forward_sent))
-
-
-# the most blocks that are listed to determine which rank needs whose keys
-_MOST_LISTED = 2**17
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,55 +194,43 @@ def _of_blocks(problem: Problem) -> Exchange:
     assert isinstance(pattern, BlockPattern)
     if num_blocks(pattern, problem.num_positions, problem.num_heads) <= _MOST_LISTED:
         return _of_listed_blocks(problem)
-    block = max(pattern.q_block, pattern.k_block) * problem.world_size
-    longest = 8 * block
+    longest = 8 * max(pattern.q_block, pattern.k_block) * problem.world_size
     while num_blocks(pattern, 2 * longest, problem.num_heads) <= _MOST_LISTED:
         longest *= 2
     one, two = (_of_listed_blocks(problem.of_length(n)) for n in (longest // 2, longest))
-
-    def told(a: int, b: int) -> int:
-        return max(b, b + (b - a) * (problem.num_positions - longest) * 2 // longest)
-
-    fields = ("forward_sent", "forward_received", "backward_sent", "backward_received")
-    moved = Bytes(*(told(getattr(one.bytes, name), getattr(two.bytes, name)) for name in fields))
-    held = (told(one.held[0], two.held[0]), told(one.held[1], two.held[1]))
-    return Exchange(name="blocks", bytes=moved, steps=two.steps, held=held, is_exact=False)
+    known = [(*astuple(x.bytes), *x.held) for x in (one, two)]
+    more = problem.num_positions - longest
+    *moved, forward, backward = (max(b, b + (b - a) * more * 2 // longest) for a, b in zip(*known, strict=True))
+    return replace(two, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
 
 
 @functools.lru_cache(maxsize=64)
 def _of_listed_blocks(problem: Problem) -> Exchange:
-    pattern, W = problem.pattern, problem.world_size
+    pattern, W, N = problem.pattern, problem.world_size, problem.num_positions
     assert isinstance(pattern, BlockPattern)
-    N, Hk = problem.num_positions, problem.num_kv_heads
     shards = tuple(ascending_runs(spans(N, rank, W, problem.layout)) for rank in range(W))
-    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
+    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, problem.num_kv_heads, problem.is_causal)
     needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
     load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
-    memory = 2**36 if problem.gpu is None else problem.gpu.memory
-    way = block_cost.choose(load, memory)
-    prefetch_depth = min(len(way.steps), block_cost.choose_prefetch_depth(load, way.steps))
+    way = block_cost.choose(load, 2**36 if problem.gpu is None else problem.gpu.memory)
     # rows (reader, holder) of each block, for the heads of each step
     counts = torch.zeros((W, columns.starts.shape[0]), dtype=torch.int64)
     for rank, positions in enumerate(columns.positions):
         counts[rank] = torch.bincount(columns.of_position[positions], minlength=counts.shape[1])
-    row = 2 * problem.batch_size * problem.head_dim
+    row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
     matrix = torch.zeros((W, W), dtype=torch.int64)
     # a rank's memory holds all rows from the first to the last that it needs
-    key_spans = [block_span(ring_problem, needs, rank) for rank in range(W)]
+    lengths = torch.tensor([end - start for start, end in (block_span(ring_problem, needs, rank) for rank in range(W))])
     held, shares, first = [], [], 0
     for heads in way.steps:
-        kept = needs.of_heads((first, first + heads))
+        rows = needs.of_heads((first, first + heads)).long() @ counts.T
         first += heads
-        rows = kept.long() @ counts.T
         matrix += rows * heads
         brought, sent_rows = rows.sum(1) - rows.diagonal(), rows.sum(0) - rows.diagonal()
-        lengths = torch.tensor([end - start for start, end in key_spans]) * (brought > 0)
-        held.append(int((lengths * heads).max()) * row * problem.itemsize)
-        shares.append(int(((2 * lengths + sent_rows) * heads).max()) * row * problem.itemsize)
-    received = matrix.sum(1) - matrix.diagonal()
-    sent = matrix.sum(0) - matrix.diagonal()
-    size = row * problem.itemsize
-    found = [Bytes(s * size, r * size, (s + r) * size, (s + r) * size) for s, r in zip(sent.tolist(), received.tolist(), strict=True)]
-    forward = max(sum(held[i : i + prefetch_depth]) for i in range(len(held)))
-    backward = max(sum(held[i : i + prefetch_depth]) + sum(shares[max(0, i - 1) : i + 1]) for i in range(len(held)))
-    return Exchange(name="blocks", bytes=_most(found), steps=len(way.steps), held=(int(forward), int(backward)))
+        spanned = lengths * (brought > 0)
+        held.append(int((spanned * heads).max()) * row)
+        shares.append(int(((2 * spanned + sent_rows) * heads).max()) * row)
+    received, sent = ((matrix.sum(dim) - matrix.diagonal()).tolist() for dim in (1, 0))
+    depth = min(len(way.steps), block_cost.choose_prefetch_depth(load, way.steps))
+    most = _most([_bytes(s * row, r * row) for s, r in zip(sent, received, strict=True)])
+    return Exchange(name="blocks", bytes=most, steps=len(way.steps), held=_together(held, shares, depth))

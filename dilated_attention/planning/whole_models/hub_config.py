@@ -63,13 +63,8 @@ def read_hub_config(path: str | Path, pattern: DilatedPattern | None = None) -> 
     extra, max_positions = fields.pop("extra"), fields.pop("max_positions", None)
     attention: dict[str, Any] = {"attention": "dense"}
     if pattern is not None:
-        attention = {
-            "attention": "dilated",
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "head_offsets": pattern.head_offsets,
-            "tail": pattern.tail,
-        }
+        given = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
+        attention = {"attention": "dilated"} | {name: getattr(pattern, name) for name in given}
     config = LongNetConfig(**fields, **attention, sub_norm=False, scale_embedding=False)
     return HubModel(name=f"{kind} of {path}", config=config, extra_parameters=extra, max_positions=max_positions)
 
@@ -94,35 +89,21 @@ def _gated(found: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
     if found.get("mlp_bias"):
         biases += 2 * F + E
     return {
-        "vocab_size": V,
-        "embed_dim": E,
-        "num_layers": M,
-        "num_heads": H,
-        "num_kv_heads": Hk,
-        "ffn": "swiglu",
-        "ffn_dim": F,
-        "norm": "rms_norm",
-        "qk_norm": kind == "qwen3",
-        "bias": False,
-        "tie_embeddings": bool(found.get("tie_word_embeddings", False)),
+        "vocab_size": V, "embed_dim": E, "num_layers": M, "num_heads": H, "num_kv_heads": Hk, "ffn": "swiglu", "ffn_dim": F,
+        "norm": "rms_norm", "qk_norm": kind == "qwen3", "bias": False, "tie_embeddings": bool(found.get("tie_word_embeddings", False)),
         "extra": M * biases,
-    }
+    }  # fmt: skip
 
 
 def _gpt2(found: dict[str, Any], path: Path) -> dict[str, Any]:
     E, H, M, V, positions = (_size(found, key, path) for key in ("n_embd", "n_head", "n_layer", "vocab_size", "n_positions"))
+    inner = 4 * E if found.get("n_inner") is None else _size(found, "n_inner", path)
     return {
-        "vocab_size": V,
-        "embed_dim": E,
-        "num_layers": M,
-        "num_heads": H,
-        "ffn_dim": 4 * E if found.get("n_inner") is None else _size(found, "n_inner", path),
-        "positions": "none",
+        "vocab_size": V, "embed_dim": E, "num_layers": M, "num_heads": H, "ffn_dim": inner, "positions": "none",
         "tie_embeddings": bool(found.get("tie_word_embeddings", True)),
         # the table of positions
-        "extra": positions * E,
-        "max_positions": positions,
-    }
+        "extra": positions * E, "max_positions": positions,
+    }  # fmt: skip
 
 
 def _required(found: dict[str, Any], key: str, path: Path) -> Any:

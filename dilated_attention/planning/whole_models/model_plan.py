@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import USABLE, Summary, cache_rows, embedding_parameters, readable
+from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters, readable, summarise
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.plan import machine_of, most_positions, pairs_of, search
-from dilated_attention.planning.estimate.problem import Problem, checked_sizes, make_problem
-from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, Exchange, exchange_of
-from dilated_attention.planning.estimate.speed import branchwise_arithmetic, passes_of
-from dilated_attention.planning.text import below_text, columns_text, fit_text, flops_text, seconds_text
-from dilated_attention.planning.whole_models.decode_time import decode_seconds
+from dilated_attention.planning.estimate.plan import most_positions, pairs_of, search
+from dilated_attention.planning.estimate.problem import Problem, checked_sizes, machine_of, make_problem
+from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
+from dilated_attention.planning.text import fit_text, flops_text, seconds_text, table_text
 from dilated_attention.planning.whole_models.hub_config import HubModel
-from dilated_attention.planning.whole_models.model_memory import PREFILL, Run, extra_parameters, fixed_of, model_of, peak_of_step, trace_of
-from dilated_attention.planning.whole_models.prompt_time import prompt_time
-from dilated_attention.planning.whole_models.suggestions import fitting
+from dilated_attention.planning.whole_models.model_memory import Run, extra_parameters, fixed_of, model_of, peak_of_step, stack_of
+from dilated_attention.planning.whole_models.model_time import decode_seconds, prompt_seconds, step_seconds
 from dilated_attention.validation import check_bool
 
-# shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
-# step of Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured
-# (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
-_BANDWIDTH_SHARE = 0.5
-_LINEAR_SHARE = 0.45
+Settings = dict[str, int | bool]
+# when a model does not fit, settings with up to this many processes are tried, and at most two are shown
+_MOST_PROCESSES, _SHOWN = 64, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +144,7 @@ def model_table(plans: Sequence[ModelPlan]) -> str:
         rows.append(
             (f"{plan.num_positions:,}", flops_text(plan.flops), readable(plan.peak), plan.moment, time, "yes" if plan.fits else "no")
         )
-    return "\n".join(
-        [
-            *_heading(last, "several lengths"),
-            "",
-            *columns_text(rows),
-            "",
-            *below_text(last.longest, [last.time_source] if last.time_source else [], last.no_time),
-        ]
-    )
+    return table_text(_heading(last, "several lengths"), rows, last.longest, [last.time_source] if last.time_source else [], last.no_time)
 
 
 def plan_model(
@@ -206,186 +193,104 @@ def plan_model(
     # overrides are frozen because plans are cached by their arguments
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
-    config: LongNetConfig = getattr(model.config, "encoder", model.config)
+    config = stack_of(model)
     problem = _attention_of(config, machine.gpu, sizes, dtype, training)
     half = problem.dtype in (torch.float16, torch.bfloat16)
     casts = (training and half) if autocast is None else autocast
     if casts and not half:
         raise ValueError(f"autocast is True and dtype is {problem.dtype}; autocast computes in float16 or bfloat16: leave it out")
     run = Run(
-        preset=preset,
-        overrides=fields,
-        batch_size=batch_size,
-        training=training,
-        dtype=problem.dtype,
-        casts=casts,
-        checkpoint_activations=checkpoint_activations,
-        on_gpu=machine.gpu is not None,
-        is_causal=config.is_causal,
-    )
+        preset=preset, overrides=fields, batch_size=batch_size, training=training, dtype=problem.dtype, casts=casts,
+        checkpoint_activations=checkpoint_activations, on_gpu=machine.gpu is not None,
+    )  # fmt: skip
     most = None if isinstance(preset, str) else preset.max_positions
     if most is not None and num_positions > most:
         raise ValueError(f"num_positions is {num_positions:,}; expected at most {most:,}, the length of the model's table of positions")
-    fixed = fixed_of(model, run, sizes["weight_shards"])
-    terms, moment = peak_of_step(run, fixed, problem)
+
+    def excess(n: int) -> int:
+        return sum(size for _, size in peak_of_step(run, weight_shards, problem.of_length(n))[0]) - budget
+
+    def peak_with(settings: Settings) -> int:
+        changed = replace(run, checkpoint_activations=bool(settings.get("checkpoint_activations", checkpoint_activations)))
+        given = sizes | {name: int(value) for name, value in settings.items() if name in sizes}
+        attention = _attention_of(config, machine.gpu, given, dtype, training)
+        return sum(size for _, size in peak_of_step(changed, given["weight_shards"], attention)[0])
+
+    terms, moment = peak_of_step(run, weight_shards, problem)
     budget = int(USABLE * machine.memory)
     fits = sum(size for _, size in terms) <= budget
-    longest = num_positions * fits
-    if find_longest:
-
-        def excess(n: int) -> int:
-            return sum(size for _, size in peak_of_step(run, fixed, problem.of_length(n))[0]) - budget
-
-        longest = search(excess, world_size, most_positions(problem) if most is None else most)
-
-    def peak_with(sizes: dict[str, int], checkpointed: bool) -> int:
-        changed = replace(run, checkpoint_activations=checkpointed)
-        attention = _attention_of(config, machine.gpu, sizes, dtype, training)
-        return sum(size for _, size in peak_of_step(changed, fixed_of(model, changed, sizes["weight_shards"]), attention)[0])
-
-    suggestions = fitting(peak_with, sizes, checkpoint_activations, training, budget) if find_longest and not fits else ()
-    exchange = exchange_of(problem) if world_size > 1 else NO_EXCHANGE
+    longest = search(excess, world_size, most or most_positions(problem)) if find_longest else num_positions * fits
+    suggestions = _fitting(peak_with, run, world_size, weight_shards, budget) if find_longest and not fits else ()
+    exchange = exchange_of(problem)
     sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
     flops = _flops(config, sizes_of, problem)
-    if isinstance(model, LongNetLM) and not training and world_size == 1 and cache_rows(config, num_positions) is not None:
-        seconds, source, why_not = _prompt_seconds(run, problem, model)
+    generates = isinstance(model, LongNetLM) and not training
+    if isinstance(model, LongNetLM) and generates and world_size == 1 and cache_rows(config, num_positions) is not None:
+        seconds, source, why_not = prompt_seconds(run, problem, model)
     else:
-        seconds, source, why_not = _seconds(run, problem, exchange, flops)
+        seconds, source, why_not = step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""
-    if isinstance(model, LongNetLM) and not training and weight_shards == 1:
+    if generates and weight_shards == 1:
         looked_up = 0 if config.tie_embeddings else sum(n for name, n in sizes_of.items() if name.endswith("embedding.weight"))
-        per_token, token_source = decode_seconds(config, problem, fixed.weights - looked_up * run.weight_dtype.itemsize)
+        read = fixed_of(run, weight_shards).weights - looked_up * run.weight_dtype.itemsize
+        per_token, token_source = decode_seconds(config, problem, read)
     return ModelPlan(
-        preset=preset if isinstance(preset, str) else preset.name,
-        num_positions=num_positions,
-        batch_size=batch_size,
-        training=training,
-        dtype=str(problem.dtype).removeprefix("torch."),
-        autocast=casts,
-        world_size=world_size,
-        weight_shards=weight_shards,
-        checkpoint_activations=checkpoint_activations,
-        parameters=sum(sizes_of.values()) + extra_parameters(preset),
-        layers=config.num_layers,
-        terms=terms,
-        moment=moment,
-        flops=flops,
-        exchange=exchange,
-        seconds=seconds,
-        time_source=source,
-        no_time=why_not,
-        device=machine.name,
-        device_memory=machine.memory,
-        fits=fits,
-        longest=longest,
-        decode_seconds=per_token,
-        decode_source=token_source,
-        suggestions=suggestions,
-    )
+        preset=preset if isinstance(preset, str) else preset.name, num_positions=num_positions, batch_size=batch_size, training=training,
+        dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
+        checkpoint_activations=checkpoint_activations, parameters=sum(sizes_of.values()) + extra_parameters(preset),
+        layers=config.num_layers, terms=terms, moment=moment, flops=flops, exchange=exchange, seconds=seconds, time_source=source,
+        no_time=why_not, device=machine.name, device_memory=machine.memory, fits=fits, longest=longest, decode_seconds=per_token,
+        decode_source=token_source, suggestions=suggestions,
+    )  # fmt: skip
 
 
 def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int], dtype: torch.dtype | None, training: bool) -> Problem:
     """Returns the attention of one layer as a separate problem."""
-    pattern = None if config.kind == "dense" else config.pattern
-    spread = {"dense": "ring", "dilated": "ring_dilated", "block_sparse": "ring_block_sparse"}
+    shared = sizes["world_size"] > 1
+    kind = ("ring" if config.kind == "dense" else f"ring_{config.kind}") if shared else config.kind
     return make_problem(
-        spread[config.kind] if sizes["world_size"] > 1 else config.kind,
-        num_positions=sizes["num_positions"],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        batch_size=sizes["batch_size"],
-        dtype=dtype,
-        world_size=sizes["world_size"],
-        layout="contiguous" if sizes["world_size"] > 1 else None,
-        is_causal=config.is_causal,
-        training=training,
-        pattern=pattern,
-        gpu=gpu,
-    )
+        kind, num_positions=sizes["num_positions"], num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        batch_size=sizes["batch_size"], dtype=dtype, world_size=sizes["world_size"], layout="contiguous" if shared else None,
+        is_causal=config.is_causal, training=training, pattern=None if config.kind == "dense" else config.pattern, gpu=gpu,
+    )  # fmt: skip
 
 
 def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> float:
-    summary = Summary(
-        name="",
-        config=config,
-        num_parameters=sum(sizes.values()),
-        embedding_parameters=embedding_parameters(sizes),
-        lengths=(),
-        memory=1,
-        device="",
-    )
-    each = (
-        summary.training_flops(problem.num_positions) if not isinstance(problem.pattern, BlockPattern) else _block_flops(summary, problem)
-    )
+    """Returns the FLOPs of a step: 6 per matrix parameter and position, and 12·E per key of a query and layer; a third for a forward."""
+    summary = summarise("", config, sizes, (), memory=1)
+    if isinstance(problem.pattern, BlockPattern):
+        keys = pairs_of(problem)[0] / (problem.batch_size * problem.num_positions * problem.num_heads)
+        looked_up = 0 if config.tie_embeddings else embedding_parameters(sizes)
+        each = 6 * (summary.num_parameters - looked_up) + 12 * config.embed_dim * keys * config.num_layers
+    else:
+        each = summary.training_flops(problem.num_positions)
     return problem.batch_size * problem.num_positions * each / (1 if problem.training else 3)
 
 
-def _block_flops(summary: Summary, problem: Problem) -> float:
-    config = summary.config
-    keys = pairs_of(problem)[0] / (problem.batch_size * problem.num_positions * problem.num_heads)
-    looked_up = 0 if config.tie_embeddings else summary.embedding_parameters
-    return 6 * (summary.num_parameters - looked_up) + 12 * config.embed_dim * keys * config.num_layers
-
-
-def _seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
-    """Returns (seconds of a step or a forward, what they are based on, why there is no estimate)."""
-    gpu = problem.gpu
-    least = (0, 0)
-    passes, why_not = passes_of(problem, exchange, least)
-    if not passes:
-        return None, "", why_not
-    peak = None if gpu is None else gpu.peak(problem.dtype)
-    if gpu is None or peak is None or gpu.bandwidth is None:
-        return None, "", "rates of its linear layers were not measured"
-    model = model_of(run.preset, run.overrides)
-    config: LongNetConfig = getattr(model.config, "encoder", model.config)
-    again = run.training and run.checkpoint_activations
-    attention = config.num_layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
-    pairs = (
-        problem.pattern.pairs(problem.num_positions, config.num_heads, is_causal=config.is_causal)
-        if not isinstance(problem.pattern, BlockPattern)
-        else 0
-    )
-    attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
-    linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
-    moved = trace_of(run).moved.at(-(-problem.num_positions // problem.world_size)) / (gpu.bandwidth * _BANDWIDTH_SHARE)
-    source = (
-        f"attention {seconds_text(attention)} ({passes[0].source}); linear layers {seconds_text(linear)}, "
-        f"taken at {_LINEAR_SHARE:.0%} of the peak; what is read and written between {seconds_text(moved)}, "
-        f"at {_BANDWIDTH_SHARE:.0%} of the bandwidth; without the CPU's own time, which short sequences wait for"
-    )
-    return attention + linear + moved, source, ""
-
-
-def _prompt_seconds(run: Run, problem: Problem, model: LongNetLM) -> tuple[float | None, str, str]:
-    """Returns what ``_seconds`` does, of a prompt that enters a cache in chunks; logits are only computed after its last position."""
-    gpu = problem.gpu
-    attention = branchwise_arithmetic(problem)
-    if isinstance(attention, str):
-        return None, "", attention
-    peak = None if gpu is None else gpu.peak(problem.dtype)
-    if gpu is None or peak is None or gpu.bandwidth is None:
-        return None, "", "rates of its linear layers were not measured"
-    looked_up = {id(model.embedding.weight), id(model.output_weight)}
-    weights = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in looked_up)
-    of_layer, rates = attention
-    time = prompt_time(
-        model.config,
-        problem,
-        attention=model.config.num_layers * of_layer,
-        linear=2 * problem.batch_size * weights / (peak * _LINEAR_SHARE),
-        moved=trace_of(run).moved,
-        bandwidth=gpu.bandwidth * _BANDWIDTH_SHARE,
-    )
-    source = (
-        f"chunks of {PREFILL:,} positions, each of which takes the CPU's time or the GPU's, whichever is longer; "
-        f"CPU {seconds_text(time.cpu)} ({time.cpu_source}); "
-        f"GPU {seconds_text(time.attention + time.linear + time.moved)}: attention {seconds_text(time.attention)} ({rates}); "
-        f"linear layers {seconds_text(time.linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
-        f"what is read and written between {seconds_text(time.moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth"
-    )
-    return time.seconds, source, ""
+def _fitting(peak_with: Callable[[Settings], int], run: Run, world: int, shards: int, budget: int) -> tuple[tuple[Settings, int], ...]:
+    """Returns at most two (settings, peak) that fit in ``budget`` bytes, with the fewest processes: each is planned, none is a rule."""
+    present = processes = max(world, shards)
+    while processes <= max(present, _MOST_PROCESSES):
+        checkpoint: Settings = {"checkpoint_activations": True} if run.training and not run.checkpoint_activations else {}
+        sharded: Settings = {"weight_shards": processes} if processes > shards else {}
+        # a language model generates from a cache that processes do not share
+        shared: Settings = {"world_size": processes} if run.training and processes > world else {}
+        found: list[tuple[Settings, int]] = []
+        # those of fewer changes first
+        one = (checkpoint, sharded, shared, sharded | checkpoint, shared | sharded, shared | checkpoint, shared | sharded | checkpoint)
+        tried: list[Settings] = [{}]
+        for settings in one:
+            repeats = settings in tried or (processes > present and not settings.keys() - checkpoint.keys())
+            # what fits with fewer changes needs no more of them
+            if repeats or len(found) == _SHOWN or any(given.items() <= settings.items() for given, _ in found):
+                continue
+            tried.append(settings)
+            peak = peak_with(settings)
+            found += [(settings, peak)] if peak <= budget else []
+        if found:
+            return tuple(found)
+        processes *= 2
+    return ()
 
 
 def _frozen(value: Any) -> Any:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,26 +35,25 @@ _ATTENTION = {
 _FILLS = frozenset(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "copy_"))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The state after one operation.
 
     Args:
         alive: bytes of everything that was created since the tape began and still lives, including the results of this operation.
         grads: of these, the gradients of parameters.
         inside: bytes that the operation needed temporarily in addition.
-        attention: ``"forward"`` or ``"backward"`` where the operation is one of this library's attention ops, whose internal memory is not
-            counted here; else "".
         kept: number of attention calls with detached mixing whose branch outputs may be alive, since a GPU saves them for the backward.
         moved: bytes that operations, except attention, have read and written so far.
+        attention: ``"forward"`` or ``"backward"`` where the operation is one of this library's attention ops, whose internal memory is not
+            counted here; else "".
     """
 
     alive: int
     grads: int
     inside: int
-    attention: str
     kept: int
     moved: int
+    attention: str
 
 
 class Tape(TorchDispatchMode):
@@ -63,46 +61,31 @@ class Tape(TorchDispatchMode):
 
     Args:
         on_gpu: whether the tensors, which are on a CPU as far as PyTorch knows, represent a GPU's.
+        parameters: they are counted elsewhere; their gradients are counted separately.
     """
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, *, on_gpu: bool, parameters: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
         self.on_gpu = on_gpu
         self.moments: list[Moment] = []
         self._alive = self._grads = self._kept = self._moved = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Excludes tensors that are counted elsewhere."""
-        for x in tensors:
-            self._seen.add(x.untyped_storage())
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Also counts the gradients of these parameters separately."""
-
-        def made(parameter: torch.Tensor) -> None:
-            grad = parameter.grad
-            self._grads += 0 if grad is None else grad.untyped_storage().nbytes()
-
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(made)
+            self._seen.add(parameter.untyped_storage())
+            parameter.register_post_accumulate_grad_hook(self._made_grad)
 
-    def note(self) -> None:
-        """Records the current state without an operation."""
-        self.moments.append(Moment(self._alive, self._grads, 0, "", self._kept, self._moved))
+    def note(self, inside: int = 0, attention: str = "") -> None:
+        """Records the current state."""
+        self.moments.append(Moment(self._alive, self._grads, inside, self._kept, self._moved, attention))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         made = 0
         for x in tree_iter(out):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                if storage not in self._seen:
-                    self._seen.add(storage)
-                    size = storage.nbytes()
-                    made += size
-                    weakref.finalize(storage, self._free, size)
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                made += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
         self._alive += made
         name = str(func)
         attention = _ATTENTION.get(name, "")
@@ -112,13 +95,15 @@ class Tape(TorchDispatchMode):
             weakref.finalize(out[1].untyped_storage(), self._free_kept)
         if made and not attention:
             # a lookup reads the rows that it returns, not the table
-            read = made if name == "aten.embedding.default" else _bytes_of(args)
-            self._moved += made + read
+            self._moved += made + (made if name == "aten.embedding.default" else _bytes_of(args))
         inside = _inside(name, args, out, self.on_gpu)
         if made or inside or attention:
             # memory cannot be higher between two allocations
-            self.moments.append(Moment(self._alive, self._grads, inside, attention, self._kept, self._moved))
+            self.note(inside, attention)
         return out
+
+    def _made_grad(self, parameter: torch.Tensor) -> None:
+        self._grads += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
 
     def _free(self, size: int) -> None:
         self._alive -= size
@@ -168,16 +153,6 @@ class Unfilled(TorchFunctionMode):
             # trunc_normal_ redraws values outside its bounds: there are none
             return False
         return func(*args, **(kwargs or {}))
-
-
-def peak_of(function: Callable[[], Any], *, on_gpu: bool) -> int:
-    """Returns the peak bytes, excluding its inputs, of a function of fake tensors that calls none of this library's attention ops."""
-    tape = Tape(on_gpu=on_gpu)
-    with tape:
-        kept = function()
-    del kept
-    assert not any(moment.attention for moment in tape.moments)
-    return max((moment.alive + moment.inside for moment in tape.moments), default=0)
 
 
 def _is_detached(args: tuple[Any, ...]) -> bool:

@@ -10,17 +10,13 @@ from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.plan import machine_of
-from dilated_attention.planning.estimate.problem import make_problem
-from dilated_attention.planning.whole_models.model_memory import insides
+from dilated_attention.planning.estimate.problem import machine_of, make_problem
+from dilated_attention.planning.whole_models.model_memory import Terms, insides
 from dilated_attention.planning.whole_models.trace import Moment, Tape, fake_tensors
 
 # except for the attention, a layer on a sharded sequence does on its own rows what the layer of a single process does
 _LAYERS = {
-    "multihead_dilated": ("dilated", "multihead_dilated"),
-    "multihead_block_sparse": ("block_sparse", "multihead_block_sparse"),
-    "ring_multihead_dilated": ("ring_dilated", "multihead_dilated"),
-    "ring_multihead_block_sparse": ("ring_block_sparse", "multihead_block_sparse"),
+    f"{ring}multihead_{kind}": (f"{ring}{kind}", f"multihead_{kind}") for ring in ("", "ring_") for kind in ("dilated", "block_sparse")
 }
 
 
@@ -56,27 +52,16 @@ def module_memory(
     machine = machine_of(gpu)
     of_pattern = {name: config[name] for name in ("segment_lengths", "dilation_rates", "pattern", "num_kv_heads") if name in config}
     problem = make_problem(
-        attention,
-        num_positions=num_positions,
-        num_heads=num_heads,
-        head_dim=as_int("embed_dim", embed_dim, minimum=1) // num_heads,
-        batch_size=batch_size,
-        world_size=world_size,
-        dtype=dtype,
-        is_causal=is_causal,
-        training=training,
-        gpu=machine.gpu,
-        **of_pattern,
-    )
+        attention, num_positions=num_positions, num_heads=num_heads, head_dim=as_int("embed_dim", embed_dim, minimum=1) // num_heads,
+        batch_size=batch_size, world_size=world_size, dtype=dtype, is_causal=is_causal, training=training, gpu=machine.gpu, **of_pattern,
+    )  # fmt: skip
     rows = -(-num_positions // world_size)
     inside = insides(problem)
     with fake_tensors():
         layer = create_attention(layer_kind, embed_dim=embed_dim, num_heads=num_heads, dtype=problem.dtype, **config)
         layer.train(training)
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
-        tape = Tape(on_gpu=machine.gpu is not None)
-        tape.ignore(layer.parameters())
-        tape.watch(layer.parameters())
+        tape = Tape(on_gpu=machine.gpu is not None, parameters=layer.parameters())
         with tape, torch.set_grad_enabled(training):
             x = torch.empty((batch_size, rows, embed_dim), dtype=problem.dtype, requires_grad=training)
             y, _ = layer(x, is_causal=is_causal)
@@ -86,7 +71,7 @@ def module_memory(
                 y.backward(grad)
     inputs = batch_size * rows * embed_dim * problem.itemsize
 
-    def terms(moments: list[Moment]) -> tuple[tuple[str, int], ...]:
+    def terms(moments: list[Moment]) -> Terms:
         top = max(moments, key=lambda moment: moment.alive + moment.inside + inside.get(moment.attention, 0))
         attention = inside.get(top.attention, 0)
         found = [
