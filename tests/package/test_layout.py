@@ -40,7 +40,6 @@ KNOWN_PAIRS = {
     "engine.blocks engine.ops",
     "engine.branches engine.kernels",
     "engine.oom engine.ops",
-    "planning.estimate planning.whole_models",
 }
 
 # what each part of the package may import; files, fork, parsing, start and validation are single modules

@@ -11,10 +11,10 @@ from dilated_attention.factory import create_model
 from dilated_attention.models import loss
 from dilated_attention.models.summary import USABLE
 from dilated_attention.planning import find_gpu, plan_attention, plan_model
-from dilated_attention.planning.estimate.memory import standard_attention
+from dilated_attention.planning.estimate.memory import memory_of, standard_attention
 from dilated_attention.planning.estimate.problem import make_problem
 from dilated_attention.planning.whole_models import model_memory
-from dilated_attention.planning.whole_models.trace import Tape, fake_tensors, peak_of
+from dilated_attention.planning.whole_models.trace import Tape, fake_tensors
 
 ROWS = 2**13
 CASES: dict[str, dict[str, Any]] = {
@@ -39,8 +39,7 @@ def whole_step(options: dict[str, Any]) -> int:
     assert kept > 0
     with fake_tensors():
         model = create_model("longnet-tiny", **options)
-        tape = Tape(on_gpu=True)
-        tape.ignore(model.parameters())
+        tape = Tape(on_gpu=True, parameters=model.parameters())
         with tape:
             tokens = torch.zeros((1, ROWS), dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16):
@@ -61,20 +60,29 @@ def test_the_pieces_are_the_whole(case: str, monkeypatch: pytest.MonkeyPatch) ->
     assert plan.peak - beside == pytest.approx(whole_step(CASES[case]), rel=0.01), str(plan)
 
 
-def test_plain_attention_holds_four_matrices_in_its_backward_on_a_gpu() -> None:
-    # grad · weights is a tensor of its own to torch's kernel of softmax's backward
-    n, heads = 2048, 4
-    matrix = heads * n * n * 2
-
-    def step() -> Any:
-        return torch.autograd.grad(standard_attention(*leaves), leaves, dout)
-
+@pytest.mark.parametrize("gpu", [None, "H200"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (2, 4), (1, 2), (2, 1)])
+def test_the_formula_of_plain_attention_is_what_fake_tensors_hold(batch: int, kv_heads: int, is_causal: bool, gpu: str | None) -> None:
+    # on a GPU, grad · weights is a tensor of its own to torch's kernel of softmax's backward
+    n, heads, dtype = 600, 4, torch.bfloat16
+    problem = make_problem(
+        "standard", num_positions=n, num_heads=heads, num_kv_heads=kv_heads, head_dim=64, batch_size=batch, dtype=dtype,
+        is_causal=is_causal, gpu=None if gpu is None else find_gpu(gpu),
+    )  # fmt: skip
+    planned = memory_of(problem)
     with fake_tensors():
-        leaves = [torch.empty(1, n, heads, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        dout = torch.empty(1, n, heads, 64, dtype=torch.bfloat16)
-        peaks = {on_gpu: peak_of(step, on_gpu=on_gpu) for on_gpu in (False, True)}
-    assert 3 * matrix < peaks[False] < 3.3 * matrix
-    assert peaks[True] == peaks[False] + matrix
+        leaves = [torch.empty(batch, n, h, 64, dtype=dtype, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
+        tapes = [Tape(on_gpu=gpu is not None) for _ in range(2)]
+        with torch.no_grad(), tapes[0]:
+            standard_attention(*leaves, is_causal=is_causal)
+        with tapes[1]:
+            dout = torch.empty(batch, n, heads, 64, dtype=dtype)
+            out = standard_attention(*leaves, is_causal=is_causal)
+            grads = torch.autograd.grad(out, leaves, dout)
+            del grads
+    found = [max(moment.alive + moment.inside for moment in tape.moments) for tape in tapes]
+    assert [planned.forward_peak - planned.inputs, planned.backward_peak - planned.inputs] == found
 
 
 @pytest.mark.slow

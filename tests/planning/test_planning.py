@@ -22,7 +22,7 @@ from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_g
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
 from dilated_attention.planning.text import seconds_text
-from dilated_attention.planning.whole_models.timeline import deepened
+from dilated_attention.planning.whole_models.model_memory import deepened
 from dilated_attention.planning.whole_models.trace import Moment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -358,9 +358,9 @@ def test_generating_needs_the_cache_and_one_stretch_of_the_prompt() -> None:
 def test_many_blocks_are_told_from_few() -> None:
     def run(depth: int) -> tuple[list[Moment], int]:
         """A forward that keeps 10 a block beside 100, and a backward that gives them back while 3 a block of gradients come."""
-        ahead = [Moment(100, 0, 0, "", 0, 100)]
-        ahead += [Moment(100 + 10 * (i + 1), 0, 5, "forward", i, 0) for i in range(depth)]
-        back = [Moment(100 + 10 * (depth - i) + 3 * (i + 1), 3 * (i + 1), 7, "backward", 0, 0) for i in range(depth)]
+        ahead = [Moment(100, 0, 0, 0, 100, "")]
+        ahead += [Moment(100 + 10 * (i + 1), 0, 5, i, 0, "forward") for i in range(depth)]
+        back = [Moment(100 + 10 * (depth - i) + 3 * (i + 1), 3 * (i + 1), 7, 0, 0, "backward") for i in range(depth)]
         return [*ahead, *back], len(ahead)
 
     def peak(found: tuple[list[Moment], int]) -> int:

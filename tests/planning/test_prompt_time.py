@@ -17,10 +17,10 @@ from dilated_attention.models.generation import prefill
 from dilated_attention.planning import plan_model
 from dilated_attention.planning.estimate.gpus import GPUS
 from dilated_attention.planning.estimate.problem import make_problem
-from dilated_attention.planning.whole_models import prompt_time
+from dilated_attention.planning.whole_models import model_time
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# the constants of prompt_time.py come from these rows, so they say nothing about it
+# the constants of model_time.py come from these rows, so they say nothing about it
 FITTED = {("dense", 1024), ("dilated", 1024), ("block_sparse", 1024), ("block_sparse", 131072)}
 
 
@@ -75,7 +75,7 @@ def test_launches_are_those_of_a_prefill_in_chunks(monkeypatch: pytest.MonkeyPat
         count = min(24, 160 - start)
         calls = 0
         prefill(model, torch.zeros(1, count, dtype=torch.int64), cache)
-        launches, _ = prompt_time._launches(problem, keys.before(start)[2], count)
+        launches, _ = model_time._launches(problem, keys.before(start)[2], count)
         assert calls == config.num_layers * launches, start
         found.append(launches)
     # later chunks cut segments, which the first does not
@@ -84,7 +84,7 @@ def test_launches_are_those_of_a_prefill_in_chunks(monkeypatch: pytest.MonkeyPat
 
 def test_of_many_chunks_a_sample_gives_the_time_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(samples: int) -> float:
-        monkeypatch.setattr(prompt_time, "_SAMPLED", samples)
+        monkeypatch.setattr(model_time, "_SAMPLED", samples)
         found = plan_model("longnet-125m", num_positions=8192 * 101 + 5, training=False, gpu="H200", find_longest=False)
         assert found.seconds is not None
         return found.seconds

@@ -21,7 +21,7 @@ from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
 from dilated_attention.planning import plan_model
 from dilated_attention.planning.advice import rules
-from dilated_attention.planning.advice.answer import Recommendation
+from dilated_attention.planning.advice.answer import Recommendation, rule_table
 from dilated_attention.planning.advice.recommend import USE_CASES, recommend
 
 DOCS = Path(__file__).parents[2]
@@ -67,7 +67,6 @@ def test_every_use_case_is_answered_on_every_machine(use_case: str, mesh: Any) -
         _cites_what_exists(use_case, extra)
         if use_case != "huggingface":
             _runs(use_case, extra, mesh)
-    _quotes_figures_of_its_pages(use_case)
 
 
 def _has_reasons(use_case: str, extra: dict[str, Any]) -> None:
@@ -90,34 +89,17 @@ def _cites_what_exists(use_case: str, extra: dict[str, Any]) -> None:
             assert re.search(rf"^#+ {re.escape(heading)}$", (DOCS / page).read_text(), re.MULTILINE), setting.source
 
 
-# every figure with a unit or a decimal point that a reason takes from a page stands on that page
-FIGURE = re.compile(r"(?<![\w.,/-])(\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)(?![\w/])")
-
-
-def _quotes_figures_of_its_pages(use_case: str) -> None:
-    # the settings that say nothing of this request in figures, but for how many positions a GPU has
-    names = {
-        "precision",
-        "checkpoint_activations",
-        "CUDA graph",
-        "batch",
-        "head dim",
-        "slides",
-        "weights",
-        "mixture_grad",
-        "exchange",
-        "mesh",
-        "expandable_segments",
-    }
-    seen = 0
-    for setting in {setting for extra in EXTRA[use_case] for answer in _answers(use_case, extra) for setting in answer.settings}:
-        if setting.name in names and setting.source != "computed":
-            page = (DOCS / setting.source.split(",")[0]).read_text()
-            for figure in FIGURE.findall(re.sub(r"[\d,]+ (positions keep|tokens per GPU; )", "", setting.reason)):
-                seen += 1
-                # rounded
-                assert {"16,600": "16,637", "1,120": "1,120"}.get(figure, figure) in page, (setting, figure)
-    assert seen
+def test_figures_of_the_rules_stand_on_their_pages() -> None:
+    """In the table by which the figures are named, and each in a rule."""
+    table = rule_table()
+    rules_text = json.dumps(table["rules"])
+    for place, figures in table["figures"].items():
+        page, heading = place.split(", ", 1)
+        text = (DOCS / page).read_text()
+        assert re.search(rf"^#+ {re.escape(heading)}$", text, re.MULTILINE), place
+        for name, figure in figures.items():
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", text), (place, name, figure)
+            assert f"{{{name}}}" in rules_text, name
 
 
 @pytest.fixture(scope="module")

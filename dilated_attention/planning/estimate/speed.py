@@ -13,6 +13,7 @@ which.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dilated_attention.backends import BackendUnavailable, registry, tuning_table
 from dilated_attention.distributed.exchange import cost
@@ -79,153 +80,132 @@ class Pass:
         return max(parts, key=lambda name: parts[name])
 
 
-@dataclass(frozen=True)
-class _Rate:
+class _Rate(NamedTuple):
     backend: str
     rate: float
     source: str
 
 
+class _NoRate(Exception):
+    """Says why no rate is known."""
+
+
 def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]) -> tuple[tuple[Pass, ...], str]:
     """Returns (the forward and, with ``training``, the backward; the reason if there is no estimate)."""
-    found = []
-    for backward in (False, True)[: 1 + problem.training]:
-        made = _pass(problem, exchange, least_bytes[backward], backward)
-        if isinstance(made, str):
-            return (), made
-        found.append(made)
-    return tuple(found), ""
+    one_pass = _standard if problem.kind == "standard" else _pass
+    try:
+        return tuple(one_pass(problem, exchange, least_bytes[back], back) for back in (False, True)[: 1 + problem.training]), ""
+    except _NoRate as error:
+        return (), str(error)
 
 
-def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass | str:
-    if problem.kind == "standard":
-        return _standard(problem, least_bytes, backward)
-    arithmetic = _arithmetic(problem, _work(problem, backward), backward)
-    if isinstance(arithmetic, str):
-        return arithmetic
-    seconds, flops, rates = arithmetic
+def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
+    work, gpu, W = _work(problem, backward), problem.gpu, problem.world_size
+    seconds, flops, rates = _arithmetic(problem, work, backward)
     several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
-    if several and (backward or not any(nested for *_, nested in _work(problem, backward))):
+    if several and (backward or not any(nested for *_, nested in work)):
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
-    busiest = seconds / problem.world_size * _imbalance(problem)
-    wire = exposed = 0.0
-    if problem.world_size > 1:
-        if problem.gpu is None or problem.gpu.link is None:
-            return "the rate of the links between its processes is not known"
+    links = exposed = 0.0
+    if W > 1:
+        if gpu is None or gpu.link is None:
+            raise _NoRate("the rate of the links between its processes is not known")
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
-        wire = received / (problem.gpu.link * _LINK_SHARE)
+        links = received / (gpu.link * _LINK_SHARE)
         # the first step has to wait for its keys
-        exposed = cost.LATENCY + (
-            wire / max(1, exchange.steps) if exchange.name in ("all_gather", "blocks") and problem.computes != "dilated" else 0.0
-        )
+        waits = exchange.name in ("all_gather", "blocks") and problem.computes != "dilated"
+        exposed = cost.LATENCY + (links / max(1, exchange.steps) if waits else 0.0)
         if exchange.name == "all_to_all":
-            exposed += wire
-            wire = 0.0
-    bandwidth = problem.gpu.bandwidth if problem.gpu is not None else None
-    names = list(dict.fromkeys(rate.backend for rate in rates))
-    sources = list(dict.fromkeys(rate.source for rate in rates))
+            links, exposed = 0.0, exposed + links
+    # contiguous parts of causal dense attention give the last rank the most pairs
+    is_uneven = W > 1 and problem.is_causal and problem.layout == "contiguous" and problem.computes == "dense"
     return Pass(
-        arithmetic=busiest,
-        memory=least_bytes / bandwidth if bandwidth else 0.0,
+        arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
+        memory=least_bytes / gpu.bandwidth if gpu is not None and gpu.bandwidth else 0.0,
         host=_host(problem, backward, exchange),
-        links=wire,
+        links=links,
         exposed=exposed,
-        backend=" and ".join(names),
+        backend=" and ".join(dict.fromkeys(rate.backend for rate in rates)),
         rate=flops / seconds if seconds else 0.0,
-        source="; ".join(sources),
+        source="; ".join(dict.fromkeys(rate.source for rate in rates)),
     )
 
 
 def branchwise_arithmetic(problem: Problem) -> tuple[float, str] | str:
     """Returns (seconds of a forward's arithmetic, its source) if no pairs are shared between branches; else why the rate is not known."""
-    pattern = problem.pattern
-    if isinstance(pattern, DilatedPattern):
-        work = _branches(pattern, problem.num_positions, problem.num_heads, problem.is_causal)
-    else:
-        work = _work(problem, backward=False)
-    found = _arithmetic(problem, work, backward=False)
-    return found if isinstance(found, str) else (found[0], "; ".join(dict.fromkeys(rate.source for rate in found[2])))
+    try:
+        seconds, _, rates = _arithmetic(problem, _work(problem, backward=False, shares=False), backward=False)
+    except _NoRate as error:
+        return str(error)
+    return seconds, "; ".join(dict.fromkeys(rate.source for rate in rates))
 
 
-def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: bool) -> tuple[float, float, list[_Rate]] | str:
-    """Returns (seconds, FLOPs, the rates) of ``work``, or the reason why a rate is not known."""
+def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: bool) -> tuple[float, float, list[_Rate]]:
+    """Returns (seconds, FLOPs, the rates) of ``work``."""
     per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
-    seconds = flops = 0.0
-    rates: list[_Rate] = []
-    for pairs, length, nested in work:
-        rate = _nested_rate(problem) if nested else rate_of(problem, length, backward)
-        if isinstance(rate, str):
-            return rate
-        rates.append(rate)
-        seconds += per_pair * pairs / rate.rate
-        flops += per_pair * pairs
-    return seconds, flops, rates
+    rates = [_nested_rate(problem) if nested else _rate_of(problem, length, backward) for _, length, nested in work]
+    flops = [per_pair * pairs for pairs, *_ in work]
+    return sum(each / rate.rate for each, rate in zip(flops, rates, strict=True)), float(sum(flops)), rates
 
 
-def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:
+def _work(problem: Problem, backward: bool, *, shares: bool = True) -> list[tuple[int, int, bool]]:
     """Returns a list of (pairs of one sequence, number of rows to look up the rate, whether the nested kernel computes them)."""
-    N, H = problem.num_positions, problem.num_heads
+    N, H, is_causal = problem.num_positions, problem.num_heads, problem.is_causal
     if problem.computes == "block_sparse":
         counts = counts_of(problem)
         return [(counts.computed, max(1, counts.computed // (N * H)), False)]
+
+    def branches(pattern: DilatedPattern, length: int) -> list[tuple[int, int, bool]]:
+        pairs = pattern.branch_pairs(length, H, is_causal=is_causal)
+        return [(n, -(-min(w, length) // r), False) for n, (w, r) in zip(pairs, pattern.branches, strict=True)]
+
     pattern = problem.pattern
     assert isinstance(pattern, DilatedPattern)
-    if not backward and is_nested(problem) and problem.world_size == 1:
-        work: list[tuple[int, int, bool]] = []
-        for piece in make_pieces(pattern, H, N):
-            others: DilatedPattern | None = pattern
-            if piece.split is not None:
-                family = chunk_family(pattern, piece.split, (0, H), H, piece.length)
-                pairs = family.pairs() * H
-                work.append((pairs // 2 if problem.is_causal else pairs, 0, True))
-                others = piece.split.others
-            if others is not None:
-                work += _branches(others, piece.length, H, problem.is_causal)
-        return work
-    return _branches(pattern, N, H, problem.is_causal)
-
-
-def _branches(pattern: DilatedPattern, num_positions: int, num_heads: int, is_causal: bool) -> list[tuple[int, int, bool]]:
-    pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
-    return [(n, -(-min(w, num_positions) // r), False) for n, (w, r) in zip(pairs, pattern.branches, strict=True)]
+    if backward or not shares or problem.world_size > 1 or not is_nested(problem):
+        return branches(pattern, N)
+    work: list[tuple[int, int, bool]] = []
+    for piece in make_pieces(pattern, H, N):
+        others: DilatedPattern | None = pattern
+        if piece.split is not None:
+            pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * H
+            work.append((pairs // 2 if is_causal else pairs, 0, True))
+            others = piece.split.others
+        work += branches(others, piece.length) if others is not None else []
+    return work
 
 
 def _nested_rate(problem: Problem) -> _Rate:
-    assert problem.gpu is not None
     scale, where = _scale(problem, "NVIDIA H200")
     return _Rate("nested", _NESTED_RATE[problem.head_dim, problem.is_causal] * scale, f"the nested kernel as measured on an H200{where}")
 
 
-def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
-    """Returns the FLOP/s of the backend chosen for problems of this many rows, or the reason why the rate is not known."""
+def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
+    """Returns the FLOP/s of the backend chosen for problems of this many rows."""
     blocks = counts_of(problem).mask_kind if problem.computes == "block_sparse" else None
     request = problem.request(backward=backward, length=length, blocks=blocks)
-    name = {"sdpa": "sdpa"}.get(problem.kind, "auto")
     try:
-        backend = registry.select(request, name).name
+        backend = registry.select(request, "sdpa" if problem.kind == "sdpa" else "auto").name
     except BackendUnavailable as error:
-        return str(error).splitlines()[0]
-    here = tuning_table.measured_here(problem.hardware)
-    general = tuning_table.shipped(problem.hardware.architecture)
-    for table, is_here in ((here, True), (general, False)):
+        raise _NoRate(str(error).splitlines()[0]) from error
+    kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
+    here, shipped = tuning_table.measured_here(problem.hardware), tuning_table.shipped(problem.hardware.architecture)
+    for table in (here, shipped):
         row = None if table is None else table.row_for(request)
         timing = None if row is None else next((x for x in row.timings if x.backend == backend), None)
         if table is None or timing is None:
             continue
-        kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
-        if is_here:
+        if table is here:
             return _Rate(backend, timing.tflops * 1e12 * kept, f"measured here on {table.date}")
         measured_on = str(table.environment.get("device", ""))
         scale, where = _scale(problem, measured_on)
         return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
     if problem.gpu is None:
-        return f"nothing was measured on this CPU for such a call; {tuning_table.RERUN} measures it"
+        raise _NoRate(f"nothing was measured on this CPU for such a call; {tuning_table.RERUN} measures it")
     peak = problem.gpu.peak(problem.dtype)
     if peak is None:
+        others = ", ".join(name for name in problem.gpu.peaks if name != "fp8")
         dtype = str(problem.dtype).removeprefix("torch.")
-        others = [name for name in problem.gpu.peaks if name != "fp8"]
-        instead = f"; known are {', '.join(others)}" if others else ""
-        return f"no peak rate of {problem.gpu.name} in {dtype} is known, and nothing was measured on it{instead}"
+        reason = f"no peak rate of {problem.gpu.name} in {dtype} is known, and nothing was measured on it"
+        raise _NoRate(reason + (f"; known are {others}" if others else ""))
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
     return _Rate(backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {problem.gpu.name}, {peak / 1e12:,.0f} TFLOP/s")
 
@@ -233,61 +213,45 @@ def rate_of(problem: Problem, length: int, backward: bool) -> _Rate | str:
 def _scale(problem: Problem, measured_on: str) -> tuple[float, str]:
     """Returns the peak relative to that of the measured GPU, and a description of this scaling."""
     assert problem.gpu is not None
-    known = GPUS["H200 SXM"] if "H200" in measured_on else None
-    mine = problem.gpu.peak(problem.dtype)
-    theirs = None if known is None else known.peak(problem.dtype)
-    if mine is None or theirs is None or mine == theirs:
+    mine, theirs = problem.gpu.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
+    if "H200" not in measured_on or mine is None or theirs is None or mine == theirs:
         return 1.0, ""
     return mine / theirs, f", times the ratio of peaks, {mine / theirs:.2f}"
 
 
-def _imbalance(problem: Problem) -> float:
-    """Returns the ratio of the busiest rank's pairs to the mean, for causal dense attention."""
-    if problem.world_size == 1 or not problem.is_causal or problem.layout != "contiguous" or problem.computes != "dense":
-        return 1.0
-    W = problem.world_size
-    return (2 * W - 1) / W
-
-
-def _call(problem: Problem, backward: bool) -> float:
-    return _CALL[backward] + (_RECORDED if problem.training and not backward else 0.0)
-
-
 def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
+    """Returns the CPU's time for the call and its launches."""
     if problem.device_type == "cpu":
         return 0.0
-    call = _call(problem, backward)
+    call = _CALL[backward] + (_RECORDED if problem.training and not backward else 0.0)
+    if problem.kind == "standard":
+        return call
     if problem.computes == "block_sparse":
         return call + max(1, exchange.steps) * _LAUNCH[backward]
-    pattern = problem.pattern
-    assert isinstance(pattern, DilatedPattern)
-    n = local_rows(problem) if problem.world_size > 1 else problem.num_positions
-    whole = (0, n)
-    plan = make_plan(pattern, Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal))
+    assert isinstance(problem.pattern, DilatedPattern)
+    whole = (0, local_rows(problem))
+    plan = make_plan(problem.pattern, Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal))
     return call + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
 
 
-def _standard(problem: Problem, least_bytes: int, backward: bool) -> Pass | str:
+def _standard(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
     """Time of the matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
     gpu = problem.gpu
     peak = None if gpu is None else gpu.peak(problem.dtype)
     if gpu is None or peak is None or gpu.bandwidth is None:
-        return "its rates are not known" if gpu is not None else "nothing was measured on this CPU for plain matrix products"
+        raise _NoRate("its rates are not known" if gpu is not None else "nothing was measured on this CPU for plain matrix products")
     share = 0.6
     pairs = problem.batch_size * problem.num_heads * problem.num_positions**2
     # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
     flops = (8 if backward else 4) * problem.head_dim * pairs
-    touched = (10 if backward else 7 + 2 * problem.is_causal) * pairs * problem.itemsize
+    touched = 10 if backward else 7 + 2 * problem.is_causal
     return Pass(
-        arithmetic=flops / (peak * share) + touched / gpu.bandwidth,
+        arithmetic=flops / (peak * share) + touched * pairs * problem.itemsize / gpu.bandwidth,
         memory=least_bytes / gpu.bandwidth,
-        host=_call(problem, backward),
+        host=_host(problem, backward, exchange),
         links=0.0,
         exposed=0.0,
         backend="matrix products",
         rate=peak * share,
-        source=(
-            f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, "
-            f"and {touched / pairs / problem.itemsize:.0f} passes over all scores"
-        ),
+        source=f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched} passes over all scores",
     )
