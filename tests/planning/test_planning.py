@@ -22,8 +22,7 @@ from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_g
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
 from dilated_attention.planning.text import seconds_text
-from dilated_attention.planning.whole_models.model_memory import deepened
-from dilated_attention.planning.whole_models.trace import Moment
+from dilated_attention.planning.whole_models.trace import Moment, deepened
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}

@@ -125,13 +125,12 @@ def settings_of(facts: Mapping[str, Any]) -> tuple[Setting, ...]:
 
 
 def _holds(when: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    return all(_agrees(facts[name], wanted, facts) for name, wanted in when.items())
+    return all(_agrees(facts[name], wanted) for name, wanted in when.items())
 
 
-def _agrees(fact: Any, wanted: Any, facts: Mapping[str, Any]) -> bool:
+def _agrees(fact: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
-        bounds = {name: facts[bound] if isinstance(bound, str) and bound in facts else bound for name, bound in wanted.items()}
-        return all(_COMPARE[name](fact, bound) for name, bound in bounds.items())
+        return all(_COMPARE[name](fact, bound) for name, bound in wanted.items())
     return fact in wanted if isinstance(wanted, list) else bool(fact == wanted)
 
 

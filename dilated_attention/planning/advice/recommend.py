@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation
-from dilated_attention.planning.advice.use_cases import KINDS, Case, decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.advice.facts import KINDS, Case
+from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
 from dilated_attention.planning.estimate.problem import MOST
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 

@@ -1,14 +1,12 @@
 """Peak memory of a model's training step or forward: fake tensors trace the stack; formulas give the attention and the loss.
 
-A step is traced at two lengths and with three and four blocks. Its operations are the same at every length, so the bytes of every tensor
-are linear in the length; each further block repeats them once more, so they are linear in the depth. The memory inside attention is not; it
-is added at the requested length.
+The memory inside attention is not linear in the length, as everything else is; it is added at the requested length.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -26,15 +24,21 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import Problem
 from dilated_attention.planning.whole_models.hub_config import HubModel
-from dilated_attention.planning.whole_models.trace import FusedNorms, Moment, Tape, Unfilled, fake_tensors
+from dilated_attention.planning.whole_models.trace import (
+    DEPTHS,
+    LENGTHS,
+    FusedNorms,
+    Tape,
+    Timeline,
+    Traced,
+    Unfilled,
+    deepened,
+    fake_tensors,
+)
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
-# lengths, and numbers of blocks, of the runs that are extrapolated: a first block, a last one, and one or two in between
-_LENGTHS, _DEPTHS = (2048, 3072), (3, 4)
 Terms = tuple[tuple[str, int], ...]
-# moments, and how many of them belong to the forward
-Traced = tuple[list[Moment], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,56 +182,12 @@ def _created(preset: str | HubModel, **options: Any) -> Pretrained:
     return LongNetLM(replace(preset.config, **changes), **options)
 
 
-class Timeline(NamedTuple):
-    """The moments of a step that may be the highest, in order, at two lengths, and how many of them belong to the forward."""
-
-    short: list[Moment]
-    long: list[Moment]
-    num_forward: int
-
-    def at(self, positions: int) -> Traced:
-        """Returns the moments at any length."""
-        return [_extrapolated(a, b, _part(positions)) for a, b in zip(self.short, self.long, strict=True)], self.num_forward
-
-    def moved(self, positions: int) -> int:
-        """Returns the bytes that all operations except attention read and write."""
-        return _extrapolated(self.short[-1], self.long[-1], _part(positions)).moved
-
-
-def _part(positions: int) -> float:
-    return (positions - _LENGTHS[0]) / (_LENGTHS[1] - _LENGTHS[0])
-
-
-def _extrapolated(a: Moment, b: Moment, part: float) -> Moment:
-    """Returns a + part · (b − a)."""
-    assert a.attention == b.attention, "other lengths and depths make the same operations"
-    alive, grads, inside, kept, moved = (x + round(part * (y - x)) for x, y in zip(a[:5], b[:5], strict=True))
-    return Moment(alive, grads, inside, kept, moved, a.attention)
-
-
 @functools.lru_cache(maxsize=32)
 def trace_of(run: Run) -> Timeline:
     """Traces the stack's step, from its input to the input's gradient; the loss is traced separately."""
     depth = stack_of(model_of(run.preset, run.overrides)).num_layers
-    (short, num_forward), (long, _) = (deepened(lambda blocks, n=n: _moments(run, n, blocks), depth) for n in _LENGTHS)  # type: ignore[misc]
+    (short, num_forward), (long, _) = (deepened(lambda blocks, n=n: _moments(run, n, blocks), depth) for n in LENGTHS)  # type: ignore[misc]
     return Timeline(short, long, num_forward)
-
-
-def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
-    """Returns the moments of ``depth`` blocks; for many blocks, those of the first and last ones, extrapolated from 3 and 4 of them."""
-    if depth <= _DEPTHS[1]:
-        return trace(depth)
-    (few, few_forward), (some, some_forward) = (trace(blocks) for blocks in _DEPTHS)
-
-    def aligned(few: list[Moment], some: list[Moment], at_end: int) -> list[Moment]:
-        """Aligns a pass at its start, and at its end for the last ``at_end`` blocks."""
-        block = len(some) - len(few)
-        cut = len(few) - at_end * block
-        pairs = [*zip(few[:cut], some[:cut], strict=True), *zip(few[cut:], some[cut + block :], strict=True)]
-        return [_extrapolated(a, b, depth - _DEPTHS[0]) for a, b in pairs]
-
-    forward = aligned(few[:few_forward], some[:some_forward], 2)
-    return [*forward, *aligned(few[few_forward:], some[some_forward:], 1)], len(forward)
 
 
 def _moments(run: Run, rows: int, blocks: int) -> Traced:
@@ -293,7 +253,7 @@ def _loss_of(run: Run, rows: int) -> tuple[int, int]:
     rows *= run.batch_size
     chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
     chunks = -(-rows // chunk)
-    if chunks <= _DEPTHS[1]:
+    if chunks <= DEPTHS[1]:
         moments, _ = _loss_moments(rows, vocabulary, embed, run)
     else:
         moments, _ = deepened(lambda few: _loss_moments(few * chunk, vocabulary, embed, run), chunks)

@@ -2,6 +2,9 @@
 
 A fake run does not show what this library's custom ops allocate internally. For norms and linear layers, this module computes it from their
 shapes. For attention, the tape only records the position, and its reader adds the figure (``estimate/memory.py``).
+
+A step is traced at two lengths and with three and four blocks. Its operations are the same at every length, so the bytes of every tensor
+are linear in the length; each further block repeats them once more, so they are linear in the depth.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,6 +35,8 @@ _ATTENTION = {
     "dilated_attention.block_sparse_attention.default": "forward",
     "dilated_attention.block_sparse_attention_backward.default": "backward",
 }
+# lengths, and numbers of blocks, of the runs that are extrapolated: a first block, a last one, and one or two in between
+LENGTHS, DEPTHS = (2048, 3072), (3, 4)
 _FILLS = frozenset(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "copy_"))
 
 
@@ -54,6 +59,54 @@ class Moment(NamedTuple):
     kept: int
     moved: int
     attention: str
+
+
+# moments, and how many of them belong to the forward
+Traced = tuple[list[Moment], int]
+
+
+class Timeline(NamedTuple):
+    """The moments of a step that may be the highest, in order, at two lengths, and how many of them belong to the forward."""
+
+    short: list[Moment]
+    long: list[Moment]
+    num_forward: int
+
+    def at(self, positions: int) -> Traced:
+        """Returns the moments at any length."""
+        return [_extrapolated(a, b, _part(positions)) for a, b in zip(self.short, self.long, strict=True)], self.num_forward
+
+    def moved(self, positions: int) -> int:
+        """Returns the bytes that all operations except attention read and write."""
+        return _extrapolated(self.short[-1], self.long[-1], _part(positions)).moved
+
+
+def _part(positions: int) -> float:
+    return (positions - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
+
+
+def _extrapolated(a: Moment, b: Moment, part: float) -> Moment:
+    """Returns a + part · (b − a)."""
+    assert a.attention == b.attention, "other lengths and depths make the same operations"
+    alive, grads, inside, kept, moved = (x + round(part * (y - x)) for x, y in zip(a[:5], b[:5], strict=True))
+    return Moment(alive, grads, inside, kept, moved, a.attention)
+
+
+def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
+    """Returns the moments of ``depth`` blocks; for many blocks, those of the first and last ones, extrapolated from 3 and 4 of them."""
+    if depth <= DEPTHS[1]:
+        return trace(depth)
+    (few, few_forward), (some, some_forward) = (trace(blocks) for blocks in DEPTHS)
+
+    def aligned(few: list[Moment], some: list[Moment], at_end: int) -> list[Moment]:
+        """Aligns a pass at its start, and at its end for the last ``at_end`` blocks."""
+        block = len(some) - len(few)
+        cut = len(few) - at_end * block
+        pairs = [*zip(few[:cut], some[:cut], strict=True), *zip(few[cut:], some[cut + block :], strict=True)]
+        return [_extrapolated(a, b, depth - DEPTHS[0]) for a, b in pairs]
+
+    forward = aligned(few[:few_forward], some[:some_forward], 2)
+    return [*forward, *aligned(few[few_forward:], some[some_forward:], 1)], len(forward)
 
 
 class Tape(TorchDispatchMode):
