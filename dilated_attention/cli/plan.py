@@ -69,40 +69,35 @@ def _plan(args: argparse.Namespace) -> int:
 
     from dilated_attention.factory.hardware import torch_wheels
     from dilated_attention.pattern.checks import shown
-    from dilated_attention.planning import AttentionPlan, ModelPlan
     from dilated_attention.planning.estimate.attention_plan import attention_table
     from dilated_attention.planning.estimate.problem import machine_of
     from dilated_attention.planning.whole_models.model_plan import model_table
 
-    made: Sequence[AttentionPlan | ModelPlan]
-    if args.what.endswith(".json"):
-        model = _hub_model(args)
-        made = [_model(args, model, n, last=n == args.length[-1]) for n in args.length]
-    elif args.what in MODEL_PRESETS:
-        _refuse(args, _OF_PATTERNS, "of a kind of attention")
-        made = [_model(args, args.what, n, last=n == args.length[-1]) for n in args.length]
-    elif args.what not in PLAN_KINDS:
+    attention: list[AttentionPlan] = []
+    models: list[ModelPlan] = []
+    # the longest that fits does not depend on the length: one search is enough
+    lengths = [(n, n == args.length[-1]) for n in args.length]
+    if args.what in PLAN_KINDS:
+        attention = [_attention(args, n, last=last) for n, last in lengths]
+    elif args.what.endswith(".json") or args.what in MODEL_PRESETS:
+        model = _hub_model(args) if args.what.endswith(".json") else args.what
+        models = [_model(args, model, n, last=last) for n, last in lengths]
+    else:
         raise UsageError(
             f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
             "or a transformers model's config.json"
         )
-    else:
-        made = [_attention(args, n, last=n == args.length[-1]) for n in args.length]
+    made: list[AttentionPlan | ModelPlan] = [*attention, *models]
     if args.json:
         found = [plan.as_dict() for plan in made]
         put_json(found[0] if len(found) == 1 else found)
-    elif len(made) == 1:
-        put(made[0])
-    else:
-        attention = [plan for plan in made if isinstance(plan, AttentionPlan)]
-        put(attention_table(attention) if attention else model_table([plan for plan in made if isinstance(plan, ModelPlan)]))
-    if not args.json:
-        last = made[-1]
-        for settings, _ in last.suggestions if isinstance(last, ModelPlan) else ():
-            put(f"try: {_command(args, settings)}")
-        gpu = machine_of(args.gpu, args.memory).gpu
-        if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
-            put(f"{gpu.name}: {wheels}")
+        return 0
+    put(made[0] if len(made) == 1 else attention_table(attention) if attention else model_table(models))
+    for settings, _ in models[-1].suggestions if models else ():
+        put(f"try: {_command(args, settings)}")
+    gpu = machine_of(args.gpu, args.memory).gpu
+    if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
+        put(f"{gpu.name}: {wheels}")
     return 0
 
 
@@ -146,44 +141,26 @@ def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> A
     computes = KINDS[args.what]
     pattern = pattern_from(args, computes, args.what)
     return plan_attention(
-        args.what,
-        num_positions=num_positions,
-        num_heads=args.heads or 12,
-        head_dim=args.head_dim or 64,
-        num_kv_heads=args.kv_heads,
-        layout=args.layout,
-        exchange=args.exchange or "auto",
-        is_causal=bool(args.causal),
-        pattern=None if computes == "dense" else pattern,
-        # the longest that fits does not depend on this length: one search is enough
-        find_longest=last,
-        **_shared(args),
-    )
+        args.what, num_heads=args.heads or 12, head_dim=args.head_dim or 64, num_kv_heads=args.kv_heads, layout=args.layout,
+        exchange=args.exchange or "auto", is_causal=bool(args.causal), pattern=None if computes == "dense" else pattern,
+        **_shared(args, num_positions, last),
+    )  # fmt: skip
 
 
 def _model(args: argparse.Namespace, model: str | HubModel, num_positions: int, *, last: bool) -> ModelPlan:
     from dilated_attention.planning import plan_model
 
-    _refuse(args, _OF_ATTENTION, "of a kind of attention")
+    _refuse(args, _OF_ATTENTION if args.what.endswith(".json") else (*_OF_PATTERNS, *_OF_ATTENTION), "of a kind of attention")
     return plan_model(
-        model,
-        num_positions=num_positions,
-        checkpoint_activations=bool(args.checkpoint),
-        weight_shards=args.weight_shards or 1,
-        find_longest=last,
-        **_shared(args),
+        model, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args, num_positions, last)
     )
 
 
-def _shared(args: argparse.Namespace) -> dict[str, Any]:
+def _shared(args: argparse.Namespace, num_positions: int, last: bool) -> dict[str, Any]:
     return {
-        "batch_size": args.batch,
-        "dtype": dtype_of(args),
-        "world_size": args.world_size,
-        "training": not args.infer,
-        "gpu": args.gpu,
-        "memory": args.memory,
-    }
+        "num_positions": num_positions, "batch_size": args.batch, "dtype": dtype_of(args), "world_size": args.world_size,
+        "training": not args.infer, "gpu": args.gpu, "memory": args.memory, "find_longest": last,
+    }  # fmt: skip
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:

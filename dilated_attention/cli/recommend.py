@@ -9,6 +9,8 @@ from dilated_attention.cli.choices import USE_CASES
 from dilated_attention.cli.console import put, put_json, width
 from dilated_attention.parsing import shown
 
+# of the command, and of the function
+_OPTIONS = ("gpu", "memory", "parameters", "heads", "head_dim", "gpus", "batch", "users", "causal", "attention")
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -52,20 +54,7 @@ def parameters(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     from dilated_attention.planning import recommend
 
-    answer = recommend(
-        args.use_case,
-        args.length,
-        gpu=args.gpu,
-        memory=args.memory,
-        parameters=args.parameters,
-        heads=args.heads,
-        head_dim=args.head_dim,
-        gpus=args.gpus,
-        batch=args.batch,
-        users=args.users,
-        causal=args.causal,
-        attention=args.attention,
-    )
+    answer = recommend(args.use_case, args.length, **{name: getattr(args, name) for name in _OPTIONS})
     if args.json:
         put_json(answer.as_dict())
     else:

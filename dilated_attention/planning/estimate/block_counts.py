@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -60,22 +59,20 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     named = num_blocks(pattern, num_positions, num_heads)
     pairs_of_block = pattern.q_block * pattern.k_block * (1 if pattern.per_head else num_heads)
 
-    def told(values: tuple[int, ...]) -> int:
-        if values[2] - values[1] < values[1] - values[0]:
+    def at_length(values: tuple[int, int, int]) -> int:
+        first, second = values[1] - values[0], values[2] - values[1]
+        if second < first:
             # growth that levels off has reached its window: from there on it is linear
-            return values[2] + (values[2] - values[1]) * (num_positions - lengths[2]) // (lengths[2] - lengths[1])
-        return max(values[-1], parabola(lengths, values, num_positions))
+            return values[2] + second * (num_positions - lengths[2]) // (lengths[2] - lengths[1])
+        steps = Fraction(num_positions - lengths[0], lengths[1] - lengths[0])
+        return max(values[2], round(values[0] + steps * first + steps * (steps - 1) / 2 * (second - first)))
 
-    pairs = min(told(tuple(x.pairs for x in known)), max(known[-1].pairs, int(named * pairs_of_block)))
-    entries = min(told(tuple(x.entries for x in known)), max(known[-1].entries, int(named)))
-    return BlockCounts(
-        pairs=pairs,
-        entries=entries,
-        computed=max(pairs, entries * pairs_of_block),
-        list_bytes=told(tuple(x.list_bytes - 8 * x.entries for x in known)) + 8 * entries,
-        mask_kind=known[-1].mask_kind,
-        is_exact=False,
-    )
+    x, y, z = known
+    pairs = min(at_length((x.pairs, y.pairs, z.pairs)), max(z.pairs, int(named * pairs_of_block)))
+    entries = min(at_length((x.entries, y.entries, z.entries)), max(z.entries, int(named)))
+    lists = at_length((x.list_bytes - 8 * x.entries, y.list_bytes - 8 * y.entries, z.list_bytes - 8 * z.entries)) + 8 * entries
+    computed = max(pairs, entries * pairs_of_block)
+    return BlockCounts(pairs=pairs, entries=entries, computed=computed, list_bytes=lists, mask_kind=z.mask_kind, is_exact=False)
 
 
 def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
@@ -87,26 +84,22 @@ def _of_density(pattern: Sparsity, num_positions: int, num_heads: int, is_causal
     is_whole = pattern.kind in ("random", "dilated")
     entries = groups * int(pattern.ratio * whole * causal + (0 if is_whole else grid.num_rows))
     pairs = int(num_heads * pattern.ratio * num_positions**2 * causal)
-    return BlockCounts(
-        pairs=pairs,
-        entries=entries,
-        computed=max(pairs, entries * pattern.q_block * pattern.k_block * (num_heads // groups)),
-        # includes the interval ends of every query's keys where blocks are kept in part
-        list_bytes=4 * groups * grid.num_rows
-        + (4 if is_whole and not is_causal else 8) * entries
-        + (0 if is_whole and not is_causal else 8 * num_positions),
-        mask_kind="none" if is_whole and not is_causal else "interval",
-        is_exact=False,
-    )
+    computed = max(pairs, entries * pattern.q_block * pattern.k_block * (num_heads // groups))
+    if is_whole and not is_causal:
+        kind, lists = "none", 4 * entries
+    else:
+        # includes the interval ends of every query's keys, as blocks are kept in part
+        kind, lists = "interval", 8 * entries + 8 * num_positions
+    lists += 4 * groups * grid.num_rows
+    return BlockCounts(pairs=pairs, entries=entries, computed=computed, list_bytes=lists, mask_kind=kind, is_exact=False)
 
 
 def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> float:
     """Returns approximately how many blocks a list would have."""
     grid = pattern.grid(num_positions)
-    if isinstance(pattern, Sparsity):
-        # its ``cost`` would build the pattern for this length by looking at all its rows
-        return max(1.0, pattern.ratio * grid.num_columns) * grid.num_rows * (num_heads if pattern.per_head else 1)
-    return max(1.0, pattern.cost(grid)) * grid.num_rows * (num_heads if pattern.per_head else 1)
+    # a density's own ``cost`` would build the pattern for this length by looking at all its rows
+    cost = pattern.ratio * grid.num_columns if isinstance(pattern, Sparsity) else pattern.cost(grid)
+    return max(1.0, cost) * grid.num_rows * (num_heads if pattern.per_head else 1)
 
 
 @functools.lru_cache(maxsize=512)
@@ -117,12 +110,3 @@ def _counted(pattern: BlockPattern, num_positions: int, num_heads: int, is_causa
     return BlockCounts(
         pairs=pairs, entries=lists.num_entries, computed=computed, list_bytes=lists.nbytes, mask_kind=lists.mask_kind, is_exact=True
     )
-
-
-def parabola(x: Sequence[int], y: Sequence[int], at: int) -> int:
-    """Evaluates the parabola through three points at ``at``, in exact arithmetic (Lagrange)."""
-    total = Fraction(0)
-    for i in range(3):
-        a, b = (x[j] for j in range(3) if j != i)
-        total += Fraction(y[i] * (at - a) * (at - b), (x[i] - a) * (x[i] - b))
-    return round(total)

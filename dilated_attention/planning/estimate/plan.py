@@ -15,8 +15,8 @@ from dilated_attention.planning.estimate.attention_plan import AttentionPlan
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of, memory_of
-from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Machine, Problem, machine_of, make_problem
-from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE, exchange_of
+from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, machine_of, make_problem
+from dilated_attention.planning.estimate.ring_estimate import exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.validation import check_bool
 
@@ -24,6 +24,7 @@ MOST_POSITIONS = 2**31
 # lists of blocks can index at most this many entries
 _MOST_ENTRIES = 2**29
 _NO_SUCH_CALL = 2**80
+_FEW_RANKS = 8
 
 
 def plan_attention(
@@ -82,24 +83,19 @@ def plan_attention(
         dtype=dtype, world_size=world_size, layout=layout, exchange=exchange, is_causal=is_causal, training=training,
         segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=machine.gpu,
     )  # fmt: skip
-    return _planned(problem, machine, find_longest)
-
-
-def _planned(problem: Problem, machine: Machine, find_longest: bool) -> AttentionPlan:
     N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
     pairs, exact = pairs_of(problem)
     flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
     least = least_bytes(problem)
-    found = exchange_of(problem) if problem.world_size > 1 else NO_EXCHANGE
+    found = exchange_of(problem)
     passes, reasons_against = passes_of(problem, found, least)
-    memory = memory_of(problem)
     fits = _excess(problem, machine.memory) <= 0
     longest = longest_of(problem, machine.memory) if find_longest else N * fits
     same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
     return AttentionPlan(
         **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
         pattern="every key" if problem.computes == "dense" else repr(problem.pattern), pairs=pairs, pairs_exact=exact,
-        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N), flops=flops, least_bytes=least, memory=memory,
+        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N), flops=flops, least_bytes=least, memory=memory_of(problem),
         exchange=found, passes=passes, no_time=reasons_against, device=machine.name, device_memory=machine.memory,
         device_source=machine.source, fits=fits, longest=longest,
     )  # fmt: skip
@@ -120,9 +116,6 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     element = problem.head_dim * problem.itemsize
     q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
-
-
-_FEW_RANKS = 8
 
 
 @functools.lru_cache(maxsize=256)
