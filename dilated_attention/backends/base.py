@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.dropout import Dropout
@@ -136,7 +137,7 @@ class Mask:
         band: (lowest, highest) allowed value of (key index − query index), each None where unbounded.
     """
 
-    padding: torch.Tensor | None = None
+    padding: Tensor | None = None
     band: tuple[int | None, int | None] | None = None
 
     @property
@@ -171,12 +172,12 @@ class Bounds(NamedTuple):
         used_queries, used_keys: int32 (S,): the rows of each sequence, from its first boundary on; None if it ends where the next begins.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
+    queries: Tensor
+    keys: Tensor
     most_queries: int
     most_keys: int
-    used_queries: torch.Tensor | None = None
-    used_keys: torch.Tensor | None = None
+    used_queries: Tensor | None = None
+    used_keys: Tensor | None = None
 
 
 # former names of a backend's members, which backends outside this package may still define
@@ -220,26 +221,16 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         """Computes (out, lse) of q (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1, with any strides whose last one is 1."""
 
     @abstractmethod
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the contributions (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``capabilities.lse_grad``."""
 
-    def forward_into(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         """``forward`` that writes its results into out (P, L, G, D) and lse (P, G, L), views of any strides (out's last one 1)."""
         part_out, part_lse = self.forward(q, k, v, options)
         out.copy_(part_out)
@@ -247,23 +238,21 @@ class Backend(ABC):
 
     def backward_into(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        dlse: torch.Tensor | None = None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dlse: Tensor | None = None,
     ) -> None:
         """``backward`` that writes its contributions into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
 
-    def forward_packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options, out: torch.Tensor
-    ) -> torch.Tensor:
+    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options, out: Tensor) -> Tensor:
         """``forward`` of sequences: q (1, L, G, D), k and v (1, S, K, D). Writes out (1, L, G, D), a view, and returns lse (1, G, L).
 
         Causality is that of each sequence: its last query sees its last key. Only if ``capabilities.documents``.
@@ -272,37 +261,35 @@ class Backend(ABC):
 
     def backward_packed(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         bounds: Bounds,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Writes the gradients of ``forward_packed`` into (dq, dk, dv), all of them views of any strides (the last one 1)."""
         raise AssertionError(f"{self.name} takes no boundaries of sequences")
 
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         """``forward`` over the pairs that ``lists`` keep; q (B, Nq, H, D), k and v (B, Nk, K, D). Only if ``capabilities.block_sizes``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
@@ -315,7 +302,7 @@ def warn_renamed(old: str, new: str, stacklevel: int) -> None:
 class WritingBackend(Backend):
     """A library that writes its results into given views: ``forward_into`` and ``backward_into`` are its raw functions."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         P, L, G, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((P, G, L), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -323,16 +310,8 @@ class WritingBackend(Backend):
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # the gradients are dense, whatever the strides of q, k and v
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)

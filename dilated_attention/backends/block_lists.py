@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.fork import cached_property
 
@@ -45,11 +46,11 @@ class BlockLists:
     k_block: int
     num_batch: int
     num_heads: int
-    row_starts: torch.Tensor
-    columns: torch.Tensor
-    masks: torch.Tensor | None
-    bits: torch.Tensor
-    interval: tuple[torch.Tensor, torch.Tensor] | None = None
+    row_starts: Tensor
+    columns: Tensor
+    masks: Tensor | None
+    bits: Tensor
+    interval: tuple[Tensor, Tensor] | None = None
     # what backends derive from the lists once, in their own form
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -88,7 +89,7 @@ class BlockLists:
 
     @cached_property
     @torch.inference_mode(False)
-    def row_of_entry(self) -> torch.Tensor:
+    def row_of_entry(self) -> Tensor:
         """The index group · num_rows + row of each entry, (entries,) int64."""
         counts = self.row_starts.diff().long()
         rows = torch.arange(counts.shape[0], device=counts.device)
@@ -134,6 +135,6 @@ def checked_total(total: int) -> int:
 class ColumnLists:
     """Query blocks of every key block: rows ``rows[starts[i] : starts[i + 1]]``, ascending, i = group · num_columns + column."""
 
-    starts: torch.Tensor
-    rows: torch.Tensor
-    masks: torch.Tensor | None
+    starts: Tensor
+    rows: Tensor
+    masks: Tensor | None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.fork import cached_property
 
@@ -37,9 +38,9 @@ _CPU_CHUNK, _GPU_CHUNK = 2**15, 2**22
 class Words(NamedTuple):
     """Bit patterns of 32-bit words in int32; P may be a batch and G all its heads."""
 
-    a: torch.Tensor  # (P, G, L)
-    c: torch.Tensor  # (P, G, L), odd
-    b: torch.Tensor  # (P, G, S)
+    a: Tensor  # (P, G, L)
+    c: Tensor  # (P, G, L), odd
+    b: Tensor  # (P, G, S)
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Dropout:
 
     probability: float
     seed: int
-    batch: torch.Tensor  # (P,)
-    heads: torch.Tensor  # (G,)
-    queries: torch.Tensor  # (P, L)
-    keys: torch.Tensor  # (P, S)
+    batch: Tensor  # (P,)
+    heads: Tensor  # (G,)
+    queries: Tensor  # (P, L)
+    keys: Tensor  # (P, S)
 
     @cached_property
     def words(self) -> Words:
@@ -67,7 +68,7 @@ def threshold_of(probability: float) -> int:
     return int(probability * 2**32)
 
 
-def keep_mask(dropout: Dropout, rows: slice) -> torch.Tensor:
+def keep_mask(dropout: Dropout, rows: slice) -> Tensor:
     """Returns bool (P, G, rows, S): True where the attention weight is kept, with probability 1 − p."""
     words = dropout.words
     # int32 compares as signed, so the sign bit of x must be flipped; since c is odd, flipping that of a does this
@@ -77,7 +78,7 @@ def keep_mask(dropout: Dropout, rows: slice) -> torch.Tensor:
     return x >= threshold_of(dropout.probability) - 2**31
 
 
-def words_of(seed: int, batch: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Words:
+def words_of(seed: int, batch: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Words:
     """Returns the words of queries at positions (P or 1, L) and keys at (P or 1, S), for batch entries (P,) and heads (G,); all int64."""
     P, G, L = batch.numel(), heads.numel(), queries.shape[1]
     positions = torch.cat([x.expand(P, -1) for x in (queries, keys)], dim=1) & _WORD
@@ -92,7 +93,7 @@ def words_of(seed: int, batch: torch.Tensor, heads: torch.Tensor, queries: torch
     return Words(first[..., :L], second[..., :L] | 1, first[..., L:])
 
 
-def philox(seed: int, *counter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def philox(seed: int, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the four words of Philox4x32-10 for a counter of four broadcastable int64 tensors of 32-bit words; ``seed`` is mod 2⁶⁴."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Options
 from dilated_attention.backends.torch_ops.math import band_mask
 
 
-def additive_bias(
-    q: torch.Tensor, k: torch.Tensor, options: Options, *, pad_keys_to: int = 1
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def additive_bias(q: Tensor, k: Tensor, options: Options, *, pad_keys_to: int = 1) -> tuple[Tensor | None, Tensor | None]:
     """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, rows left without keys (P, L)); (None, None) without a mask.
 
     Args:
@@ -36,7 +35,7 @@ def additive_bias(
     return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)
 
 
-def clear_empty_rows(out_PLGD: torch.Tensor, lse_PGL: torch.Tensor, empty_PL: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sets out to 0 and lse to −inf in rows without keys, whatever the kernel wrote there."""
     if empty_PL is None:
         return out_PLGD, lse_PGL

@@ -9,9 +9,10 @@ stay empty, where the sigmoid form used by ring-attention libraries gives NaN.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def merge_weights(lse_1: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (lse, weight of part 1, weight of part 2), all with lse's shape and dtype."""
     high = torch.maximum(lse_1, lse_2)
     high.masked_fill_(high == -torch.inf, 0.0)
@@ -23,7 +24,7 @@ def merge_weights(lse_1: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tenso
     return lse, weight_1.div_(total), weight_2.div_(total)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges a part into (out, lse) in place. out (…, D) is in the accumulation dtype, lse is (…); any strides."""
     merged, weight, part_weight = merge_weights(lse, part_lse)
     out.mul_(weight[..., None])

@@ -20,16 +20,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options, accumulation_dtype
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
-RawForward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-RawBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+RawForward = Callable[..., tuple[Tensor, Tensor]]
+RawBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def all_finite(*tensors: torch.Tensor) -> bool:
+def all_finite(*tensors: Tensor) -> bool:
     """Whether every element is finite; if so, one sum per tensor usually decides it."""
     # the sum of finite numbers may overflow, so a non-finite sum needs the full check
     return all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
@@ -42,49 +43,43 @@ class ContainedBackend(Backend):
     """
 
     @abstractmethod
-    def raw_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` for finite inputs."""
 
     @abstractmethod
     def raw_backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """``backward`` for finite inputs."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return contained_forward(self.raw_forward, q, k, v, options, pairs)
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
 
 
-def contained_forward(
-    raw: RawForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def contained_forward(raw: RawForward, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Computes ``raw(q, k, v, options, pairs)`` and confines non-finite numbers."""
     out, lse = raw(q, k, v, options, pairs)
     if q.device.type != "cpu" or all_finite(out, k):
@@ -100,8 +95,8 @@ def contained_forward(
 
 
 def contained_backward(
-    raw: RawBackward, forward: RawForward, tensors: Tensors, options: Options, dlse: torch.Tensor | None, pairs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raw: RawBackward, forward: RawForward, tensors: Tensors, options: Options, dlse: Tensor | None, pairs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes ``raw(*tensors, options, dlse, pairs)`` and confines non-finite numbers.
 
     ``tensors`` are dout, q, k, v, out and lse; ``forward`` is the forward of the same kernel.
@@ -137,30 +132,30 @@ def contained_backward(
     )
 
 
-def _without(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _without(x: Tensor, where: Tensor) -> Tensor:
     """Returns a copy of x with zeros ``where``, with last stride 1, as kernels require."""
     return x.clone(memory_format=torch.contiguous_format).masked_fill_(where, 0)
 
 
-def _rows_finite(x: torch.Tensor) -> torch.Tensor:
+def _rows_finite(x: Tensor) -> Tensor:
     """Returns bool (…, 1): whether all elements of a row are finite."""
     return x.isfinite().all(-1, keepdim=True)
 
 
-def _readers(raw: RawForward, q: torch.Tensor, keys: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+def _readers(raw: RawForward, q: Tensor, keys: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
     """Returns bool (P, L, G, E): the rows that read one of ``keys``, bool (P, S, K, E)."""
     # all scores are equal, so every key that a row reads has a nonzero weight
     value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
-    found: torch.Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
+    found: Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
     return found
 
 
-def _read(raw: RawBackward, k: torch.Tensor, rows: torch.Tensor, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+def _read(raw: RawBackward, k: Tensor, rows: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
     """Returns bool (P, S, K, 1): the keys that one of ``rows``, bool (P, L, G, 1), reads."""
     dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
     # an lse of +inf gives the other rows the weight 0
     lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
-    found: torch.Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None), None, pairs)[2] != 0
+    found: Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None), None, pairs)[2] != 0
     return found

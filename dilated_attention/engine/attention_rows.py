@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 
@@ -24,20 +25,20 @@ class KeySide:
         sinks: (H,) or None: a further score in each head's denominators.
     """
 
-    k: torch.Tensor
+    k: Tensor
     branches: DilatedPattern | None
     blocks: tuple[BlockPattern, ...]
     is_causal: bool
     scale: float
-    padding: torch.Tensor | None
+    padding: Tensor | None
     dtype: torch.dtype
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     @property
     def num_keys(self) -> int:
         return self.k.shape[1]
 
-    def weights(self, q: torch.Tensor, positions: list[int], lse: torch.Tensor | None, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def weights(self, q: Tensor, positions: list[int], lse: Tensor | None, step: int) -> Iterator[tuple[int, Tensor]]:
         """Yields (first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; other weights are 0.
 
         ``lse`` (B, H, R) may be None. It is then computed over all keys, which takes an additional pass.
@@ -63,7 +64,7 @@ class KeySide:
             high = min(high, max((max(positions) // length + 1) * length for length in lengths))
         return low, min(high, max(positions) + 1) if self.is_causal else high
 
-    def _logits(self, q: torch.Tensor, at: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    def _logits(self, q: Tensor, at: Tensor, first: int, last: int) -> Tensor:
         """Computes s + log m (B, H, R, K) for keys [first, last), −inf where m is 0."""
         H, Hk = q.shape[2], self.k.shape[2]
         # make the query heads of one key head adjacent
@@ -79,7 +80,7 @@ class KeySide:
         # a score where m is 0 may be infinite, so nothing is added to it
         return torch.where(m > 0, scores + m.log(), -torch.inf)
 
-    def _multiplicity(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
+    def _multiplicity(self, rows: Tensor, keys: Tensor, num_heads: int) -> Tensor:
         """Returns m in ``dtype``, (B or 1, H or 1, R, K), not considering causality and padding."""
         if self.branches is None and not self.blocks:
             return torch.ones((1, 1, rows.shape[0], keys.shape[0]), dtype=self.dtype, device=keys.device)
@@ -91,7 +92,7 @@ class KeySide:
             parts.append(torch.stack(kept))
         return sum(parts[1:], parts[0]).to(self.dtype)
 
-    def _empty_lse(self, at: torch.Tensor, num_heads: int) -> torch.Tensor:
+    def _empty_lse(self, at: Tensor, num_heads: int) -> Tensor:
         """Returns (B, H, R): each row's lse without real keys, of its zero keys and its sink; −inf where there are none."""
         zero = torch.zeros((num_heads, at.shape[0]), dtype=self.dtype, device=at.device)
         if self.branches is not None and not self.is_causal:
@@ -102,7 +103,7 @@ class KeySide:
         return lse.expand(self.k.shape[0], -1, -1)
 
 
-def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor, num_heads: int) -> torch.Tensor:
+def branch_pairs(pattern: DilatedPattern, rows: Tensor, keys: Tensor, num_heads: int) -> Tensor:
     """Returns (H, R, K) int16: the number of branches in which head h pairs a row with a key; ``dense_mask`` for any rows and keys."""
     m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=torch.int16, device=keys.device)
     for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
@@ -114,7 +115,7 @@ def branch_pairs(pattern: DilatedPattern, rows: torch.Tensor, keys: torch.Tensor
     return m
 
 
-def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_positions: int) -> torch.Tensor:
+def zero_keys(pattern: DilatedPattern, rows: Tensor, num_heads: int, num_positions: int) -> Tensor:
     """Returns (H, R) int64: the number of zero keys, over all branches, that each row attends to; 0 with ``tail="mask"``."""
     total = torch.zeros((num_heads, rows.shape[0]), dtype=torch.int64, device=rows.device)
     if pattern.tail == "mask":

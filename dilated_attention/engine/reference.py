@@ -6,6 +6,7 @@ import itertools
 import math
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern import DilatedPattern
 
@@ -19,9 +20,9 @@ def multiplicities(
     is_causal: bool = False,
     query_offset: int = 0,
     window: tuple[int | None, int | None] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Returns (m, z): multiplicities m (B or 1, H, Nq, Nk) float64, and zero keys z (branches, H, Nq) of ``tail="zero_keys"``."""
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
@@ -51,23 +52,23 @@ def multiplicities(
 
 
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: DilatedPattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     query_offset: int = 0,
     window: tuple[int | None, int | None] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     mixture_grad: str = "exact",
-    keep: torch.Tensor | None = None,
+    keep: Tensor | None = None,
     dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
     Each branch is a separate softmax with its own zero keys. Branches are mixed by their denominators (LongNet Eq. 9–10), which *is*
@@ -113,11 +114,11 @@ def reference_attention(
     return out.transpose(1, 2), lse
 
 
-def _shift(lse: torch.Tensor) -> torch.Tensor:
+def _shift(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
-def _logsumexp(x: torch.Tensor) -> torch.Tensor:
+def _logsumexp(x: Tensor) -> Tensor:
     """Computes logsumexp over the last dimension, with gradient 0 instead of NaN where every entry is −inf."""
     empty = (x == -torch.inf).all(-1, keepdim=True)
     safe = torch.where(empty, 0.0, x)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
-def partners(pattern: DilatedPattern, position: int, head: int, num_heads: int, num_positions: int) -> torch.Tensor:
+def partners(pattern: DilatedPattern, position: int, head: int, num_heads: int, num_positions: int) -> Tensor:
     """Returns the positions that attend together with ``position``, concatenated over branches, so repeated by their multiplicity."""
     found = [torch.empty(0, dtype=torch.int64)]
     for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
@@ -19,14 +20,14 @@ def partners(pattern: DilatedPattern, position: int, head: int, num_heads: int, 
 
 def sampled_rows(
     pattern: DilatedPattern,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     rows: list[tuple[int, int]],
     *,
     is_causal: bool = False,
     scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns out (rows, D) and lse (rows,) in float64 for (position, head) ``rows`` of the first batch element of q (B, N, H, D).
 
     It covers self-attention with ``tail="mask"``. The number of key/value heads must divide H. A row without keys has out 0 and lse −inf.
@@ -47,12 +48,12 @@ def sampled_rows(
 
 def sampled_gradients(
     pattern: DilatedPattern,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[Tensor, ...],
     rows: list[tuple[int, int]],
     *,
     is_causal: bool = False,
     scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv), each (rows, D) in float64, for (position, head) ``rows`` of the first batch element.
 
     Args:
@@ -63,7 +64,7 @@ def sampled_gradients(
     dout, q, k, v, out, lse = tensors
     N, H, D = q.shape[1:]
     scale = D**-0.5 if scale is None else scale
-    results: tuple[list[torch.Tensor], ...] = ([], [], [])
+    results: tuple[list[Tensor], ...] = ([], [], [])
     for position, head in rows:
         others = partners(pattern, position, head, H, N)
         keys = (others[others <= position] if is_causal else others).to(q.device)

@@ -13,11 +13,12 @@ So every backend, sharded or not, has sinks without knowing of them.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dilated_attention.engine.branches.merge import has_kernels
 
 
-def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Adds sinks (H,) to a result in place: out (B, N, H, D) and lse (B, H, N) are contiguous. A row without keys stays 0."""
     if not lse.numel():
         return
@@ -34,9 +35,7 @@ def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Non
     torch.logaddexp(lse, scores, out=lse)
 
 
-def sinks_gradient(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Returns dsinks (H,) for results (out, lse) that have the sinks in them. dout may have any strides."""
     if not lse.numel():
         return torch.zeros_like(sinks)

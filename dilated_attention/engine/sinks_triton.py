@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.engine.branches.merge_inplace_triton import merged_weights
@@ -61,7 +62,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
-def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """See ``sinks.add_sinks_``; lse is float32."""
     B, N, H, D = out.shape
     assert out.is_contiguous() and lse.is_contiguous()
@@ -70,9 +71,7 @@ def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Non
         _add_kernel[(triton.cdiv(N, rows) * B * H,)](out, lse, sinks.contiguous(), N, H, HEAD_DIM=D, BLOCK_D=block, ROWS=rows)
 
 
-def sinks_gradient(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """See ``sinks.sinks_gradient``; lse and dlse are float32. The sums repeat bit for bit."""
     B, N, H, D = out.shape
     assert out.is_contiguous() and lse.is_contiguous()

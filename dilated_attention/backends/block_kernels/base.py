@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options
 
@@ -10,18 +10,10 @@ from dilated_attention.backends.base import Backend, Options
 class BlocksBackend(Backend):
     """A backend whose capabilities say ``blocks_only``, so that it is never selected for a dense problem."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         raise AssertionError(f"{self.name} computes lists of blocks only")
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError(f"{self.name} computes lists of blocks only")

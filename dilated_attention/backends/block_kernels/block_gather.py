@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Options
 from dilated_attention.backends.block_lists import WORD, BlockLists
@@ -37,12 +38,12 @@ class GatherProblems:
         is_second: whether another piece has computed the rest of these rows; the results are then merged or added.
     """
 
-    batch: torch.Tensor
-    rows: torch.Tensor
-    heads: torch.Tensor
-    kv_heads: torch.Tensor
-    columns: torch.Tensor
-    entries: torch.Tensor
+    batch: Tensor
+    rows: Tensor
+    heads: Tensor
+    kv_heads: Tensor
+    columns: Tensor
+    entries: Tensor
     num_queries: int
     num_keys: int
     has_pairs: bool
@@ -53,9 +54,7 @@ class GatheringBackend(ContainedBackend):
     """A backend on a dense kernel that also computes block lists."""
 
     @torch.no_grad()
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         B, Nq, H, _ = q.shape
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -75,16 +74,16 @@ class GatheringBackend(ContainedBackend):
     @torch.no_grad()
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
@@ -109,7 +108,7 @@ class GatheringBackend(ContainedBackend):
         return dq, dk.result(), dv.result()
 
 
-def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
+def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
     """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
     assert not options.causal and options.mask.band is None, "block lists already include causality and the window"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
@@ -154,9 +153,7 @@ def pieces(q: torch.Tensor, k: torch.Tensor, lists: BlockLists, options: Options
         done |= num_keys > 0
 
 
-def _parts(
-    lists: BlockLists, padding: torch.Tensor | None, *, splits: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yields parts of the entries: their indices, row after row; each row's first one among these; its number of keys; is it masked.
 
     Args:
@@ -185,12 +182,12 @@ def _parts(
         yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
 
 
-def _one_dim(lse: torch.Tensor) -> torch.Tensor:
+def _one_dim(lse: Tensor) -> Tensor:
     """Views (B, H, N) as (B, N, H, 1)."""
     return lse.transpose(1, 2)[..., None]
 
 
-def _of_all(x: torch.Tensor, batch: int) -> torch.Tensor:
+def _of_all(x: Tensor, batch: int) -> Tensor:
     """Views (B or 1, N) as (B, N, 1, 1)."""
     return x.expand(batch, -1)[..., None, None]
 
@@ -198,7 +195,7 @@ def _of_all(x: torch.Tensor, batch: int) -> torch.Tensor:
 class _Blocks:
     """x (B, N, H, D) split into blocks, heads first, which kernels read fastest; the values past the end are undefined."""
 
-    def __init__(self, x: torch.Tensor, block: int) -> None:
+    def __init__(self, x: Tensor, block: int) -> None:
         B, N, self.heads, self.dim = x.shape
         self.count = -(-N // block)
         x = x.transpose(1, 2)
@@ -210,13 +207,13 @@ class _Blocks:
         # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
 
-    def of_rows(self, piece: GatherProblems) -> torch.Tensor:
+    def of_rows(self, piece: GatherProblems) -> Tensor:
         return self._gather(piece.batch, piece.heads, piece.rows[:, None], piece.num_queries)
 
-    def of_columns(self, piece: GatherProblems) -> torch.Tensor:
+    def of_columns(self, piece: GatherProblems) -> Tensor:
         return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
 
-    def _gather(self, batch: torch.Tensor, heads: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    def _gather(self, batch: Tensor, heads: Tensor, blocks: Tensor, length: int) -> Tensor:
         """Gathers (P, length, G or K, D), or one head where all heads share x."""
         heads = torch.zeros_like(heads[:1, :1]) if self.heads == 1 else heads
         index = (batch[:, None, None] * self.heads + heads[:, :, None]) * self.count + blocks[:, None]
@@ -227,7 +224,7 @@ class _Blocks:
         return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
-def _place(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> tuple[torch.Tensor, tuple[Any, ...]]:
+def _place(x: Tensor, lists: BlockLists, piece: GatherProblems) -> tuple[Tensor, tuple[Any, ...]]:
     """Returns a view of x (B, N, H, D) and the index in it of the piece's query blocks, (P, G, L, D)."""
     whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
     if piece.num_queries == block:
@@ -235,13 +232,13 @@ def _place(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> tuple[t
     return x[:, whole * block :], (batch, slice(None), piece.heads)
 
 
-def _taken(x: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> torch.Tensor:
+def _taken(x: Tensor, lists: BlockLists, piece: GatherProblems) -> Tensor:
     """Returns (P, L, G, D) of the query blocks of x (B, N, H, D)."""
     view, index = _place(x, lists, piece)
     return view[index].transpose(1, 2)
 
 
-def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: GatherProblems) -> None:
+def _put(x: Tensor, values: Tensor, lists: BlockLists, piece: GatherProblems) -> None:
     """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
     view, index = _place(x, lists, piece)
     view[index] = values.transpose(1, 2)
@@ -250,7 +247,7 @@ def _put(x: torch.Tensor, values: torch.Tensor, lists: BlockLists, piece: Gather
 class _Sums:
     """The gradient of keys or values (B, N, K, D), summed over pieces. It is heads first where each head has its own lists."""
 
-    def __init__(self, x: torch.Tensor, lists: BlockLists, options: Options) -> None:
+    def __init__(self, x: Tensor, lists: BlockLists, options: Options) -> None:
         B, self.num_keys, self.heads, D = x.shape
         self.together = lists.num_heads == 1
         shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
@@ -260,7 +257,7 @@ class _Sums:
         # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 
-    def add(self, values: torch.Tensor, piece: GatherProblems) -> None:
+    def add(self, values: Tensor, piece: GatherProblems) -> None:
         """Adds (P, S, K, D) to the key blocks of ``piece``."""
         columns, block = self.total.shape[2:4]
         whole, ragged = divmod(piece.num_keys, block)
@@ -273,13 +270,13 @@ class _Sums:
         if ragged:
             self._add(blocks[:, :ragged], unit * columns + columns - 1, values[:, whole * block :])
 
-    def _add(self, total: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    def _add(self, total: Tensor, index: Tensor, values: Tensor) -> None:
         if self.sorts:
             total.index_put_((index,), values, accumulate=True)
         else:
             total.index_add_(0, index, values)
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Tensor:
         if self.together:
             return self.total[:, 0].flatten(1, 2)[:, : self.num_keys]
         return self.total[..., 0, :].flatten(2, 3)[:, :, : self.num_keys].transpose(1, 2).contiguous()
@@ -297,7 +294,7 @@ class _Masks:
             self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
             self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
 
-    def pairs(self, piece: GatherProblems) -> torch.Tensor | None:
+    def pairs(self, piece: GatherProblems) -> Tensor | None:
         """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
         if not piece.has_pairs:
             return None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists
 
@@ -33,8 +34,8 @@ class BlockTable:
     heads: tuple[int, int]
     start: int
     end: int
-    partial: tuple[torch.Tensor, torch.Tensor]
-    full: tuple[torch.Tensor, torch.Tensor]
+    partial: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
 
 
 def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[BlockTable, ...]:
@@ -55,7 +56,7 @@ def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...
 
 
 def _kept(
-    lists: BlockLists, key: tuple[str, int, bool], starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int
+    lists: BlockLists, key: tuple[str, int, bool], starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int
 ) -> tuple[BlockTable, ...]:
     """Builds the tables once and stores them in the ``cache`` of these lists."""
     found = lists.cache.get(key)
@@ -65,7 +66,7 @@ def _kept(
 
 
 def _tables(
-    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int, together: int, uncut: bool
+    lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int, uncut: bool
 ) -> Iterator[BlockTable]:
     groups = (lists.num_batch, lists.num_heads)
     counts = starts.diff().view(*groups, blocks)
@@ -80,7 +81,7 @@ def _tables(
             yield _table(lists, starts, others, masks, blocks, heads, start, end)
 
 
-def _runs(longest: torch.Tensor) -> list[tuple[int, int]]:
+def _runs(longest: Tensor) -> list[tuple[int, int]]:
     """Returns ranges of neighbouring blocks with lists of similar length, or one range if there are too many or nothing is gained."""
     lengths = longest.cpu().double()
     blocks = lengths.shape[0]
@@ -92,7 +93,7 @@ def _runs(longest: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _table(
-    lists: BlockLists, starts: torch.Tensor, others: torch.Tensor, masks: torch.Tensor | None, blocks: int,
+    lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int,
     heads: tuple[int, int], start: int, end: int,
 ) -> BlockTable:  # fmt: skip
     """Builds one table by scattering every entry to its place."""
@@ -109,9 +110,7 @@ def _table(
     return BlockTable(heads, start, end, _side(row, other, ~whole, shape, most), _side(row, other, whole, shape, most))
 
 
-def _side(
-    row: torch.Tensor, other: torch.Tensor, kept: torch.Tensor, shape: tuple[int, int, int], most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _side(row: Tensor, other: Tensor, kept: Tensor, shape: tuple[int, int, int], most: int) -> tuple[Tensor, Tensor]:
     """Builds (counts, indices) of the ``kept`` entries. ``most``: blocks on the other side, the widest table that libraries accept."""
     row, other = row[kept], other[kept]
     counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])

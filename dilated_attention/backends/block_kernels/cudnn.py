@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
@@ -66,9 +67,7 @@ class CudnnBlocksBackend(BlocksBackend):
             reasons.append(f"its backward takes as many key heads as query heads, not {request.num_heads}/{request.num_kv_heads}")
         return reasons
 
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         _check(lists, options)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
@@ -96,16 +95,16 @@ class CudnnBlocksBackend(BlocksBackend):
 
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         _check(lists, options)
         assert dlse is None, "has no gradient of lse"
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -157,15 +156,15 @@ class _CudnnLaunch:
     kv_heads: slice
     rows: slice
     missing: int
-    counts: torch.Tensor
-    indices: torch.Tensor
+    counts: Tensor
+    indices: Tensor
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         """Returns x (B, rows, heads, D) with the missing rows added as zeros."""
         return pad(x, (0, 0, 0, 0, 0, self.missing)) if self.missing else x
 
 
-def _launches(lists: BlockLists, q: torch.Tensor, k: torch.Tensor, *, uncut: bool) -> tuple[_CudnnLaunch, ...]:
+def _launches(lists: BlockLists, q: Tensor, k: Tensor, *, uncut: bool) -> tuple[_CudnnLaunch, ...]:
     key = ("cudnn_fe", q.shape[0], q.shape[2], k.shape[2], uncut)
     found: tuple[_CudnnLaunch, ...] | None = lists.cache.get(key)
     if found is None:
@@ -183,7 +182,7 @@ def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, unc
         most = min(block_tables.TABLE_BYTES // bytes_per_head, _MOST_HEADS // batch)
         step = max(group, most // group * group)
         # if heads share a list, one copy serves all launches with equally many heads
-        copies: dict[int, list[torch.Tensor]] = {}
+        copies: dict[int, list[Tensor]] = {}
         for head in range(first, last, step):
             heads = slice(head, min(head + step, last))
             num = heads.stop - heads.start
@@ -201,7 +200,7 @@ def _check(lists: BlockLists, options: Options) -> None:
     assert options.mask.is_trivial and options.dropout is None, "padding, windows and dropout are not supported"
 
 
-def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
+def _block_sizes(lists: BlockLists, batch: int) -> Tensor | None:
     """Returns (B, key blocks) int32, the number of keys in each block, if the last one has fewer; else None."""
     last = lists.num_keys % lists.k_block
     if not last:
@@ -211,11 +210,11 @@ def _block_sizes(lists: BlockLists, batch: int) -> torch.Tensor | None:
         sizes = torch.full((batch, lists.num_columns), lists.k_block, dtype=torch.int32, device=lists.columns.device)
         sizes[:, -1] = last
         lists.cache[key] = sizes
-    found: torch.Tensor = lists.cache[key]
+    found: Tensor = lists.cache[key]
     return found
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """Returns x, or a copy if bulk copies cannot read its rows: strides must be positive multiples of 16 bytes.
 
     The result is detached, since some of the library's exports refuse tensors that require a gradient.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists
 
@@ -33,7 +34,7 @@ def _build(lists: BlockLists) -> Any:
     return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
-def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | None, lists: BlockLists) -> tuple[torch.Tensor | None, ...]:
+def _tables(starts: Tensor, values: Tensor, masks: Tensor | None, lists: BlockLists) -> tuple[Tensor | None, ...]:
     """Returns (counts, table, counts of whole blocks, their table) of a CSR list, int32.
 
     Counts are (batch, heads, rows), tables (batch, heads, rows, width). Both tables have one width, since some of torch's kernels read both
@@ -45,7 +46,7 @@ def _tables(starts: torch.Tensor, values: torch.Tensor, masks: torch.Tensor | No
     before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
     # at least one entry, since kernels read the first one before the count
     width = max(1, *(int(x.diff().max()) for x in before))
-    tables: list[torch.Tensor | None] = []
+    tables: list[Tensor | None] = []
     for chosen, first in zip(kinds, before, strict=True):
         table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
         place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
@@ -59,7 +60,7 @@ def _every_pair(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return kv_idx >= 0
 
 
-def _in_interval(low: torch.Tensor, high: torch.Tensor) -> Any:
+def _in_interval(low: Tensor, high: Tensor) -> Any:
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx >= low[q_idx]) & (kv_idx < high[q_idx])
 

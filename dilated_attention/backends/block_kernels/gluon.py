@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
@@ -60,8 +61,8 @@ class GluonBlocksBackend(BlocksBackend):
     )
 
     def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, launch: GluonSettings | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, launch: GluonSettings | None = None
+    ) -> tuple[Tensor, Tensor]:
         B, Nq, H, D = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((B, H, Nq), dtype=torch.float32, device=q.device)
@@ -87,7 +88,7 @@ class GluonBlocksBackend(BlocksBackend):
         return out, lse
 
 
-def _order(lists: BlockLists, num_batch: int, num_heads: int) -> torch.Tensor | None:
+def _order(lists: BlockLists, num_batch: int, num_heads: int) -> Tensor | None:
     """Orders the query blocks of all batch entries and heads, with long lists first: one that starts last would end long after the rest.
 
     Returns None if lists are of similar length; the order is then that of positions, in which neighbours share keys in the L2 cache.
@@ -99,7 +100,7 @@ def _order(lists: BlockLists, num_batch: int, num_heads: int) -> torch.Tensor | 
         long = counts > _LONG * counts.double().mean()
         order = torch.cat([long.nonzero(), (~long).nonzero()]).flatten().to(torch.int32)
         lists.cache[key] = order if bool(long.any()) else None
-    found: torch.Tensor | None = lists.cache[key]
+    found: Tensor | None = lists.cache[key]
     return found
 
 
@@ -110,7 +111,7 @@ def _kernel():  # type: ignore[no-untyped-def]
 
     from dilated_attention.backends.block_kernels.gluon_kernel import blocks_kernel
 
-    def descriptor(x: torch.Tensor, tile: int):  # type: ignore[no-untyped-def]
+    def descriptor(x: Tensor, tile: int):  # type: ignore[no-untyped-def]
         B, N, H, D = x.shape
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, tile, D], gl.bfloat16)
         return TensorDescriptor(x, [B, H, N, D], [x.stride(0), x.stride(2), x.stride(1), 1], [1, 1, tile, D], layout)

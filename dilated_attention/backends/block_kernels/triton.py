@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
@@ -122,29 +123,25 @@ class TritonBlocksBackend(BlocksBackend):
             return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         return forward(q, k, v, lists, options)
 
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return backward(dout, q, k, v, out, lse, lists, options, dlse)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options, *, tuning: Tuning | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, *, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
     """Computes the softmax attention over the kept pairs.
 
     Args:
@@ -179,18 +176,18 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     lists: BlockLists,
     options: Options,
-    dlse: torch.Tensor | None = None,
+    dlse: Tensor | None = None,
     *,
     tuning: Tuning | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
     Args:
@@ -256,8 +253,8 @@ class Order:
             finish after everything else if the last head only began with them in its turn.
     """
 
-    places: torch.Tensor
-    heavy: torch.Tensor
+    places: Tensor
+    heavy: Tensor
 
 
 def row_order(lists: BlockLists) -> Order:
@@ -279,7 +276,7 @@ def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
     return found
 
 
-def _order(counts: torch.Tensor) -> Order:
+def _order(counts: Tensor) -> Order:
     num_lists = counts.shape[1]
     coarse = (counts * (4 / counts.float().mean().clamp(min=1e-3))).int()
     heavy = (coarse >= 4 * max(2.0, num_lists / (2 * _PROGRAMS))).sum(1).amax()
@@ -293,14 +290,14 @@ class _Problem:
     ``steps`` are the strides of a batch entry and a head in the groups of lists; ``key_steps`` are those of a batch entry and a key head.
     """
 
-    masks: tuple[torch.Tensor | None, ...]
+    masks: tuple[Tensor | None, ...]
     padding_strides: tuple[int, int]
     steps: tuple[int, int]
     key_steps: tuple[int, int]
     constants: dict[str, Any]
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options) -> _Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> _Problem:
     (B, Nq, H, D), (_, Nk, K, _) = q.shape, k.shape
     assert not options.causal and options.dropout is None and options.mask.band is None, "block lists already say which pairs are kept"
     assert (Nq, Nk) == (lists.num_queries, lists.num_keys) and v.shape == k.shape and k.dtype == v.dtype == q.dtype and H % K == 0
@@ -324,12 +321,12 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockList
     return _Problem((bits, low, high, padding), padding_strides, (batch * lists.num_heads, head), (batch * key_heads, head), constants)
 
 
-def _tuning_for(q: torch.Tensor) -> Tuning:
+def _tuning_for(q: Tensor) -> Tuning:
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
     return default_tuning(q.dtype, q.shape[3], capability)
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, list[int]]:
+def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
     """Returns (align, strides of batch, token and head of each tensor in units of align).
 
     align is a power of two up to 16 that divides all strides. A kernel that knows it can load 16 bytes at a time.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Bounds, Capabilities, Options, WritingBackend
 from dilated_attention.backends.hardware import refresh
@@ -49,25 +50,23 @@ class Flash3Backend(WritingBackend):
             return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         return _forward(q, k, v, options, None)
 
-    def forward_into(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         lse.copy_(_forward(q, k, v, options, out)[1])
 
     def backward_into(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        dlse: torch.Tensor | None = None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dlse: Tensor | None = None,
     ) -> None:
         assert dlse is None
         left, right = _sides(options, q, k)
@@ -90,36 +89,30 @@ class Flash3Backend(WritingBackend):
             0,
         )
 
-    def forward_packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, options: Options, out: torch.Tensor
-    ) -> torch.Tensor:
+    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options, out: Tensor) -> Tensor:
         lengths = bounds.queries, bounds.keys, None, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
         tensors = (q[0], k[0], v[0], None, None, None, out[0])
-        _, lse, *_ = _ops().fwd(
-            *tensors, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0
-        )
+        _, lse, *_ = _ops().fwd(*tensors, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0)
         return lse[None]  # type: ignore[no-any-return]
 
     def backward_packed(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         bounds: Bounds,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         lengths = bounds.queries, bounds.keys, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
         tensors = [x[0] for x in (dout, q, k, v, out, lse.contiguous(), *grads)]
         _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor | None) -> tuple[Tensor, Tensor]:
     left, right = _sides(options, q, k)
     none = (None,) * 3
     out, lse, *_ = _ops().fwd(
@@ -144,7 +137,7 @@ def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> No
     refresh()
 
 
-def _sides(options: Options, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+def _sides(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
     left, right = window_sizes(options, q.shape[1], k.shape[1])
     return -1 if left is None else left, -1 if right is None else right
 

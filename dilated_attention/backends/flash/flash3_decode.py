@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, Capabilities
 from dilated_attention.backends.flash.flash3 import Flash3Backend, _ops
@@ -19,9 +19,7 @@ FACTS = Capabilities(
 )
 
 
-def decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, *, table: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, *, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, H, D), lse (B, H)) of q (B, H, D) over the first ``lengths`` (B,) int32 slots of each request.
 
     Args:

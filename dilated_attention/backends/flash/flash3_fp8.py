@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.flash.fp8 import Quantised, quantise_torch, restore_torch_
@@ -24,7 +25,7 @@ _SPLIT_BYTES = 2**30
 _LEAST_ROWS = 1024
 
 
-def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
+def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
     """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
     if x.device.type == "cuda":
         # imported here, since not every machine has Triton
@@ -34,7 +35,7 @@ def quantise(x: torch.Tensor, num_scales: int, *, centre: bool = False) -> Quant
     return quantise_torch(x, num_scales, centre=centre)
 
 
-def restore_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
+def restore_(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, scale: float) -> None:
     """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
     if q.device.type == "cuda":
         from dilated_attention.backends.flash.fp8_triton import restore_triton_
@@ -87,7 +88,7 @@ class Flash3Fp8Backend(Backend):
             reasons.append("triton is not installed: pip install triton")
         return reasons
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
         q8 = self._quantise(q, K)
@@ -119,7 +120,7 @@ class Flash3Fp8Backend(Backend):
             restore_(out, lse, q, k8.mean, v8.mean, options.scale)
         return out.to(q.dtype), lse
 
-    def backward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError("flash3_fp8 has no backward, and selection never asks it for one")
 
 

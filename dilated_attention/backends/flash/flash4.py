@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
 from dilated_attention.backends.block_lists import BlockLists
@@ -66,28 +67,24 @@ class Flash4Backend(WritingBackend):
             reasons += flash4_blocks.block_reasons(request)
         return reasons
 
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options)
 
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
 
-    def forward_into(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel requires lse rows with stride 1
         rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -116,15 +113,15 @@ class Flash4Backend(WritingBackend):
 
     def backward_into(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        dlse: torch.Tensor | None = None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dlse: Tensor | None = None,
     ) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = lse.contiguous()

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Options
 from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
@@ -32,9 +33,7 @@ def block_reasons(request: AttentionRequest) -> list[str]:
     return reasons
 
 
-def forward_blocks(
-    interface: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     mask_mod, interval = _interval(lists)
@@ -70,12 +69,8 @@ def forward_blocks(
 
 
 def backward_blocks(
-    interface: Any,
-    tensors: tuple[torch.Tensor, ...],
-    lists: BlockLists,
-    options: Options,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes (dq, dk, dv). ``tensors`` are dout, q, k, v, out, lse. dq is float32 where it is the sum of several launches."""
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
@@ -114,7 +109,7 @@ def backward_blocks(
     return dq if total is None else total, dk, dv
 
 
-def _heads(table: BlockTable, lists: BlockLists, q: torch.Tensor, k: torch.Tensor) -> tuple[slice, slice]:
+def _heads(table: BlockTable, lists: BlockLists, q: Tensor, k: Tensor) -> tuple[slice, slice]:
     """Returns the query and key heads of a table."""
     H, K = q.shape[2], k.shape[2]
     if lists.num_heads == 1:
@@ -133,7 +128,7 @@ def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, h
     return _sparse_tensors()(*sides, block_size=(lists.q_block, lists.k_block))
 
 
-def _interval(lists: BlockLists) -> tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]:
+def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     if lists.masks is None:
         return None, None
     assert lists.interval is not None, "only interval masks are supported"

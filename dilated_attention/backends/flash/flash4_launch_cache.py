@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.fork import ForkSafeLock
 
@@ -65,7 +66,7 @@ class _Recording:
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
     scratch: tuple[_Scratch, ...]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device
         held = [*tensors, *((torch.zeros if s.zeroed else torch.empty)(s.shape, dtype=s.dtype, device=device) for s in self.scratch)]
         for kernel, arguments, places, groups in self.steps:
@@ -95,7 +96,7 @@ class Replay:
     def __call__(
         self,
         interface: Any,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
         settings: tuple[Hashable, ...],
         call: Callable[[], object],
         geometry: Hashable = None,
@@ -116,7 +117,7 @@ class Replay:
         else:
             self._record(interface, key, tensors, call)
 
-    def _record(self, interface: Any, key: Hashable, tensors: Sequence[torch.Tensor], call: Callable[[], object]) -> None:
+    def _record(self, interface: Any, key: Hashable, tensors: Sequence[Tensor], call: Callable[[], object]) -> None:
         spans = [_identity(x) for x in tensors]
         if len(set(spans)) < len(spans):
             # an argument could be either of two identical tensors, which may differ in the next call
@@ -146,7 +147,7 @@ _one_to_one = Replay(_BACKWARD, num_scratch=3)
 _grouped = Replay(_BACKWARD, num_scratch=5, num_zeroed=2)
 
 
-def replay_backward(q: torch.Tensor, k: torch.Tensor) -> Replay:
+def replay_backward(q: Tensor, k: Tensor) -> Replay:
     """Returns the replay for backward passes with as many key heads as query heads, or with fewer."""
     return _one_to_one if k.shape[2] == q.shape[2] else _grouped
 
@@ -176,7 +177,7 @@ class _Watched:
         return watched
 
 
-def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
 
 
@@ -189,7 +190,7 @@ def _recording(
     scratch: list[_Scratch] = []
     recorded = []
 
-    def place_of(tensor: torch.Tensor) -> int | None:
+    def place_of(tensor: Tensor) -> int | None:
         identity = _identity(tensor)
         if identity not in known:
             if not tensor.is_contiguous() or tensor.storage_offset():
@@ -203,7 +204,7 @@ def _recording(
         places, groups = [], []
         kept = list(arguments)
         for position, argument in enumerate(arguments):
-            if isinstance(argument, torch.Tensor):
+            if isinstance(argument, Tensor):
                 place = place_of(argument)
                 if place is None:
                     return None
@@ -211,11 +212,11 @@ def _recording(
                 kept[position] = None
             elif isinstance(argument, (tuple, list)) and _holds_tensor(argument):
                 # an unknown tensor is one that the interface created itself
-                unknown = [x for x in _leaves(argument) if isinstance(x, torch.Tensor) and _identity(x) not in known]
+                unknown = [x for x in _leaves(argument) if isinstance(x, Tensor) and _identity(x) not in known]
                 if unknown:
                     return None
-                used.update(known[_identity(x)] for x in _leaves(argument) if isinstance(x, torch.Tensor))
-                kept[position] = _mapped(argument, lambda x: _Place(known[_identity(x)]) if isinstance(x, torch.Tensor) else x)
+                used.update(known[_identity(x)] for x in _leaves(argument) if isinstance(x, Tensor))
+                kept[position] = _mapped(argument, lambda x: _Place(known[_identity(x)]) if isinstance(x, Tensor) else x)
                 groups.append(position)
             elif _holds_tensor(argument):
                 return None
@@ -244,5 +245,5 @@ def _leaves(argument: Any) -> Iterator[Any]:
 
 def _holds_tensor(argument: Any) -> bool:
     if isinstance(argument, (tuple, list)):
-        return any(isinstance(x, torch.Tensor) or _holds_tensor(x) for x in argument)
-    return any(isinstance(x, torch.Tensor) for x in getattr(argument, "__dict__", {}).values())
+        return any(isinstance(x, Tensor) or _holds_tensor(x) for x in argument)
+    return any(isinstance(x, Tensor) for x in getattr(argument, "__dict__", {}).values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -26,12 +27,12 @@ SMALLEST_AMAX = 1e-30
 class Quantised(NamedTuple):
     """y (P, L, G, D) e4m3, contiguous · descale (P, K) float32 · mean (P, K, D) float32, None where c is 0."""
 
-    y: torch.Tensor
-    descale: torch.Tensor
-    mean: torch.Tensor | None
+    y: Tensor
+    descale: Tensor
+    mean: Tensor | None
 
 
-def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
+def quantise_torch(x: Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
     """Quantises as ``flash3_fp8.quantise`` does; the definition, in plain torch.
 
     ``dtype=torch.float32`` omits the rounding, for tests of the kernels in Triton's interpreter, which rounds to e4m3 wrongly where a
@@ -53,7 +54,7 @@ def quantise_torch(x: torch.Tensor, num_scales: int, *, centre: bool = False, dt
     return Quantised(y.reshape(P, L, G, D), descale, average - left if centre else None)
 
 
-def restore_torch_(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float) -> None:
+def restore_torch_(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, scale: float) -> None:
     """Restores as ``flash3_fp8.restore_`` does; the definition, in plain torch."""
     P, L, G, D = q.shape
     K = k_mean.shape[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.flash.fp8 import E4M3, E4M3_MAX, SMALLEST_AMAX, Quantised
 
@@ -147,13 +148,13 @@ def _restore_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def quantise_triton(x: torch.Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
+def quantise_triton(x: Tensor, num_scales: int, *, centre: bool = False, dtype: torch.dtype = E4M3) -> Quantised:
     P, _, _, D = x.shape
     programs, cut, shape = _cut(x, num_scales)
     rows, _, chunks = cut
     problems = P * num_scales
 
-    def floats(*size: int) -> torch.Tensor:
+    def floats(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=x.device)
 
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -170,9 +171,7 @@ def quantise_triton(x: torch.Tensor, num_scales: int, *, centre: bool = False, d
     return Quantised(y, descale.view(P, num_scales), mean.view(P, num_scales, D) if centre else None)
 
 
-def restore_triton_(
-    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, v_mean: torch.Tensor, scale: float
-) -> None:
+def restore_triton_(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, scale: float) -> None:
     assert out.is_contiguous() and lse.is_contiguous()
     num_scales = k_mean.shape[1]
     programs, cut, shape = _cut(q, num_scales)
@@ -180,7 +179,7 @@ def restore_triton_(
         _restore_kernel[programs](q, out, lse, k_mean, v_mean, *q.stride()[:3], *cut, num_scales, scale, **shape)
 
 
-def _cut(x: torch.Tensor, num_scales: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
+def _cut(x: Tensor, num_scales: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
     """Returns (grid, (rows, rows per chunk, chunks), constants) of a launch over x."""
     P, L, G, D = x.shape
     group = G // num_scales

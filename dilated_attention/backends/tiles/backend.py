@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
 from dilated_attention.backends.dropout import Words
@@ -49,9 +50,7 @@ class TilesBackend(WritingBackend):
             return [f"float32 with head_dim {request.head_dim} spills registers; head_dim up to {_MAX_FLOAT32} does not"]
         return []
 
-    def forward_into(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         from dilated_attention.backends.tiles import run
 
         # the kernel writes lse densely
@@ -62,15 +61,15 @@ class TilesBackend(WritingBackend):
 
     def backward_into(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        dlse: torch.Tensor | None = None,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dlse: Tensor | None = None,
     ) -> None:
         from dilated_attention.backends.tiles import run
 
@@ -86,7 +85,7 @@ def float32_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-def _prepared(q: torch.Tensor, k: torch.Tensor, options: Options) -> Prepared:
+def _prepared(q: Tensor, k: Tensor, options: Options) -> Prepared:
     from dilated_attention.backends.tiles.call import prepared
 
     band = options.mask.band
@@ -110,7 +109,7 @@ def _dense_call(
     return TileCall(walk, ((0,) * heads,), scale, None if low is None else -low, high, precision=precision)
 
 
-def _masks(options: Options, k: torch.Tensor) -> dict[str, Any]:
+def _masks(options: Options, k: Tensor) -> dict[str, Any]:
     masks: dict[str, Any] = {}
     # the kernels read masks and words densely, while those of a problem may be views of every r-th position
     if options.mask.padding is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words
@@ -86,10 +87,10 @@ class Prepared:
         self.index = device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
         self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
-        self._tables: dict[tuple[bool, int], torch.Tensor] = {}
+        self._tables: dict[tuple[bool, int], Tensor] = {}
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
-    def packed(self, padding: torch.Tensor | None) -> torch.Tensor | None:
+    def packed(self, padding: Tensor | None) -> Tensor | None:
         """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
         if padding is None:
             return None
@@ -106,7 +107,7 @@ class Prepared:
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
 
-    def tables(self, rows: torch.Tensor | None, padding: torch.Tensor | None, words: Words | None) -> tuple[torch.Tensor, ...]:
+    def tables(self, rows: Tensor | None, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
         """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
@@ -131,7 +132,7 @@ class Prepared:
         for table in self._shared:
             table.record_stream(stream)
 
-    def table(self, of_keys: bool, rows: int) -> torch.Tensor:
+    def table(self, of_keys: bool, rows: int) -> Tensor:
         """Returns the table of tiles of ``rows`` queries, or keys, on the device."""
         found = self._tables.get((of_keys, rows))
         if found is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
@@ -38,7 +39,7 @@ class KernelLaunch:
         warps: int = 4,
         stages: int = 1,
         *,
-        table: torch.Tensor | None = None,
+        table: Tensor | None = None,
     ) -> None:
         self.kernel, self.programs, self.table = kernel, programs, table
         self.numbers, self.constants = tuple(numbers), constants
@@ -75,7 +76,7 @@ class Workspace:
         first = self.memory.data_ptr()
         self.pointers = [first + start for start in self.starts]
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [
             self.memory[start : start + elements * dtype.itemsize].view(dtype)
             for start, (elements, dtype) in zip(self.starts, self.parts, strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
@@ -19,7 +20,7 @@ from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.backends.tiles.sizes import sizes
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
 # elements per program of the merge kernel and of the sum kernel
 _MERGE, _SUM = 4096, 4096
@@ -65,8 +66,8 @@ def _drawing(dropout_p: float) -> tuple[int, float]:
 
 
 def forward(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+    p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *, parts: Tensor | None = None, padding: Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes out (B, Nq, H, D), with any strides whose last one is 1, and lse (B, H, Nq), contiguous.
 
@@ -84,7 +85,7 @@ def forward(
     tables = p.tables(launches[0].table, p.packed(padding), words)
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
-    def waiting() -> tuple[torch.Tensor, torch.Tensor]:
+    def waiting() -> tuple[Tensor, Tensor]:
         if space is None:
             return out, lse
         own, part_lse = space.tensors()
@@ -102,13 +103,13 @@ def forward(
             launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
 
-def _pad_strides(p: Prepared, padding: torch.Tensor | None) -> tuple[int, int]:
+def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
     """Returns the batch stride and the branch stride of a packed mask."""
     return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
 
 
 def _forward_launches(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, padding: torch.Tensor | None, dropout_p: float,
+    p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, padding: Tensor | None, dropout_p: float,
     aligned: bool,
 ) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
@@ -124,7 +125,7 @@ def _forward_launches(
     return tiles, merge_launch(p, out)
 
 
-def merge_launch(p: Prepared, out: torch.Tensor) -> KernelLaunch:
+def merge_launch(p: Prepared, out: Tensor) -> KernelLaunch:
     """Returns the launch that merges the branches' results. Its tensors: out, lse, parts, their lse, spans, starts, rates, offsets."""
     walk, H = p.call.walk, p.num_heads
     step, programs = p.tiles(_MERGE, p.num_queries, H)
@@ -137,8 +138,8 @@ def merge_launch(p: Prepared, out: torch.Tensor) -> KernelLaunch:
 
 
 def backward(
-    p: Prepared, tensors: tuple[torch.Tensor, ...], dlse: torch.Tensor | None, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    *, parts: torch.Tensor | None = None, padding: torch.Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+    p: Prepared, tensors: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, Tensor, Tensor],
+    *, parts: Tensor | None = None, padding: Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv.
 
@@ -161,15 +162,15 @@ def backward(
     _, (q_size, _), (k_size, _), _ = parts_of
     space = Workspace(q.device, *parts_of)
 
-    def waiting() -> tuple[torch.Tensor, ...]:
+    def waiting() -> tuple[Tensor, ...]:
         stats, *sums = space.tensors()
         return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
 
-    def queries() -> tuple[torch.Tensor, ...]:
+    def queries() -> tuple[Tensor, ...]:
         stats, q_parts, _, _ = waiting()
         return *given, stats, grads[0], q_parts, *tables
 
-    def keys() -> tuple[torch.Tensor, ...]:
+    def keys() -> tuple[Tensor, ...]:
         stats, _, k_parts, v_parts = waiting()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
@@ -189,7 +190,7 @@ def backward(
 
 
 def _backward_launches(
-    p: Prepared, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, padding: torch.Tensor | None, own: bool, dropout_p: float,
+    p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, own: bool, dropout_p: float,
     aligned: bool,
 ) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk

@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.fork import cached_property
 
@@ -48,11 +49,11 @@ class Walk:
         return len(self.branches)
 
     @cached_property
-    def document_starts(self) -> torch.Tensor:
+    def document_starts(self) -> Tensor:
         return torch.tensor([start for start, _ in self.documents])
 
     @cached_property
-    def document_ends(self) -> torch.Tensor:
+    def document_ends(self) -> Tensor:
         return torch.tensor([end for _, end in self.documents])
 
     @property
@@ -81,15 +82,15 @@ class Spans:
         num_places, all_places: number of places in all branches except the direct one, and in all branches.
     """
 
-    lengths: torch.Tensor
-    places: torch.Tensor
-    bases: torch.Tensor
-    first: torch.Tensor
-    counts: torch.Tensor
+    lengths: Tensor
+    places: Tensor
+    bases: Tensor
+    first: Tensor
+    counts: Tensor
     num_places: int
     all_places: int
 
-    def flat(self, device: torch.device) -> torch.Tensor:
+    def flat(self, device: torch.device) -> Tensor:
         """Returns (documents, branches, 4) int32, the form that kernels read."""
         return torch.stack([self.lengths, self.places, self.bases, self.bases], -1).int().to(device)
 
@@ -118,7 +119,7 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
     return Spans(lengths, places, bases - first * places, first, counts, total - apart, total)
 
 
-def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.Tensor:
+def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Tensor:
     """Returns tiles of queries, or of keys, as (tiles, 8) int32 on the CPU; tiles with the most pairs come first."""
     positions = walk.keys if of_keys else walk.queries
     spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
@@ -150,7 +151,7 @@ def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> torch.T
     return torch.cat(tables)[order].int().contiguous()
 
 
-def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (spans, document starts padded to a power of two, rates), int32, on ``device``."""
     starts = torch.full((2**walk.steps,), 2**31 - 1)
     starts[: len(walk.documents)] = walk.document_starts

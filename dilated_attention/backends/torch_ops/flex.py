@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.block_kernels.flex_tables import block_mask
@@ -49,7 +50,7 @@ class FlexBackend(Backend):
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             out, lse = _flex(q, k, v, options)
         out = out.transpose(1, 2)
@@ -57,21 +58,11 @@ class FlexBackend(Backend):
         return clear_empty_rows(out, lse, empty)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _part_backward(dout, q, k, v, out, lse, options, dlse)
 
-    def forward_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: BlockLists, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             out, lse = _flex(q, k, v, options, lists)
         # with lists per head, different rows are empty in each head
@@ -79,32 +70,32 @@ class FlexBackend(Backend):
 
     def backward_blocks(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         lists: BlockLists,
         options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
 
 
 def _part_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     options: Options,
-    dlse: torch.Tensor | None,
+    dlse: Tensor | None,
     lists: BlockLists | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     with _autograd_inside_an_op():
         inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
         part_out, part_lse = _flex(*inputs, options, lists)
@@ -120,9 +111,7 @@ def _part_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lists: BlockLists | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None) -> tuple[Tensor, Tensor]:
     """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
@@ -167,7 +156,7 @@ def _autograd_inside_an_op() -> Iterator[None]:
         yield
 
 
-def _call_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> Any:
+def _call_flex(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(q, k, v, **settings)
@@ -218,7 +207,7 @@ def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_
     )
 
 
-def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """bool (rows, columns) → (count, indices with those of the set columns first), with the batch and head dimensions that flex expects."""
     count = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
@@ -227,12 +216,12 @@ def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _scalar(value: float, device: torch.device) -> torch.Tensor:
+def _scalar(value: float, device: torch.device) -> Tensor:
     """Returns the number as a tensor (): every value of a Python number would compile a separate kernel."""
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def _score_mod(padding: torch.Tensor | None, cap: torch.Tensor | None) -> Any:
+def _score_mod(padding: Tensor | None, cap: Tensor | None) -> Any:
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         if cap is not None:
             score = cap * torch.tanh(score / cap)

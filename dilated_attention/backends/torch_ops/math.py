@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
@@ -34,9 +35,7 @@ class MathBackend(GatheringBackend):
         source="plain torch; no limits of its own",
     )
 
-    def raw_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` with ``pairs``, a mask of kept pairs in addition to the masks in ``options``."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
@@ -58,16 +57,16 @@ class MathBackend(GatheringBackend):
 
     def raw_backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         P, L, G, D = q.shape
         K, S = k.shape[2], k.shape[1]
         acc = accumulation_dtype(q.dtype)
@@ -100,7 +99,7 @@ class MathBackend(GatheringBackend):
         dk, dv = (x.unflatten(1, (K, G // K)).sum(2).transpose(1, 2) for x in (dk_PGSD, dv_PGSD))
         return dq, dk, dv
 
-    def _scores(self, q: torch.Tensor, k_PGDS: torch.Tensor, rows: slice, options: Options, pairs: torch.Tensor | None) -> torch.Tensor:
+    def _scores(self, q: Tensor, k_PGDS: Tensor, rows: slice, options: Options, pairs: Tensor | None) -> Tensor:
         q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
         # scales before or after the product, so that no intermediate result is larger than the score
         s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
@@ -119,9 +118,7 @@ class MathBackend(GatheringBackend):
         return s_PGLS
 
 
-def band_mask(
-    band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)
-) -> torch.Tensor:
+def band_mask(band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)) -> Tensor:
     """Returns a bool mask (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
     difference = torch.arange(num_keys, device=device)[None, :] - torch.arange(num_rows, device=device)[rows, None]
     lowest, highest = band
@@ -133,7 +130,7 @@ def band_mask(
     return allowed
 
 
-def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
     P, L, G, _ = q.shape
     bytes_per_row = max(1, P * G * k.shape[1]) * 4
     block = max(1, min(L, _BLOCK_BYTES // bytes_per_row))
@@ -141,12 +138,12 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + block, L))
 
 
-def _heads_first(x: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def _heads_first(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """(P, S, K, D) → (P, G, S, D), each key/value head repeated for its group of query heads."""
     x = x.transpose(1, 2).to(dtype)
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def _finite(lse: Tensor) -> Tensor:
     """Replaces an lse of −inf by 0: a row without keys has scores of −inf, and subtracting 0 keeps its weights at exp(−inf) = 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options
 from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
@@ -35,9 +36,7 @@ class SdpaCpuBackend(GatheringBackend):
         ),
     )
 
-    def raw_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, pairs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         bias = empty_PL = None
@@ -64,16 +63,16 @@ class SdpaCpuBackend(GatheringBackend):
 
     def raw_backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: Options,
-        dlse: torch.Tensor | None = None,
-        pairs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dlse: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
         bias = None
         if pairs is not None:
@@ -91,6 +90,6 @@ class SdpaCpuBackend(GatheringBackend):
         return dq, dk, dv
 
 
-def _bias_of_pairs(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _bias_of_pairs(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts bool (P, L or 1, S) to a bias (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
     return torch.where(pairs, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))[:, None]

@@ -6,6 +6,7 @@ Three backends: FlashAttention-2 as torch bundles it, cuDNN, and the memory-effi
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, repeat_heads, window_sizes
@@ -40,7 +41,7 @@ class SdpaFlashBackend(Backend):
             return ["its backward is deterministic only under torch.use_deterministic_algorithms(True)"]
         return []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
@@ -60,16 +61,8 @@ class SdpaFlashBackend(Backend):
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -126,7 +119,7 @@ class SdpaCudnnBackend(Backend):
             reasons.append(f"at most {_MAX_GRID} heads, not {request.num_heads}")
         return reasons
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         if k.shape[1] == 1:
             return _MATH.forward(q, k, v, options)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -135,16 +128,8 @@ class SdpaCudnnBackend(Backend):
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
@@ -195,7 +180,7 @@ class SdpaEfficientBackend(Backend):
             return [f"head_dim must be a multiple of 8 in half precision, not {request.head_dim}"]
         return []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         bias, empty_PL = _aligned_bias(q, k, options)
         k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -204,16 +189,8 @@ class SdpaEfficientBackend(Backend):
         return clear_empty_rows(out.transpose(1, 2), lse[..., : q.shape[1]], empty_PL)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
         bias, _ = _aligned_bias(q, k, options)
         G, K = q.shape[2], k.shape[2]
@@ -241,7 +218,7 @@ class SdpaEfficientBackend(Backend):
         return dq, dk, dv
 
 
-def _aligned_bias(q: torch.Tensor, k: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _aligned_bias(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
     bias, empty_PL = additive_bias(q, k, options, pad_keys_to=16)
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])

@@ -10,6 +10,7 @@ import functools
 import math
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists, checked_total
 from dilated_attention.engine.branches.merge import has_kernels
@@ -22,17 +23,17 @@ _CHUNK = 2**26
 MOST_COLUMNS = 2**16
 
 
-def pack(flags: torch.Tensor) -> torch.Tensor:
+def pack(flags: Tensor) -> Tensor:
     """Packs bits: (…, n) bool → (…, ceil(n / 32)) int32."""
     return packed(torch.nn.functional.pad(flags, (0, -flags.shape[-1] % WORD)))
 
 
-def unpack(words: torch.Tensor, num_flags: int) -> torch.Tensor:
+def unpack(words: Tensor, num_flags: int) -> Tensor:
     """Unpacks bits: (…, words) int32, with at least ceil(n / 32) words → (…, n) bool."""
     return unpacked(words[..., : -(-num_flags // WORD)])[..., :num_flags]
 
 
-def bits_of_lists(lists: BlockLists) -> torch.Tensor:
+def bits_of_lists(lists: BlockLists) -> Tensor:
     """Returns (groups, rows, words) int32: the blocks of which ``lists`` keep any pair."""
     words = -(-lists.num_columns // WORD)
     bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
@@ -42,7 +43,7 @@ def bits_of_lists(lists: BlockLists) -> torch.Tensor:
 
 
 def lists_of_kept(
-    kept: torch.Tensor, pattern: BlockPattern, num_queries: int, num_keys: int, *, is_causal: bool, query_offset: int = 0
+    kept: Tensor, pattern: BlockPattern, num_queries: int, num_keys: int, *, is_causal: bool, query_offset: int = 0
 ) -> BlockLists:
     """Returns lists of the kept blocks of one document, for each batch entry and head in ``kept``, which may be any slice.
 
@@ -84,8 +85,8 @@ def lists_of_kept(
 
 
 def _write_lists(
-    kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    kept: Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (row_starts, columns, masks) of ``BlockLists``, computed in plain torch."""
     q_block, k_block = block
     B, H, rows, words = kept.shape
@@ -116,7 +117,7 @@ def _partial_deltas(q_block: int, k_block: int) -> range:
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> torch.Tensor:
+def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> Tensor:
     """Returns (deltas, q_block, k_block / 32) int32: query m keeps key n of its block if n ≤ m + delta."""
     delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
     return pack(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
@@ -124,6 +125,6 @@ def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
     high = (torch.arange(num_queries, dtype=torch.int32) + (query_offset + 1)).clamp(max=num_keys).to(device)
     return torch.zeros_like(high), high

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import checked_total
 
@@ -54,8 +55,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_lists(
-    kept: torch.Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    kept: Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Same as ``bitmask._write_lists``. kept (B, H, rows, words) may be any view with evenly spaced groups."""
     B, H, rows, words = kept.shape
     if kept.stride(-1) != 1 or (B > 1 and kept.stride(0) != H * kept.stride(1)):

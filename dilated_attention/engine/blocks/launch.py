@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.branches.sequential import lse_share
 from dilated_attention.engine.branches.views import launches
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 def forward_lists(
-    backend: Backend, lists: BlockLists, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, *, front: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0
+) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
@@ -41,7 +42,7 @@ def forward_lists(
 
 
 def backward_lists(
-    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None = None, *, front: int = 0
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0
 ) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
 
@@ -68,7 +69,7 @@ def backward_lists(
     return (grads[0][:, front:], *grads[1:])
 
 
-def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: torch.Tensor | None) -> Tensors:
+def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None) -> Tensors:
     dout, q, k, v, out, lse = tensors
 
     native = dlse if backend.capabilities.lse_grad else None
@@ -76,7 +77,7 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
     if dlse is None or native is not None:
         return dq, dk, dv
 
-    def backward(*tensors: torch.Tensor, options: Options) -> Tensors:
+    def backward(*tensors: Tensor, options: Options) -> Tensors:
         return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
 
     more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
@@ -128,7 +129,7 @@ def _options_of(options: Options, where: slice) -> Options:
     return options
 
 
-def _with_front(x: torch.Tensor, dim: int, front: int, value: float = 0.0) -> torch.Tensor:
+def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
     if not front:
         return x
@@ -137,5 +138,5 @@ def _with_front(x: torch.Tensor, dim: int, front: int, value: float = 0.0) -> to
     return torch.cat([x.new_full(shape, value), x], dim)
 
 
-def _new_lse(q: torch.Tensor, value: float) -> torch.Tensor:
+def _new_lse(q: Tensor, value: float) -> Tensor:
     return torch.full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=accumulation_dtype(q.dtype), device=q.device)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists, checked_total
 from dilated_attention.fork import ForkSafeLock
@@ -109,7 +110,7 @@ def _built(
     return lists
 
 
-def select_rows(lists: BlockLists, rows: torch.Tensor) -> BlockLists:
+def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     """Returns the lists of some query blocks, in the given order, as needed by a process that holds these queries.
 
     Args:
@@ -147,7 +148,7 @@ def select_rows(lists: BlockLists, rows: torch.Tensor) -> BlockLists:
     )
 
 
-def renumber_columns(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
+def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> BlockLists:
     """Returns the lists over other key blocks: column c becomes ``mapping[c]``, or is dropped where that is −1.
 
     Args:
@@ -191,7 +192,7 @@ def renumber_columns(lists: BlockLists, mapping: torch.Tensor, num_keys: int) ->
     )
 
 
-def _starts(counts: torch.Tensor) -> torch.Tensor:
+def _starts(counts: Tensor) -> Tensor:
     starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
     starts[1:] = counts.cumsum(0)
     return starts

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options, detect, registry
 from dilated_attention.backends.base import Capabilities, accumulation_dtype
@@ -38,10 +39,10 @@ class BlockMasks(NamedTuple):
         kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
     """
 
-    padding: torch.Tensor | None = None
+    padding: Tensor | None = None
     documents: tuple[Range, ...] | None = None
-    seed: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    seed: Tensor | None = None
+    kept: Tensor | None = None
 
 
 class _Part(NamedTuple):
@@ -84,9 +85,7 @@ class RememberedPass(NamedTuple):
         return BlockPass(self.parts, tuple(lists))
 
 
-def blocks_forward(
-    found: BlockPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks_forward(found: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
     if padding is not None:
         k, v = without_padding(k, v, padding)
@@ -104,12 +103,12 @@ def blocks_forward(
     return out, lse
 
 
-def blocks_backward(found: BlockPass, tensors: Tensors, padding: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Tensors:
+def blocks_backward(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
     """Returns ``blocks_shares``, contiguous and in the inputs' dtype."""
     return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(blocks_shares(found, tensors, padding, dlse), tensors[1:4], strict=True)])
 
 
-def blocks_shares(found: BlockPass, tensors: Tensors, padding: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Tensors:
+def blocks_shares(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
@@ -228,18 +227,18 @@ def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend
     return chosen
 
 
-def _dropout(q: torch.Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:
+def _dropout(q: Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:
     """Returns dropout by position in the whole sequence, so that a cut does not change which elements are dropped."""
     B, _, H, _ = q.shape
 
-    def positions(where: Range) -> torch.Tensor:
+    def positions(where: Range) -> Tensor:
         return torch.arange(*where, device=q.device).expand(B, -1)
 
     batch, heads = torch.arange(B, device=q.device), torch.arange(H, device=q.device)
     return Dropout(probability, seed, batch, heads, positions(queries), positions(keys))
 
 
-def as_new(x: torch.Tensor) -> torch.Tensor:
+def as_new(x: Tensor) -> Tensor:
     """Returns x with default strides and no storage offset, as the fake implementation promises, or a copy of x if it has others.
 
     Strides of dimensions of size 1 must be the default ones, too.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import WORD
 
@@ -49,12 +50,12 @@ class Grid:
     documents: tuple[Document, ...]
     num_rows: int
     words: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    own: torch.Tensor
-    scored: torch.Tensor
-    seen: torch.Tensor
-    missing: torch.Tensor
+    queries: Tensor
+    keys: Tensor
+    own: Tensor
+    scored: Tensor
+    seen: Tensor
+    missing: Tensor
     last_scored: tuple[int, ...]
 
 
@@ -70,14 +71,14 @@ class Part(NamedTuple):
         real: (B, words) int32: blocks with at least one key that is not padding; None for all.
     """
 
-    own: torch.Tensor
-    scored: torch.Tensor
-    seen: torch.Tensor
+    own: Tensor
+    scored: Tensor
+    seen: Tensor
     near: bool
-    budget: torch.Tensor | None
-    always: torch.Tensor | None
-    within: torch.Tensor | None
-    real: torch.Tensor | None
+    budget: Tensor | None
+    always: Tensor | None
+    within: Tensor | None
+    real: Tensor | None
 
 
 def num_rows_of(num_queries: int, q_block: int, query_offset: int, num_documents: int | None) -> int:
@@ -141,9 +142,7 @@ def make_grid(
     )
 
 
-def _rows(
-    queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool, near: bool
-) -> torch.Tensor:
+def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool, query_offset: int, before: bool, near: bool) -> Tensor:
     """Returns (queries low, high, own low, high, scored, seen, missing) of each row of one document, (7, rows) int64.
 
     Query blocks begin at *positions* that are multiples of q_block, so the first one may lack its leading queries.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Part
 
@@ -116,7 +117,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + word, words, mask=word < num_words)
 
 
-def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Tensor:
     """Same as ``selection.block_means``, reading each position once and in place. x (B, N, H, D) has any strides, the last one 1."""
     B, _, H, D = x.shape
     rows = ranges.shape[1]
@@ -136,7 +137,7 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
     return means
 
 
-def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None, part: Part, num_columns: int, share: int) -> None:
+def choose_rows(kept: Tensor, scores: Tensor, weights: Tensor | None, part: Part, num_columns: int, share: int) -> None:
     """Same as ``selection.choose_rows``. scores float32, weights int32 (B, H, rows, width), contiguous; kept (B, H, rows, words)."""
     B, H, rows, width = scores.shape
     assert scores.is_contiguous() and (weights is None or weights.is_contiguous()) and kept.stride(0) == H * kept.stride(1)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches.plan import Problem
@@ -75,9 +76,9 @@ class BranchBuffers:
         """Returns the number of places in all buffers, for one batch element and head."""
         return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
 
-    def split(self, flat: torch.Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[torch.Tensor | None]:
+    def split(self, flat: Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[Tensor | None]:
         """Returns views (B, S, L, H, D) of one flat buffer, one per branch; for lse, with ``head_dim`` 0, they are (B, S, H, L)."""
-        views: list[torch.Tensor | None] = []
+        views: list[Tensor | None] = []
         start = 0
         for branch in range(len(self.branches)):
             if branch == self.direct and not with_direct:
@@ -101,7 +102,7 @@ def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[in
     return BranchBuffers(branches, offsets, positions, direct, pattern.tail == "zero_keys" and not is_causal)
 
 
-def of_problem(problem: Problem, buffer: torch.Tensor) -> torch.Tensor:
+def of_problem(problem: Problem, buffer: Tensor) -> Tensor:
     """Returns the problem's rows of its branch's buffer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
     heads = problem.heads
     first = problem.q_start // problem.stride
@@ -113,14 +114,12 @@ def of_problem(problem: Problem, buffer: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def table(buffers: BranchBuffers, device: torch.device) -> torch.Tensor:
+def table(buffers: BranchBuffers, device: torch.device) -> Tensor:
     """Returns the heads' offsets (branches, H), int32, on ``device``. It is cached, so that a captured CUDA graph copies nothing."""
     return torch.tensor(buffers.offsets, dtype=torch.int32, device=device)
 
 
-def merge_buffers(
-    buffers: BranchBuffers, out: torch.Tensor, lse: torch.Tensor, parts: Sequence[torch.Tensor | None], part_lses: Sequence[torch.Tensor]
-) -> None:
+def merge_buffers(buffers: BranchBuffers, out: Tensor, lse: Tensor, parts: Sequence[Tensor | None], part_lses: Sequence[Tensor]) -> None:
     """Computes out (B, N, H, D) and lse (B, N, H) from the buffers, in place; ``out`` already holds the direct branch's result."""
     acc_dtype = part_lses[0].dtype
     high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
@@ -144,7 +143,7 @@ def merge_buffers(
     out.copy_(acc / total.masked_fill(total == 0, 1.0)[..., None])
 
 
-def count_zero_keys(buffers: BranchBuffers, parts: Sequence[torch.Tensor], part_lses: Sequence[torch.Tensor]) -> None:
+def count_zero_keys(buffers: BranchBuffers, parts: Sequence[Tensor], part_lses: Sequence[Tensor]) -> None:
     """Adds the zero keys of its own branch to each part, in place: out_b ← out_b · e^(lse_b) / (e^(lse_b) + z_b)."""
     for (length, rate), offsets, part, part_lse in zip(buffers.branches, buffers.offsets, parts, part_lses, strict=True):
         offset = torch.tensor(offsets, device=part.device)
@@ -155,7 +154,7 @@ def count_zero_keys(buffers: BranchBuffers, parts: Sequence[torch.Tensor], part_
         part.mul_(share.transpose(2, 3)[..., None])
 
 
-def sum_buffers(buffers: BranchBuffers, grad: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+def sum_buffers(buffers: BranchBuffers, grad: Tensor, parts: Sequence[Tensor | None]) -> None:
     """Sums the buffers into grad (B, N, H, D) in place, in float32; ``grad`` already holds the direct branch's share."""
     acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
     for b, part in enumerate(parts):
@@ -163,7 +162,7 @@ def sum_buffers(buffers: BranchBuffers, grad: torch.Tensor, parts: Sequence[torc
     grad.copy_(acc)
 
 
-def zero_key_counts(buffers: BranchBuffers, device: torch.device) -> torch.Tensor:
+def zero_key_counts(buffers: BranchBuffers, device: torch.device) -> Tensor:
     """Returns z of each row, (1, N, H): places of its padded segments that hold no real position, over the branches that take it."""
     counts = torch.zeros(1, buffers.positions, buffers.heads, dtype=torch.int64, device=device)
     for b, (length, rate) in enumerate(buffers.branches):
@@ -174,7 +173,7 @@ def zero_key_counts(buffers: BranchBuffers, device: torch.device) -> torch.Tenso
     return counts
 
 
-def _places(buffers: BranchBuffers, branch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _places(buffers: BranchBuffers, branch: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns (n, taken, segment, place, offset) of each position and head, (N, H)."""
     length, rate = buffers.branches[branch]
     offset = torch.tensor(buffers.offsets[branch], device=device)[None, :]
@@ -185,7 +184,7 @@ def _places(buffers: BranchBuffers, branch: int, device: torch.device) -> tuple[
     return n, taken, segment.expand_as(taken), torch.where(taken, t // rate, 0), offset
 
 
-def _at_positions(buffers: BranchBuffers, branch: int, buffer: torch.Tensor, empty: float) -> torch.Tensor:
+def _at_positions(buffers: BranchBuffers, branch: int, buffer: Tensor, empty: float) -> Tensor:
     """Spreads a buffer (B, S, L, H, D), or (B, S, H, L) of lse, over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
     _, taken, segment, place, _ = _places(buffers, branch, buffer.device)
     heads = torch.arange(buffers.heads, device=buffer.device)[None, :].expand_as(taken)

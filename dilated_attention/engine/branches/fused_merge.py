@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine.branches import branch_buffers as torch_merge
@@ -20,7 +21,7 @@ from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.branches.streams import Streams
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 # number of launches that run concurrently where no other chunk runs
 CONCURRENT_LAUNCHES = 3
 
@@ -29,12 +30,12 @@ def forward(
     plan: Plan,
     buffers: BranchBuffers,
     tensors: Tensors,
-    results: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[Tensor, Tensor],
     call: Call,
     *,
     is_concurrent: bool = False,
-    direct: Callable[[torch.Tensor], None] | None = None,
-    saved_branch_outputs: torch.Tensor | None = None,
+    direct: Callable[[Tensor], None] | None = None,
+    saved_branch_outputs: Tensor | None = None,
 ) -> None:
     """Writes out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``buffers``.
 
@@ -50,7 +51,7 @@ def forward(
     B, _, H, D = q.shape
     merged = not plan.single or buffers.zero_keys or direct is not None or saved_branch_outputs is not None
     first = 0 if direct is None else 1
-    parts: list[torch.Tensor | None] = [None] * len(buffers.branches)
+    parts: list[Tensor | None] = [None] * len(buffers.branches)
     part_lses = parts
     if merged:
         flat = saved_branch_outputs if saved_branch_outputs is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
@@ -69,7 +70,7 @@ def forward(
     def run(problem: Problem) -> None:
         part, part_lse = parts[first + problem.branch], part_lses[first + problem.branch]
         queries, keys = rows_of(problem, 0, 0)
-        tensors: list[tuple[View, torch.Tensor]] = [(queries, q), (keys, k), (keys, v)]
+        tensors: list[tuple[View, Tensor]] = [(queries, q), (keys, k), (keys, v)]
         tensors += [(queries, x) if y is None else (_BufferRows(problem), y) for x, y in ((out, part), (lse, part_lse))]
         for (q_, k_, v_, out_, lse_), options in launches_of(
             problem, tensors, call, k.shape[:2], whole=call.backend.capabilities.writes_views
@@ -94,11 +95,11 @@ def backward(
     tensors: Tensors,
     grads: Tensors,
     call: Call,
-    dlse: torch.Tensor | None,
+    dlse: Tensor | None,
     *,
     is_concurrent: bool = False,
     onto: bool = False,
-    own: Sequence[torch.Tensor] | None = None,
+    own: Sequence[Tensor] | None = None,
 ) -> None:
     """Writes dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
@@ -112,7 +113,7 @@ def backward(
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
-    layer_views: list[list[torch.Tensor | None]] = [[None] * len(buffers.branches)] * 3
+    layer_views: list[list[Tensor | None]] = [[None] * len(buffers.branches)] * 3
     summed = onto or not plan.single
     first = 1 if onto else 0
     if summed:
@@ -126,7 +127,7 @@ def backward(
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         queries, keys = rows_of(problem, 0, 0)
         buffer = _BufferRows(problem)
-        tensors: list[tuple[View, torch.Tensor]] = [(queries, dout), (queries, q), (keys, k), (keys, v)]
+        tensors: list[tuple[View, Tensor]] = [(queries, dout), (queries, q), (keys, k), (keys, v)]
         tensors += [(queries, out) if own is None else (buffer, own[problem.branch]), (queries, lse)]
         for grad, rows, layer in zip(grads, (queries, keys, keys), layer_views, strict=True):
             part = layer[first + problem.branch]
@@ -149,7 +150,7 @@ def backward(
             torch_merge.sum_buffers(buffers, grad, layer)
 
 
-def _own_output(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, call: Call) -> torch.Tensor:
+def _own_output(problem: Problem, q: Tensor, k: Tensor, v: Tensor, options: Options, call: Call) -> Tensor:
     """Computes a launch's own output (P, L, G, D), before any merge."""
     out, lse = call.backend.forward(q, k, v, options)
     return out.mul_(zero_key_share(lse.transpose(1, 2), problem.zero_keys)[..., None]) if problem.zero_keys else out
@@ -175,6 +176,6 @@ class _BufferRows:
 
     problem: Problem
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         view = of_problem(self.problem, x)
         return view if x.dim() == 5 else view.transpose(2, 3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Backend, Mask, Options
 from dilated_attention.backends.dropout import Dropout
@@ -45,7 +46,7 @@ class Call:
     backend: Backend
     options: Options
     query_offset: int = 0
-    padding: torch.Tensor | None = None
+    padding: Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
     detached: bool = False
@@ -60,11 +61,11 @@ class Call:
     key_offset: int = 0
     host_ms: float = 0.0
 
-    def positions(self, q: torch.Tensor, k: torch.Tensor) -> torch.Size:
+    def positions(self, q: Tensor, k: Tensor) -> torch.Size:
         """Returns (B, N): the positions that masks are indexed by, up to the last query or key."""
         return torch.Size((k.shape[0], max(self.query_offset + q.shape[1], self.key_offset + k.shape[1])))
 
-    def padding_of(self, k: torch.Tensor) -> torch.Tensor | None:
+    def padding_of(self, k: Tensor) -> Tensor | None:
         """Returns the padding mask of the rows of k."""
         return None if self.padding is None else self.padding[:, self.key_offset : self.key_offset + k.shape[1]]
 
@@ -72,7 +73,7 @@ class Call:
 class View(Protocol):
     """Which rows of a tensor a launch takes: ``Rows`` of a (B, N, H, …) tensor, or those of a branch's buffer. Hashable."""
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         """Returns the view (B, S, L, G, …)."""
 
 
@@ -83,18 +84,13 @@ class LaunchViews:
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
     key: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x.as_strided(size, stride, x.storage_offset() + at) for x, (size, stride, at) in zip(tensors, self.views, strict=True)]
 
 
 def launches_of(
-    problem: Problem,
-    tensors: Sequence[tuple[View, torch.Tensor]],
-    call: Call,
-    batch_and_keys: torch.Size,
-    *,
-    whole: bool = False,
-) -> list[tuple[list[torch.Tensor], Options]]:
+    problem: Problem, tensors: Sequence[tuple[View, Tensor]], call: Call, batch_and_keys: torch.Size, *, whole: bool = False
+) -> list[tuple[list[Tensor], Options]]:
     """Returns the problem's launches: a view (P, L, G, …) of every tensor, and the options with the launch's slice of the masks.
 
     Args:
@@ -116,12 +112,12 @@ def launches_of(
 
 
 def _masked_launches(
-    problem: Problem, tensors: Sequence[tuple[View, torch.Tensor]], call: Call, batch_and_keys: torch.Size, limits: Limits
-) -> list[tuple[list[torch.Tensor], Options]]:
+    problem: Problem, tensors: Sequence[tuple[View, Tensor]], call: Call, batch_and_keys: torch.Size, limits: Limits
+) -> list[tuple[list[Tensor], Options]]:
     """Returns launches with a padding mask or dropout, whose slices are views of further tensors (B, N)."""
     num_views, device = len(tensors), tensors[0][1].device
     query_view, key_view = (replace(rows, head_start=0, head_step=1, heads=1) for rows in rows_of(problem, 0, 0))
-    more: list[tuple[View, torch.Tensor]] = [] if call.padding is None else [(key_view, call.padding)]
+    more: list[tuple[View, Tensor]] = [] if call.padding is None else [(key_view, call.padding)]
     if call.dropout_p:
         B, num_keys = batch_and_keys
         # positions in the whole sequence, so that a cut does not change the position of a query row
@@ -149,7 +145,7 @@ def rows_of(problem: Problem, query_offset: int, key_offset: int) -> tuple[Rows,
     return query_rows(problem, query_offset), key_rows(problem, key_offset)
 
 
-def max_rows(problem: Problem, q: torch.Tensor) -> int:
+def max_rows(problem: Problem, q: Tensor) -> int:
     """Returns the most rows that a launch may return or accumulate in float32."""
     return PART_BYTES.get(q.device.type, PART_BYTES["cuda"]) // (4 * q.shape[-1] * problem.heads.count)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 
@@ -52,7 +52,7 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse_at, merged, mask=inside)
 
 
-def merge_onto(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_onto(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges into out and lse in place. out, part (P, L, G, D) have last stride 1; lse, part_lse (P, L, G) are float32."""
     P, L, G, D = out.shape
     assert out.stride(-1) == 1 and part.stride(-1) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, table
@@ -208,14 +209,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 
 def merge_buffers(
-    buffers: BranchBuffers,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    parts: torch.Tensor,
-    part_lses: torch.Tensor,
-    *,
-    is_concurrent: bool = False,
-    own: bool = False,
+    buffers: BranchBuffers, out: Tensor, lse: Tensor, parts: Tensor, part_lses: Tensor, *, is_concurrent: bool = False, own: bool = False
 ) -> None:
     """Same as ``branch_buffers.merge_buffers``, on the flat buffers of all branches.
 
@@ -231,9 +225,7 @@ def merge_buffers(
     _launch(_merge_kernel, buffers, out, (out, lse, parts, part_lses), strides, is_concurrent, ZERO_KEYS=buffers.zero_keys, OWN=own)
 
 
-def sum_buffers(
-    buffers: BranchBuffers, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, is_concurrent: bool = False
-) -> None:
+def sum_buffers(buffers: BranchBuffers, grads: Sequence[Tensor], parts: Sequence[Tensor], *, is_concurrent: bool = False) -> None:
     """Same as ``branch_buffers.sum_buffers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and each one's flat buffer."""
     first = grads[0]
     assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
@@ -243,8 +235,8 @@ def sum_buffers(
 def _launch(
     kernel: Any,
     buffers: BranchBuffers,
-    x: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
     strides: tuple[int, ...],
     is_concurrent: bool,
     **flags: bool,

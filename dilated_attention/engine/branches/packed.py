@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Bounds, Capabilities, Options
 from dilated_attention.backends.tiles.table import Walk, make_spans
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     # this module needs Triton
     from dilated_attention.engine.kernels.packed_rows import GatheredHeads
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 # the library finds a tile's segment by a search through the boundaries
 MOST_SEQUENCES = 2**14
 
@@ -136,9 +137,7 @@ def _direct_of(shape: Shape, length: int, device: torch.device) -> Direct | None
     return Direct(Bounds(of_queries, of_keys, *longest), slice(low, seen[-1]))
 
 
-def forward(
-    launches: PackedLaunches, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (1, Nq, H, D), lse (1, H, Nq)), contiguous."""
     assert saved is None
     _, n, H, _ = q.shape
@@ -153,9 +152,7 @@ def forward(
     return out, lse
 
 
-def backward(
-    launches: PackedLaunches, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
+def backward(launches: PackedLaunches, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``.
 
     With detached mixing each branch has its own output in place of the merged one, which is recomputed.

@@ -13,25 +13,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options
 from dilated_attention.engine.branches.launch_views import Call, launches_of, rows_of
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan, Problem
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
-def forward(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) of a whole call, contiguous; nothing is saved per branch."""
     assert saved is None
     out, lse = run_forward(plan, q, k, v, call)
     return out, lse.transpose(1, 2).contiguous()
 
 
-def backward(plan: Plan, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> Tensors:
     """Returns (dq, dk, dv) of a whole call. ``tensors``: dout, q, k, v, out and lse (B, H, Nq), as is ``dlse``."""
     assert saved is None
     dout, q, k, v, out, lse = tensors
@@ -39,16 +38,14 @@ def backward(plan: Plan, tensors: Tensors, call: Call, dlse: torch.Tensor | None
     return run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse)
 
 
-def forward_at_once(
-    options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_at_once(options: Options, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
     """``forward`` of a call that is one dense problem: a launch's results are those of the call."""
     assert saved is None
     out, lse = call.backend.forward(q, k, v, options)
     return out.contiguous(), lse.contiguous()
 
 
-def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved: torch.Tensor | None) -> Tensors:
+def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> Tensors:
     """``backward`` of a call that is one dense problem."""
     assert saved is None
     *views, lse = tensors
@@ -56,7 +53,7 @@ def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: torch
     return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, tensors[1:4], strict=True))
 
 
-def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) in the accumulation dtype)."""
     # that of sums: float64 for float64, else float32
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -87,16 +84,8 @@ def run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
 
 
 def run_backward(
-    plan: Plan,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: Call,
-    dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv) in the inputs' dtype. lse and dlse are (B, Nq, H)."""
     acc = lse.dtype
     make = torch.empty if plan.covered else torch.zeros
@@ -119,11 +108,7 @@ def run_backward(
 
 
 def _add_shares(
-    problems: tuple[Problem, ...],
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    tensors: tuple[torch.Tensor, ...],
-    call: Call,
-    dlse: torch.Tensor | None,
+    problems: tuple[Problem, ...], grads: tuple[Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...], call: Call, dlse: Tensor | None
 ) -> None:
     dout, q, k, v, out, lse = tensors
     dq, dk, dv = grads
@@ -143,7 +128,7 @@ def _add_shares(
             dv_.add_(part_dv)
 
 
-def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def shares(backend: Backend, tensors: tuple[Tensor, ...], options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
     """Returns a launch's shares (dq, dk, dv), including that of a gradient of lse.
 
     ``tensors`` are dout, q, k, v, out and lse; lse and ``dlse`` are (P, L, G).
@@ -160,13 +145,8 @@ def shares(backend: Backend, tensors: tuple[torch.Tensor, ...], options: Options
 
 
 def lse_share(
-    backward: Callable[..., tuple[torch.Tensor, ...]],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    backward: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
     """Computes what a gradient of lse adds to dq and dk, with a ``Backend.backward`` that takes none. lse and dlse are (P, G, L).
 
     dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
@@ -185,7 +165,7 @@ def lse_share(
     return dq, dk
 
 
-def without_padding(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns k and v with padded rows zeroed, so that a NaN in one of them cannot spread through 0 · NaN."""
     if padding is None:
         return k, v

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine.branches import fused_merge, packed, sequential
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
     # this module needs Triton
     from dilated_attention.engine.kernels.tiles import Share
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 # how a whole pass runs: (q, k, v, call, saved) -> (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype)
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Call, Tensor | None], tuple[Tensor, Tensor]]
 # (dout, q, k, v, out and lse, call, dlse (B, H, Nq), saved) -> (dq, dk, dv) in the inputs' dtype. All results are contiguous
-Backward = Callable[[Tensors, Call, torch.Tensor | None, torch.Tensor | None], Tensors]
+Backward = Callable[[Tensors, Call, Tensor | None, Tensor | None], Tensors]
 
 
 def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saves: bool = False) -> Forward:
@@ -88,27 +89,19 @@ def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
     return functools.partial(_fused_backward, pattern, shape)
 
 
-def forward(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a whole call, see ``Forward``."""
     return choose_forward(pattern, shape, (q, k, v), call)(q, k, v, call, None)
 
 
-def backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: torch.Tensor | None) -> Tensors:
+def backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None) -> Tensors:
     """Returns (dq, dk, dv) of a whole call, see ``Backward``."""
     return choose_backward(pattern, shape, tensors[:5], call)(tensors, call, dlse, None)
 
 
 def _fused_forward(
-    pattern: DilatedPattern,
-    shape: Shape,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    saved_branch_outputs: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -132,7 +125,7 @@ def _fused_forward(
 
 
 def _shares(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_saved: bool
+    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, call: Call, *, is_backward: bool, is_saved: bool
 ) -> tuple[Share, ...] | None:
     """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
     if not runs_on_tiles(pattern, shape, q, call, is_backward):
@@ -167,7 +160,7 @@ def is_one_problem(pattern: DilatedPattern, shape: Shape) -> bool:
     return (problem.k_start, problem.k_start + problem.k_len) == shape.keys
 
 
-def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call) -> int:
+def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call) -> int:
     """Number of elements of per-branch outputs that a forward over packed documents saves; 0 where its backward recomputes them."""
     if pattern.num_branches == 1 or not runs_on_tiles(pattern, shape, q, call, False):
         return 0
@@ -175,7 +168,7 @@ def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: torch.
     return elements if elements * q.element_size() <= saved_budget() else 0
 
 
-def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
     """Computes a piece of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
     shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
     q, k, v, out = tensors
@@ -185,7 +178,7 @@ def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, te
             part = _shape_of(shape, chunk)
             out_, lse_ = _narrow(shape, chunk, out, lse)
 
-            def before(direct_lse: torch.Tensor) -> None:
+            def before(direct_lse: Tensor) -> None:
                 direct_lse.copy_(lse_.transpose(1, 2))
 
             fused_merge.forward(
@@ -216,7 +209,7 @@ def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
     return replace(make_branch_buffers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
 
 
-def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: torch.Tensor, call: Call) -> None:
+def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
     """Computes a piece whose nested branches are visited together, each pair once; the other branches are merged into its result."""
     split = piece.split
     assert split is not None
@@ -235,7 +228,7 @@ def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, t
         out_, lse_ = _narrow(shape, chunk, out, lse)
         views = _narrow(shape, chunk, q, k, v)
 
-        def direct(direct_lse: torch.Tensor) -> None:
+        def direct(direct_lse: Tensor) -> None:
             _nested_forward(family, views, out_, direct_lse, call)
 
         buffers = make_branch_buffers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
@@ -245,7 +238,7 @@ def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, t
     _in_chunks(forward_chunk_sizes(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
 
 
-def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
+def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Tensor, call: Call) -> None:
     from dilated_attention.engine.kernels.nested_triton import nested_forward
 
     q, k, v = tensors
@@ -253,19 +246,14 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: torch.Tensor, l
 
 
 def _fused_backward(
-    pattern: DilatedPattern,
-    shape: Shape,
-    tensors: Tensors,
-    call: Call,
-    dlse: torch.Tensor | None,
-    saved_branch_outputs: torch.Tensor | None,
+    pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None
 ) -> Tensors:
     dout, q, k, v, out, lse = tensors
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     in_buffers = has_own_keys(pattern, shape) and (dlse is None or call.backend.capabilities.lse_grad)
     # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
     call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
-    saved_buffers: list[torch.Tensor | None] = []
+    saved_buffers: list[Tensor | None] = []
     if saved_branch_outputs is not None and call.detached:
         saved_buffers = _saved_buffers(pattern, shape).split(saved_branch_outputs, q.shape[0], head_dim=q.shape[3], with_direct=True)
 
@@ -296,8 +284,8 @@ def _fused_backward(
 
 
 def _own_of(
-    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, saved_branch_outputs: list[torch.Tensor | None]
-) -> list[torch.Tensor] | None:
+    pattern: DilatedPattern, branches: DilatedPattern, shape: Shape, chunk: Chunk, saved_branch_outputs: list[Tensor | None]
+) -> list[Tensor] | None:
     """Selects the saved outputs of ``pattern`` for one chunk and some branches, which are matched by (w, r) and head offsets."""
     if not saved_branch_outputs:
         return None
@@ -316,15 +304,13 @@ def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
     return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
 
 
-def forward_chunk_sizes(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, waiting: DilatedPattern | None = None
-) -> ChunkSizes:
+def forward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, waiting: DilatedPattern | None = None) -> ChunkSizes:
     """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_chunk_sizes``."""
     row_bytes = q.shape[3] * q.element_size() + 4
     return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
 
 
-def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, in_buffers: bool = True) -> ChunkSizes:
+def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, in_buffers: bool = True) -> ChunkSizes:
     """Returns the chunks of a backward, ``in_buffers`` or problem by problem."""
     if in_buffers:
         B, N, H, D = q.shape
@@ -336,14 +322,7 @@ def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: torch.Tensor,
     return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
 
 
-def _cut(
-    pattern: DilatedPattern,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    row_bytes: int,
-    budget: int,
-    waiting: DilatedPattern | None = None,
-) -> ChunkSizes:
+def _cut(pattern: DilatedPattern, q: Tensor, k: Tensor, row_bytes: int, budget: int, waiting: DilatedPattern | None = None) -> ChunkSizes:
     return make_chunk_sizes(
         pattern,
         waiting=waiting,
@@ -361,7 +340,7 @@ def saved_budget() -> int:
     return transient_budget(0)
 
 
-def _input_bytes(q: torch.Tensor, k: torch.Tensor) -> int:
+def _input_bytes(q: Tensor, k: Tensor) -> int:
     return (q.numel() + 2 * k.numel()) * q.element_size()
 
 
@@ -370,7 +349,7 @@ def is_fused(device_type: str, strategy: str = "auto") -> bool:
     return device_type == "cuda" or strategy == "fused"
 
 
-def _is_fused(shape: Shape, q: torch.Tensor, call: Call) -> bool:
+def _is_fused(shape: Shape, q: Tensor, call: Call) -> bool:
     """Whether the call is self-attention over a single document: each row of a branch is in one problem, which begins with its segment."""
     start, end = shape.queries
     whole = shape.queries == shape.keys and start == 0 and shape.documents == ((start, end),)
@@ -398,7 +377,7 @@ def _shape_of(shape: Shape, chunk: Chunk) -> Shape:
     return replace(shape, queries=positions, keys=positions, documents=(positions,), heads=chunk.heads)
 
 
-def _narrow(shape: Shape, chunk: Chunk, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _narrow(shape: Shape, chunk: Chunk, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns views of the chunk's positions and heads, or of the corresponding key/value heads where a tensor has only those."""
     positions = slice(*chunk.positions)
     return tuple(x[:, positions, slice(*(head * x.shape[2] // shape.num_heads for head in chunk.heads))] for x in tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from dilated_attention.engine.branches.plan import Problem
 
@@ -27,7 +27,7 @@ class Rows:
     heads: int
     shift: int = 0
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         """Returns the view (B, S, L, G, …) of x (B, N, H, …)."""
         B, _, _, *rest = x.shape
         s_B, s_N, s_H, *s_rest = x.stride()
@@ -49,14 +49,12 @@ def key_rows(problem: Problem, position_offset: int) -> Rows:
     )
 
 
-def extent(view: torch.Tensor) -> int:
+def extent(view: Tensor) -> int:
     """Returns the number of elements from the first to the last one of a view, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) if view.numel() else 0
 
 
-def launches(
-    views: Sequence[torch.Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None
-) -> Iterator[list[torch.Tensor]]:
+def launches(views: Sequence[Tensor], *, max_batch: int | None, max_extent: int | None, max_rows: int | None) -> Iterator[list[Tensor]]:
     """Folds (B, S, L, …) views into (P, L, …), cut so that each launch stays within a kernel's limits.
 
     Batch and segments fold into one dimension if the strides of *all* views allow it. Otherwise each batch element or each segment is

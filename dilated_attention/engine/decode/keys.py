@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.compose import Intersection
@@ -38,15 +39,15 @@ class Runs:
         dense: (B,) int32: set if each row reads exactly the first ``dense`` positions; None for other sets of keys.
     """
 
-    first: torch.Tensor
-    ends: torch.Tensor
-    stride: torch.Tensor
+    first: Tensor
+    ends: Tensor
+    stride: Tensor
     max_keys: int
-    kept: torch.Tensor | None = None
-    dense: torch.Tensor | None = None
+    kept: Tensor | None = None
+    dense: Tensor | None = None
 
     @classmethod
-    def of(cls, first: torch.Tensor, count: torch.Tensor, stride: torch.Tensor, max_keys: int, **more: torch.Tensor | None) -> Runs:
+    def of(cls, first: Tensor, count: Tensor, stride: Tensor, max_keys: int, **more: Tensor | None) -> Runs:
         ends = count.clamp(min=0).cumsum(-1, dtype=torch.int32)
         return cls(first.to(torch.int32).contiguous(), ends.contiguous(), stride, max_keys, **more)
 
@@ -54,7 +55,7 @@ class Runs:
     def num_groups(self) -> int:
         return self.first.shape[1]
 
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self) -> tuple[Tensor, Tensor]:
         """Returns (positions (B, G, L) int64, bool mask of those that are used), where L is the most keys of any of these rows.
 
         On devices other than the CPU, this synchronizes with the host.
@@ -103,7 +104,7 @@ class RowKeys(ABC):
         self.device = device
 
     @abstractmethod
-    def runs(self, positions: torch.Tensor) -> Runs:
+    def runs(self, positions: Tensor) -> Runs:
         """Returns the runs of rows at ``positions`` (B,) int64, computed elementwise on the device."""
 
     def prepare(self, positions: Sequence[int]) -> int:
@@ -153,7 +154,7 @@ class DilatedKeys(RowKeys):
         self._rates = torch.tensor([r for _, r in branches], device=device)
         self._stride = self._rates.to(torch.int32)
 
-    def runs(self, positions: torch.Tensor) -> Runs:
+    def runs(self, positions: Tensor) -> Runs:
         at = positions[:, None, None]
         inside = at % self._lengths
         # never negative where the branch takes the row, since offsets are below the rate
@@ -193,7 +194,7 @@ class WindowKeys(RowKeys):
     def num_needed(self) -> int:
         return min(self.left + 1 + self.first_keys, self.max_length)
 
-    def runs(self, positions: torch.Tensor) -> Runs:
+    def runs(self, positions: Tensor) -> Runs:
         low = (positions - self.left).clamp(min=self.first_keys)
         near = positions + 1 - low
         if self.first_keys:
@@ -254,7 +255,7 @@ class BlockKeys(RowKeys):
                 self._rows[request] = row
         return self.generation
 
-    def _columns_of(self, row: int) -> torch.Tensor:
+    def _columns_of(self, row: int) -> Tensor:
         """Returns (G, width), the kept columns of a row of blocks, with −1 after the last."""
         entries = self.pattern.entries_of_heads(
             self.pattern.grid(self.max_length, (row, row + 1), self.device), tuple(range(self.num_groups))
@@ -266,7 +267,7 @@ class BlockKeys(RowKeys):
         columns[entries.group, place] = entries.column
         return columns
 
-    def runs(self, positions: torch.Tensor) -> Runs:
+    def runs(self, positions: Tensor) -> Runs:
         assert len(self._rows) == positions.shape[0], "prepare() first"
         size = self.pattern.k_block
         at = positions[:, None, None]

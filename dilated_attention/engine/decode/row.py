@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.decode.keys import Runs
@@ -28,9 +29,9 @@ class Cached:
         fixed: number of first positions whose slots are never reused.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor | None = None
+    k: Tensor
+    v: Tensor
+    table: Tensor | None = None
     wraps: bool = False
     fixed: int = 0
 
@@ -38,7 +39,7 @@ class Cached:
     def slots(self) -> int:
         return self.k.shape[1]
 
-    def places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (first index, second index) into k and v for positions (B, …) int64."""
         batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
         if self.table is not None:
@@ -48,18 +49,18 @@ class Cached:
             slot = torch.where(positions < self.fixed, positions, self.fixed + (positions - self.fixed) % (self.slots - self.fixed))
         return batch.expand_as(slot), slot
 
-    def write(self, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores k, v (B, n, K, D) at positions (B, n)."""
         at = self.places(positions)
         self.k[at], self.v[at] = k, v
 
-    def read(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies (B, n, K, D) of the keys and values at positions (B, n)."""
         at = self.places(positions)
         return self.k[at], self.v[at]
 
 
-def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
     """Returns (out (B, H, D) in q's dtype, lse (B, H)) for q (B, H, D).
 
     It gathers each row's keys and computes one softmax, in plain torch on any device and in any dtype. A row without keys has out 0 and

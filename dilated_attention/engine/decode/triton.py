@@ -17,12 +17,13 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
 
-Table = tuple[torch.Tensor, torch.Tensor]
+Table = tuple[Tensor, Tensor]
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -232,9 +233,7 @@ def _turned(x_ptr, cos_ptr, sin_ptr, batch, d, inside, HALF: tl.constexpr, ROTAT
     return x
 
 
-def rotate_and_append(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, cached: Cached, tables: tuple[Table, Table] | None
-) -> torch.Tensor:
+def rotate_and_append(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cached: Cached, tables: tuple[Table, Table] | None) -> Tensor:
     """Returns q (B, H, D) rotated, and writes rotated k and v (B, K, D) into the cache at positions (B,).
 
     One kernel replaces about twenty torch kernels.
@@ -258,9 +257,7 @@ def rotate_and_append(
     return out
 
 
-def decode(
-    q: torch.Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
     """Same as ``engine.decode.row.decode``, without a host synchronization.
 
     Args:

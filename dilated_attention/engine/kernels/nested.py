@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # the largest number of table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes;
 # in addition, the entries of a single head take 20 bytes each.
@@ -142,9 +143,9 @@ class TileTable:
     shared (Q, T) int32: the multiplicity m of every pair of the two tiles.
     """
 
-    tiles: torch.Tensor
-    shared: torch.Tensor
-    counts: torch.Tensor
+    tiles: Tensor
+    shared: Tensor
+    counts: Tensor
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,7 +156,7 @@ def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int,
     query = torch.arange(top // span)[:, None] * span
     # key groups (class, branch, steps): every exact level below this one, then everything that this level takes
     groups = [(c, c + 1, family.row_steps(c)) for c in range(level)] + [(level, level, (0,))]
-    columns: list[tuple[torch.Tensor, ...]] = []
+    columns: list[tuple[Tensor, ...]] = []
     for key_level, branch, steps in groups:
         rate, length = family.rates[branch], family.lengths[key_level]
         key_span = tile_keys * rate
@@ -179,10 +180,10 @@ def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int,
 
 
 class DeviceTable(NamedTuple):
-    tiles: torch.Tensor
-    bias: torch.Tensor
-    counts: torch.Tensor
-    starts: torch.Tensor
+    tiles: Tensor
+    bias: Tensor
+    counts: Tensor
+    starts: Tensor
     width: int
 
 
@@ -202,7 +203,7 @@ def device_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: in
 
 
 @functools.lru_cache(maxsize=64)
-def device_offsets(family: NestedFamily, device: torch.device) -> torch.Tensor:
+def device_offsets(family: NestedFamily, device: torch.device) -> Tensor:
     return torch.tensor(family.offsets, dtype=torch.int32, device=device)
 
 
@@ -218,15 +219,15 @@ def level_constants(
 
 def nested_attention_twin(
     family: NestedFamily,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     tile_rows: int = 128,
     tile_keys: int = 128,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Runs the kernels' walk over tile tables in plain torch, in q's dtype, one query tile of one head at a time. It is slow, for tests.
 
     q (B, N, H, D), k, v (B, N, Hk, D), N ≥ family.num_positions → out (B, N_full, H, D), lse (B, H, N_full).
@@ -254,9 +255,7 @@ def nested_attention_twin(
     return out, lse
 
 
-def _keys_of(
-    family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_of(family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int) -> tuple[Tensor, Tensor]:
     """Returns (positions, multiplicities) of all keys that a query tile visits, one tile after another."""
     count = int(table.counts[tile, 2])
     positions = []

@@ -5,24 +5,18 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention.backends.block_lists import on_device
-from dilated_attention.engine.kernels.nested import (
-    MAX_DESCRIPTORS,
-    TILE_KEYS,
-    NestedFamily,
-    device_offsets,
-    device_table,
-    level_constants,
-)
+from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, device_offsets, device_table, level_constants
 from dilated_attention.engine.kernels.nested_gluon import nested_kernel
 
 WARPGROUP_ROWS = 64
 
 
-def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
     """Describes x (B, N, H, D) as (batch, head, row, residue · token stride + channel): row t of residue a is position t·rate + a."""
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, tile, x.shape[3]], gl.bfloat16)
     shape = [x.shape[0], x.shape[2], rows // rate, rate * x.stride(1)]
@@ -30,8 +24,8 @@ def _descriptor(x: torch.Tensor, rows: int, rate: int, tile: int) -> TensorDescr
 
 
 def gluon_forward(
-    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor,
-    lse: torch.Tensor,
+    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor,
+    lse: Tensor,
     *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``reasons_against`` must be empty.
@@ -51,7 +45,7 @@ def gluon_forward(
     offsets = device_offsets(family, q.device)
     made: dict[tuple[str, int, int], TensorDescriptor] = {}
 
-    def descriptor(name: str, x: torch.Tensor, rate: int, tile: int) -> TensorDescriptor:
+    def descriptor(name: str, x: Tensor, rate: int, tile: int) -> TensorDescriptor:
         # levels share most descriptors, and making one takes as long as a launch
         if (name, rate, tile) not in made:
             made[name, rate, tile] = _descriptor(x, family.num_positions, rate, tile)

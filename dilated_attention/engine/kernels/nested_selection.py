@@ -10,7 +10,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
 from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
@@ -67,7 +67,7 @@ def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], 
 
 
 def reasons_against(
-    request: AttentionRequest, pattern: DilatedPattern, tensors: tuple[torch.Tensor, ...], num_documents: int, scale: float
+    request: AttentionRequest, pattern: DilatedPattern, tensors: tuple[Tensor, ...], num_documents: int, scale: float
 ) -> list[str]:
     """Returns every reason why the nested kernel cannot run the forward of q, k, v; an empty list if it can."""
     q, k, v = tensors
@@ -94,7 +94,7 @@ def reasons_against(
     return reasons + nested_triton.reasons_against(family, q, k, v, scale)
 
 
-def is_worth_it(pattern: DilatedPattern, q: torch.Tensor, is_causal: bool) -> bool:
+def is_worth_it(pattern: DilatedPattern, q: Tensor, is_causal: bool) -> bool:
     """Whether visiting shared pairs once is faster than running branch by branch, for a call without reasons in ``reasons_against``."""
     B, N, H, D = q.shape
     piece = make_pieces(pattern, H, N)[0]

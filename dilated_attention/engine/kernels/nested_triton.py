@@ -14,6 +14,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES
 from dilated_attention.backends.block_lists import on_device
@@ -128,8 +129,8 @@ def nested_pointer_kernel(
 
 
 def triton_forward(
-    family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, out: torch.Tensor,
-    lse: torch.Tensor,
+    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor,
+    lse: Tensor,
     *, tile_rows: int = 128, tile_keys: int = 64, num_warps: int = 8, num_stages: int = 2,
 ) -> None:  # fmt: skip
     """Launches the Triton kernel. Arguments are those of ``nested_forward``."""
@@ -148,7 +149,7 @@ def triton_forward(
             )  # fmt: skip
 
 
-def reasons_against(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
+def reasons_against(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
     """Returns every reason why ``nested_forward`` cannot take these tensors (or is slower than branch by branch); empty if it can."""
     if q.device.type != "cuda":
         return [f"needs a CUDA GPU, not {q.device.type}"]
@@ -161,7 +162,7 @@ def reasons_against(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     return reasons + why_not_tensors(family, q, k, v, scale)
 
 
-def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> list[str]:
+def why_not_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
     """Returns the reasons of ``reasons_against`` that concern the family and the tensors, whatever the machine."""
     reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
     if family.num_levels > MAX_DESCRIPTORS + 1:
@@ -187,23 +188,14 @@ def why_not_tensors(family: NestedFamily, q: torch.Tensor, k: torch.Tensor, v: t
     return reasons
 
 
-def _by_tma(x: torch.Tensor) -> bool:
+def _by_tma(x: Tensor) -> bool:
     steps = 16 // x.element_size()
     aligned = all(stride % steps == 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
     # residue · token stride + channel is one coordinate of the descriptor
     return aligned and x.stride(3) == 1 and x.stride(1) >= x.shape[3] and x.data_ptr() % 16 == 0
 
 
-def nested_forward(
-    family: NestedFamily,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def nested_forward(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor) -> None:
     """Computes attention over the whole longest segments, each pair once. ``reasons_against`` must be empty, also for ``out`` as q.
 
     q (B, N, H, D), k, v (B, N, Hk, D) → written into out (B, N, H, D) in q's dtype and lse (B, H, N) float32 (natural log), positions

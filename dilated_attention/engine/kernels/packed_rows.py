@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Bounds, Options
 from dilated_attention.backends.block_lists import on_device
@@ -49,7 +50,7 @@ class _Rows:
         places: the number of places of all heads.
     """
 
-    def __init__(self, columns: tuple[torch.Tensor, ...], places: int, device: torch.device) -> None:
+    def __init__(self, columns: tuple[Tensor, ...], places: int, device: torch.device) -> None:
         head, first, rate, place, count = columns
         tiles = -(-count // _ROWS)
         owner = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
@@ -61,7 +62,7 @@ class _Rows:
         self.has_gaps = int(count.sum()) < places
         self._launches: dict[Hashable, KernelLaunch] = {}
 
-    def gather(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def gather(self, x: Tensor, index: int) -> Tensor:
         """Returns the rows (1, places, 1, D) of x (1, N, H, D), of any strides whose last one is 1."""
         D = x.shape[3]
         # a kernel reads whole tiles, so rows that belong to no sequence must be finite
@@ -79,7 +80,7 @@ class _Rows:
 class GatheredHeads:
     """Query heads [first, last) of a pattern whose gathered rows are in memory at the same time; it is built once for calls alike."""
 
-    def __init__(self, heads: Range, prepared_call: Prepared, sequences: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, heads: Range, prepared_call: Prepared, sequences: tuple[Tensor, ...]) -> None:
         self.prepared, self.heads = prepared_call, heads
         head, first, rate, place, count, first_key, key_place, seen = sequences
         num_heads, device = prepared_call.num_heads, prepared_call.device
@@ -89,18 +90,16 @@ class GatheredHeads:
         self.bounds = Bounds(of_queries.bounds, of_keys.bounds, of_queries.most, of_keys.most, of_queries.used, of_keys.used)
         self._launches: dict[Hashable, KernelLaunch] = {}
 
-    def _narrow(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _narrow(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         first, last = self.heads
         return tensors if last - first == tensors[0].shape[2] else tuple(x[:, :, first:last] for x in tensors)
 
-    def _combine(self, key: Hashable, make: Callable[[], KernelLaunch], tensors: tuple[torch.Tensor, ...]) -> None:
+    def _combine(self, key: Hashable, make: Callable[[], KernelLaunch], tensors: tuple[Tensor, ...]) -> None:
         if key not in self._launches:
             self._launches[key] = make()
         self._launches[key]([x.data_ptr() for x in tensors], lambda: tensors, self.prepared.index)
 
-    def forward(
-        self, backend: Backend, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def forward(self, backend: Backend, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merges the branches' results into out (1, n, H, D) and lse (1, H, n), which hold those of the direct branch, if any."""
         p = self.prepared
         q, k, v, out = self._narrow(q, k, v, out)
@@ -114,9 +113,7 @@ class GatheredHeads:
             tensors = out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets
             self._combine(("merge", out.stride()), lambda: merge_launch(p, out), tensors)
 
-    def backward(
-        self, backend: Backend, options: Options, tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], own: bool
-    ) -> None:
+    def backward(self, backend: Backend, options: Options, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], own: bool) -> None:
         """Adds the branches' shares to dq, dk, dv, which hold those of the direct branch, if any.
 
         Args:
@@ -147,12 +144,12 @@ class GatheredHeads:
             self._combine(("sum", *strides), lambda: sum_launch(p, strides), sums)
 
 
-def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[torch.Tensor, ...]:
+def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[Tensor, ...]:
     """Returns of each sequence, ordered by place: head, first query row, rate, place, queries; first key row, place, keys that are seen."""
     walk, (first, last) = p.call.walk, shape.queries
     queries, keys = make_spans(walk, False), make_spans(walk, True)
     document = shape.documents[0]
-    found: list[tuple[torch.Tensor, ...]] = []
+    found: list[tuple[Tensor, ...]] = []
     for branch, (_, rate) in enumerate(pattern.branches):
         if branch == walk.direct:
             continue

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.dropout_triton import dropout_words
@@ -18,7 +19,7 @@ from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.kernels.tiles_layout import layout_of, ranges_of
 from dilated_attention.pattern import DilatedPattern
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: 
 
 
 def make_shares(
-    pattern: DilatedPattern, shape: Shape, q: torch.Tensor, k: torch.Tensor, call: Call, *, is_backward: bool, is_saved: bool
+    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, call: Call, *, is_backward: bool, is_saved: bool
 ) -> tuple[Share, ...]:
     """Returns the shares that run one after another (``tiles_layout.ranges_of``), each with the data its launches have in common.
 
@@ -67,8 +68,8 @@ def make_shares(
 
 
 def forward(
-    shares: tuple[Share, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, saved_branch_outputs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    shares: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``saved_branch_outputs`` receives the branches' outputs for ``backward``."""
     k, v = without_padding(k, v, call.padding)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -79,8 +80,8 @@ def forward(
 
 
 def backward(
-    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: torch.Tensor | None, saved_branch_outputs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv) in the inputs' dtype.
 
     Args:
@@ -109,24 +110,24 @@ def backward(
     return dq, dk, dv
 
 
-def _forward(share: Share, tensors: Tensors, lse: torch.Tensor, call: Call, parts: torch.Tensor | None = None) -> None:
+def _forward(share: Share, tensors: Tensors, lse: Tensor, call: Call, parts: Tensor | None = None) -> None:
     q, k, v, out = tensors
     padding, words = _padding(call, share), _words(call, share)
     tiles.forward(share.prepared, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
 
 
-def _narrow(share: Share, num_heads: int, *tensors: torch.Tensor) -> Tensors:
+def _narrow(share: Share, num_heads: int, *tensors: Tensor) -> Tensors:
     """Returns views of a share's batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
     if share.whole:
         return tensors
     return tuple(x[slice(*share.batch), :, slice(*(h * x.shape[2] // num_heads for h in share.heads))] for x in tensors)
 
 
-def _rows_of(share: Share, x: torch.Tensor) -> torch.Tensor:
+def _rows_of(share: Share, x: Tensor) -> Tensor:
     return x if share.whole else x[slice(*share.batch), slice(*share.heads)]
 
 
-def _padding(call: Call, share: Share) -> torch.Tensor | None:
+def _padding(call: Call, share: Share) -> Tensor | None:
     return None if call.padding is None else call.padding[slice(*share.batch)]
 
 

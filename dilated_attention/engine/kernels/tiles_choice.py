@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
 from dilated_attention.engine.branches.chunking import backward_buffers_chunk_sizes
@@ -45,7 +46,7 @@ _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 
-def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: torch.Tensor, call: Call, is_backward: bool) -> bool:
+def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call, is_backward: bool) -> bool:
     """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward saved."""
     if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
         # tables have all keys of the documents

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
@@ -60,7 +61,7 @@ def sizes(which: str, head_dim: int) -> HopperSizes | None:
     return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
-def reasons_against(p: Prepared, tensors: Sequence[torch.Tensor], flags: dict[str, Any]) -> list[str]:
+def reasons_against(p: Prepared, tensors: Sequence[Tensor], flags: dict[str, Any]) -> list[str]:
     """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
     reasons = []
     if flags.get("DROPOUT") and p.shared and p.group > 1:
