@@ -169,6 +169,17 @@ def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:
     return tuple(versions)
 
 
+@functools.lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later)."""
+    return _importable("triton.experimental.gluon")
+
+
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

@@ -1,27 +1,22 @@
-"""Nested families: the rule, the tile tables through the plain-torch twin, the kernels' walk interpreted on the CPU, the Hopper kernel on a
-GPU.
+"""Nested families: the rule, the tile tables through the plain-torch twin, the Hopper kernel on a GPU.
 
-Gluon does not interpret: ``nested_gluon`` is compared with float64 on an H200 only. ``nested_triton`` walks the same tables and does
-interpret.
+Gluon does not interpret: ``nested_gluon`` is compared with float64 on an H200 only.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention.engine.kernels.nested import nested_attention_twin, nested_family, tile_table, why_not_nested
+from dilated_attention.engine.kernels.nested import nested_family, tile_table, why_not_nested
+from dilated_attention.engine.kernels.nested_selection import reasons_against_tensors, why_not_tensors
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.pattern import DilatedPattern
+from tests.helpers.nested_twin import nested_attention_twin
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 
@@ -112,53 +107,15 @@ def test_long_segments_are_the_sequence() -> None:
 
 
 def test_rule_names_every_reason() -> None:
-    triton_kernel = pytest.importorskip("dilated_attention.engine.kernels.nested_triton")
     family = family_of(DilatedPattern(*LONGNET), 4, 32768)
     x = torch.empty(1, 32768, 4, 64, dtype=torch.bfloat16)
-    assert triton_kernel.why_not_tensors(family, x, x, x) == []
-    assert triton_kernel.reasons_against(family, x, x, x) == ["needs a CUDA GPU, not cpu"]
-    assert "dtypes" in triton_kernel.why_not_tensors(family, x.float(), x, x)[0]
-    assert "scale" in triton_kernel.why_not_tensors(family, x, x, x, scale=-1.0)[0]
-    assert "head dim 32" in triton_kernel.why_not_tensors(family, *[x[..., :32]] * 3)[0]
-    assert "strides" in triton_kernel.why_not_tensors(family, x, x, x.transpose(1, 3).contiguous().transpose(1, 3))[0]
-    assert "positions" in triton_kernel.why_not_tensors(family, x[:, :-1], x, x)[0]
-
-
-INTERPRETED = """
-import json, sys
-import torch
-from dilated_attention.engine.kernels.nested import nested_attention_twin, nested_family
-from dilated_attention.engine.kernels.nested_triton import triton_forward
-worst = {}
-for lengths, rates, H, Hk, tile in (((64, 128), (1, 2), 2, 1, 16), ((96, 192), (2, 6), 3, 3, 16)):
-    family = nested_family(lengths, rates, [[h % r for h in range(H)] for r in rates], 2 * lengths[-1] - 5)
-    for is_causal in (False, True):
-        torch.manual_seed(1)
-        q = torch.randn(2, 2 * lengths[-1], H, 16).transpose(1, 2).contiguous().transpose(1, 2)
-        k, v = (torch.randn(2, 2 * lengths[-1], Hk, 16) for _ in range(2))
-        expected, expected_lse = nested_attention_twin(
-            family, q.double(), k.double(), v.double(), is_causal=is_causal, scale=0.3, tile_rows=tile, tile_keys=tile)
-        out, lse = torch.zeros_like(q), torch.full((2, H, 2 * lengths[-1]), -torch.inf)
-        triton_forward(family, q, k, v, is_causal, 0.3, out, lse, tile_rows=tile, tile_keys=tile)
-        n = family.num_positions
-        taken = expected_lse > -torch.inf
-        assert torch.equal(lse[:, :, :n] > -torch.inf, taken)
-        worst[f"{lengths} {is_causal}"] = [
-            (out[:, :n] - expected).abs().max().item(), (lse[:, :, :n] - expected_lse)[taken].abs().max().item()]
-json.dump(worst, sys.stdout)
-"""
-
-
-@pytest.mark.slow
-def test_interpreted_kernel_is_the_twin() -> None:
-    pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    # interpretation is decided when Triton is imported: a process of its own
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for case, errors in json.loads(done.stdout).items():
-        assert max(errors) < 5e-6, (case, errors)
+    assert why_not_tensors(family, x, x, x) == []
+    assert reasons_against_tensors(family, x, x, x) == ["needs a CUDA GPU, not cpu"]
+    assert "dtypes" in why_not_tensors(family, x.float(), x, x)[0]
+    assert "scale" in why_not_tensors(family, x, x, x, scale=-1.0)[0]
+    assert "head dim 32" in why_not_tensors(family, *[x[..., :32]] * 3)[0]
+    assert "strides" in why_not_tensors(family, x, x, x.transpose(1, 3).contiguous().transpose(1, 3))[0]
+    assert "positions" in why_not_tensors(family, x[:, :-1], x, x)[0]
 
 
 HALVES = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -179,7 +136,7 @@ HALVES = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
     ],
 )
 def test_hopper_kernel_is_the_definition(lengths: list[int], rates: list[int], is_causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-    triton_kernel = pytest.importorskip("dilated_attention.engine.kernels.nested_triton")
+    hopper = pytest.importorskip("dilated_attention.engine.kernels.nested_hopper")
     B, H, Hk, n = 2, 4, 2, 2 * lengths[-1] + 40
     pattern = DilatedPattern(lengths, rates)
     family = family_of(pattern, H, n)
@@ -187,10 +144,10 @@ def test_hopper_kernel_is_the_definition(lengths: list[int], rates: list[int], i
     q = torch.randn(B, H, n, head_dim, device="cuda", dtype=dtype).transpose(1, 2)  # heads outside, as torch has them
     kv = torch.randn(B, n, 2, Hk, head_dim, device="cuda", dtype=dtype)  # packed
     k, v = kv.unbind(2)
-    if reasons := triton_kernel.reasons_against(family, q, k, v):
+    if reasons := reasons_against_tensors(family, q, k, v):
         pytest.skip("; ".join(reasons))
     out, lse = torch.full((B, n, H, head_dim), torch.nan, device="cuda", dtype=dtype), torch.full((B, H, n), torch.nan, device="cuda")
-    triton_kernel.nested_forward(family, q, k, v, is_causal, head_dim**-0.5, out, lse)
+    hopper.nested_forward(family, q, k, v, is_causal, head_dim**-0.5, out, lse)
     full = family.num_positions
     assert out[:, full:].isnan().all() and not out[:, :full].isnan().any() and not lse[:, :, :full].isnan().any()
     rows = torch.randint(full, (400,), generator=torch.Generator().manual_seed(3)).tolist()

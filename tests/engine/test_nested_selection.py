@@ -10,10 +10,11 @@ import torch
 from dilated_attention import BackendUnavailable, DilatedPattern, dilated_attention
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.kernels import nested_selection
-from dilated_attention.engine.kernels.nested import NestedFamily, nested_attention_twin
+from dilated_attention.engine.kernels.nested import NestedFamily
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.testing import Case, call, inputs, max_error, reference, results
 from tests.helpers.fused import run_fused
+from tests.helpers.nested_twin import nested_attention_twin
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))

@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
 from dilated_attention.backends.block_lists import BlockLists, on_device
+from dilated_attention.backends.hardware import multiprocessors
 
 # a list counts as long if it has more than this many times the mean
 _LONG = 4
@@ -77,7 +78,7 @@ class GluonBlocksBackend(BlocksBackend):
         bits = lists.bits if lists.masks is not None else lists.columns
         shape = (H, H // k.shape[2], lists.num_heads if lists.num_batch > 1 else 0, int(lists.num_heads > 1), order is not None)
         with on_device(q.device):
-            kernel[(min(total, launch.programs * _multiprocessors(q.device)),)](
+            kernel[(min(total, launch.programs * multiprocessors(q.device)),)](
                 descriptor(q, 64), descriptor(k, tile), descriptor(v, tile), descriptor(out, 64),
                 lists.row_starts, lists.columns, masks, bits, lists.columns if order is None else order, lse,
                 lists.num_rows, lists.num_entries, total, Nq, lists.num_keys, *lse.stride(), options.scale,
@@ -117,8 +118,3 @@ def _kernel():  # type: ignore[no-untyped-def]
         return TensorDescriptor(x, [B, H, N, D], [x.stride(0), x.stride(2), x.stride(1), 1], [1, 1, tile, D], layout)
 
     return blocks_kernel, descriptor
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

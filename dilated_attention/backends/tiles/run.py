@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
+from dilated_attention.backends.hardware import has_gluon
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
@@ -19,7 +19,6 @@ from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.backends.tiles.sizes import sizes
 
-HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
 # elements per program of the merge kernel and of the sum kernel
@@ -28,7 +27,7 @@ _MERGE, _SUM = 4096, 4096
 
 def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
     """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
-    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not HAS_GLUON:
+    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not has_gluon():
         return None
     from dilated_attention.backends.tiles.hopper import launches
 

@@ -239,7 +239,7 @@ def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, t
 
 
 def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Tensor, call: Call) -> None:
-    from dilated_attention.engine.kernels.nested_triton import nested_forward
+    from dilated_attention.engine.kernels.nested_hopper import nested_forward
 
     q, k, v = tensors
     nested_forward(family, q, k, v, call.is_causal, call.options.scale, out, lse)

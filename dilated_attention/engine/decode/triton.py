@@ -12,14 +12,13 @@ combines them at the end.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import multiprocessors
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
 
@@ -276,7 +275,7 @@ def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: i
     if q.dtype is torch.float32:
         keys = max(16, keys // 2)
     if num_splits is None:
-        rows, processors = B * (H // heads), _multiprocessors(q.device)
+        rows, processors = B * (H // heads), multiprocessors(q.device)
         wanted = triton.cdiv((_PROGRAMS if rows < processors else _PROGRAMS_OF_MANY_ROWS) * processors, max(1, rows))
         num_splits = max(1, min(wanted, triton.cdiv(runs.max_keys, keys), _MOST_SPLITS))
     out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
@@ -302,8 +301,3 @@ def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: i
             D=D, BLOCK_D=block_d, SPLITS=triton.next_power_of_2(num_splits), STEP=min(_MERGED_AT_ONCE, triton.next_power_of_2(num_splits)),
         )  # fmt: skip
     return out, lse
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

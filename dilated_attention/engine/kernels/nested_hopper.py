@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import multiprocessors
 from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, device_offsets, device_table, level_constants
 from dilated_attention.engine.kernels.nested_gluon import nested_kernel
 
@@ -23,23 +22,31 @@ def _descriptor(x: Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [x.stride(0), x.stride(2), rate * x.stride(1), 1], [1, 1, tile, x.shape[3]], layout)
 
 
-def gluon_forward(
-    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor,
-    lse: Tensor,
+def nested_forward(
+    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor,
     *, wide: bool | None = None, stages: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Launches the Gluon kernel once per level. Arguments are those of ``nested_forward``, whose ``reasons_against`` must be empty.
+    """Computes attention over the whole longest segments, each pair once, in one launch per level.
 
-    ``wide``: use query tiles of 256 rows where they fit, at head dim 64. Measured on an H200 with 12 heads, N = 512k: 11.43 ms against
-    11.60 ms, causal 8.80 against 7.54, since wider tiles have more of the diagonal. So they are the default only without causality.
-    ``stages``: stages of keys and values in the ring. (2, 2) and (3, 2) are equally fast at head dim 128 (22.60 and 22.71 ms), and (4, 4)
-    is 4 % faster than (2, 2) at 64.
+    ``nested_selection.reasons_against_tensors`` must be empty, also for ``out`` as q.
+
+    Args:
+        q, k, v: (B, N, H, D), (B, N, Hk, D) twice.
+        out, lse: (B, N, H, D) in q's dtype and (B, H, N) float32 (natural log); only the family's positions are written.
+        wide: use query tiles of 256 rows where they fit, at head dim 64. Measured on an H200 with 12 heads, N = 512k: 11.43 ms against
+            11.60 ms, causal 8.80 against 7.54, since wider tiles have more of the diagonal. So they are the default only without causality.
+        stages: stages of keys and values in the ring. (2, 2) and (3, 2) are equally fast at head dim 128 (22.60 and 22.71 ms), and (4, 4)
+            is 4 % faster than (2, 2) at 64.
     """
+    if family.rates[0] > 1:
+        # there are positions that no branch takes
+        out[:, : family.num_positions].zero_()
+        lse[:, :, : family.num_positions].fill_(-torch.inf)
     B, _, H, D = q.shape
     wide = not is_causal if wide is None else wide
     # A program takes every programs-th query tile, and the cost of causal tiles is periodic in powers of two. With an odd number of
     # programs, each of them gets tiles of all costs.
-    processors = _multiprocessors(q.device)
+    processors = multiprocessors(q.device)
     programs = processors - (1 if is_causal and processors % 2 == 0 else 0)
     segments = family.num_positions // family.lengths[-1]
     offsets = device_offsets(family, q.device)
@@ -71,8 +78,3 @@ def gluon_forward(
                 q.stride(1), k.stride(1), v.stride(1), out.stride(1), lse.stride(0), lse.stride(1), lse.stride(2), scale,
                 first, rates, row, constants, D, tile_keys, ring, is_causal, groups, num_warps=4, maxnreg=168 if groups == 2 else 96,
             )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

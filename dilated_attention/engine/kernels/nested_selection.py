@@ -7,19 +7,24 @@ treated as a separate, shorter sequence.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import itertools
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
-from dilated_attention.engine.kernels.nested import NestedFamily, nested_family
+from dilated_attention.backends.hardware import has_gluon
+from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, TILE_ROWS, NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # Floating-point operations of a call below which the kernel's launches, one per level, cost more than the saved pairs. On an H200 a call
 # takes about a millisecond of CPU time.
 MIN_OPERATIONS = 5e11
 _TILE = 128
+_HEAD_DIMS = tuple(sorted(NESTED_CAPABILITIES.head_dims or ()))
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,54 @@ def reasons_against(
         ]
     if "triton" not in request.hardware.packages:
         return reasons
-    from dilated_attention.engine.kernels import nested_triton
-
     family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
-    return reasons + nested_triton.reasons_against(family, q, k, v, scale)
+    return reasons + reasons_against_tensors(family, q, k, v, scale)
+
+
+def reasons_against_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
+    """Returns every reason why the kernel cannot take these tensors (or is slower than branch by branch) on their device."""
+    if q.device.type != "cuda":
+        return [f"needs a CUDA GPU, not {q.device.type}"]
+    capability = torch.cuda.get_device_capability(q.device)
+    reasons = []
+    if capability != (9, 0):
+        reasons.append(f"measured on sm_90 only, this is sm_{capability[0]}{capability[1]}")
+    if not has_gluon():
+        reasons.append(f"needs the Gluon language of Triton 3.6 or later, this is Triton {importlib.metadata.version('triton')}")
+    return reasons + why_not_tensors(family, q, k, v, scale)
+
+
+def why_not_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
+    """Returns the reasons of ``reasons_against_tensors`` that do not depend on the machine."""
+    reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
+    if family.num_levels > MAX_DESCRIPTORS + 1:
+        reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        reasons.append(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected all bfloat16 or all float16")
+    if q.shape[3] not in _HEAD_DIMS:
+        reasons.append(f"head dim {q.shape[3]}; expected one of {_HEAD_DIMS}")
+    if family.num_heads != q.shape[2] or q.shape[2] % k.shape[2]:
+        reasons.append(f"{family.num_heads} heads in the family, {q.shape[2]} query heads, {k.shape[2]} key heads")
+    if min(q.shape[1], k.shape[1], v.shape[1]) < family.num_positions:
+        reasons.append(f"the family has {family.num_positions} positions, the tensors {min(q.shape[1], k.shape[1], v.shape[1])}")
+    if max(family.num_positions, *(x.stride(1) * family.rates[-1] for x in (q, k, v))) >= 2**31:
+        reasons.append("positions and the elements between two rows of a progression are counted in 32 bits")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        reasons.append(f"scale {scale}; expected a scale above 0, since the maximum of a row is taken before scaling")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _by_tma(x):
+            reasons.append(
+                f"{name} with strides {x.stride()} at byte {x.data_ptr() % 16} of 16: "
+                "TMA needs a last stride of 1, and other strides in multiples of 16 bytes"
+            )
+    return reasons
+
+
+def _by_tma(x: Tensor) -> bool:
+    steps = 16 // x.element_size()
+    aligned = all(stride % steps == 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+    # residue · token stride + channel is one coordinate of the descriptor
+    return aligned and x.stride(3) == 1 and x.stride(1) >= x.shape[3] and x.data_ptr() % 16 == 0
 
 
 def is_worth_it(pattern: DilatedPattern, q: Tensor, is_causal: bool) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.hardware import multiprocessors
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch
@@ -36,11 +36,6 @@ _SIZES = {
 }
 
 
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch:
     """Builds the launch of a Hopper kernel.
 
@@ -53,7 +48,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
-    return KernelLaunch(_KERNELS[which], min(total, _multiprocessors(p.device)), (*numbers, total), constants, table=table)
+    return KernelLaunch(_KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, table=table)
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
