@@ -237,17 +237,9 @@ class Backend(ABC):
         lse.copy_(part_lse)
 
     def backward_into(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dlse: Tensor | None = None,
-    ) -> None:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """``backward`` that writes its contributions into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
         for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
             grad.copy_(share)
@@ -260,17 +252,9 @@ class Backend(ABC):
         raise AssertionError(f"{self.name} takes no boundaries of sequences")
 
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, options: Options,
         grads: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes the gradients of ``forward_packed`` into (dq, dk, dv), all of them views of any strides (the last one 1)."""
         raise AssertionError(f"{self.name} takes no boundaries of sequences")
 
@@ -279,17 +263,9 @@ class Backend(ABC):
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 

@@ -49,18 +49,9 @@ def _words_kernel(  # type: ignore[no-untyped-def]
 
 
 def dropout_words(
-    seed: int,
-    batch: int,
-    heads: int,
-    num_positions: int,
-    device: torch.device | str,
-    *,
-    position_offset: int = 0,
-    num_keys: int | None = None,
-    key_position_offset: int | None = None,
-    first_head: int = 0,
-    first_batch: int = 0,
-) -> Words:
+    seed: int, batch: int, heads: int, num_positions: int, device: torch.device | str, *, position_offset: int = 0,
+    num_keys: int | None = None, key_position_offset: int | None = None, first_head: int = 0, first_batch: int = 0,
+) -> Words:  # fmt: skip
     """Returns contiguous (a (B, H, N), c (B, H, N), b (B, H, M)) of consecutive batch entries, heads and positions, in one launch.
 
     Args:

@@ -42,6 +42,12 @@ def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None)
     return out_PLGD.masked_fill(empty_PL[:, :, None, None], 0.0), lse_PGL.masked_fill(empty_PL[:, None, :], -torch.inf)
 
 
+def flash_sides(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Returns ``window_sizes`` as FlashAttention 2 and 3 take them, with −1 for unbounded."""
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    return -1 if left is None else left, -1 if right is None else right
+
+
 def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
     """Returns (left, right) in flash-attn's convention: relative to the diagonal that ends at the last query and last key."""
     if options.mask.band is None:

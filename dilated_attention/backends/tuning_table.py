@@ -40,6 +40,8 @@ _SAME_RATE = 0.03
 RERUN = "python -m dilated_attention bench --tune"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
 _PASSES = ("forward", "backward")
+# what a file says about its rows, and of which type
+_HEAD: tuple[tuple[str, type], ...] = (("architecture", str), ("environment", dict), ("date", str), ("source", str))
 _SHIPPED = Path(__file__).parent / "shipped"
 # the largest number allowed in a table, and the largest size of its file in bytes
 _MOST, _MOST_BYTES = 2**62, 2**26
@@ -264,10 +266,7 @@ def save(table: TuningTable, path: Path) -> None:
     """Writes ``table`` as JSON, one row per line; a reader sees either the old file or the new one, never a partial one."""
     head = {
         "format": FORMAT,
-        "architecture": table.architecture,
-        "environment": table.environment,
-        "date": table.date,
-        "source": table.source,
+        **{key: getattr(table, key) for key, _ in _HEAD},
         "timings": "each: backend, milliseconds, TFLOP/s; fastest first",
     }
     rows = [json.dumps(as_dict(row), ensure_ascii=False) for row in table.rows]
@@ -277,14 +276,9 @@ def save(table: TuningTable, path: Path) -> None:
 
 
 def as_dict(row: TuningRow) -> dict[str, Any]:
-    return {
-        "pass": row.which,
-        "dtype": row.dtype,
-        "head_dim": row.head_dim,
-        "length": row.length,
-        "causal": row.causal,
-        "timings": [[timing.backend, timing.ms, timing.tflops] for timing in row.timings],
-    } | ({"blocks": True} if row.blocks else {})
+    sizes = {key: getattr(row, key) for key in ("dtype", "head_dim", "length", "causal")}
+    timings = [[timing.backend, timing.ms, timing.tflops] for timing in row.timings]
+    return {"pass": row.which, **sizes, "timings": timings} | ({"blocks": True} if row.blocks else {})
 
 
 def load(path: Path) -> TuningTable | None:
@@ -296,50 +290,40 @@ def load(path: Path) -> TuningTable | None:
     try:
         # reading a pipe would block
         if not path.is_file():
-            raise _refused(path, "it is not a regular file")
+            raise ValueError("it is not a regular file")
         if (size := path.stat().st_size) > _MOST_BYTES:
-            raise _refused(path, f"it has {size:,} bytes, expected at most {_MOST_BYTES:,}")
+            raise ValueError(f"it has {size:,} bytes, expected at most {_MOST_BYTES:,}")
         content = read_json(path)
-    except OSError as error:
-        raise _refused(path, f"it cannot be read ({error})") from error
-    except PreferenceError:
-        raise
-    except ValueError as error:
-        raise _refused(path, str(error)[:300]) from error
-    if not isinstance(content, dict):
-        raise _refused(path, f"it holds a {type(content).__name__}, expected an object")
-    if type(content.get("format")) is int and content["format"] != FORMAT:
-        logger.info("measured preference in %s ignored: format %s, this release reads %s", path, shown(content["format"]), FORMAT)
-        return None
-    for key, kind in (("format", int), ("architecture", str), ("environment", dict), ("date", str), ("source", str), ("rows", list)):
-        # isinstance would accept true as an int
-        if type(content.get(key)) is not kind:
-            raise _refused(path, f"{key} is {shown(content.get(key))}, expected {kind.__name__}")
-    rows = tuple(_row(path, number, row) for number, row in enumerate(content["rows"]))
-    return TuningTable(
-        architecture=content["architecture"],
-        environment=content["environment"],
-        date=content["date"],
-        source=content["source"],
-        rows=rows,
-        path=path,
-    )
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, expected an object")
+        if type(content.get("format")) is int and content["format"] != FORMAT:
+            logger.info("measured preference in %s ignored: format %s, this release reads %s", path, shown(content["format"]), FORMAT)
+            return None
+        for key, kind in (("format", int), *_HEAD, ("rows", list)):
+            # isinstance would accept true as an int
+            if type(content.get(key)) is not kind:
+                raise ValueError(f"{key} is {shown(content.get(key))}, expected {kind.__name__}")
+        rows = tuple(_row(number, row) for number, row in enumerate(content["rows"]))
+    except (OSError, ValueError) as error:
+        what = f"it cannot be read ({error})" if isinstance(error, OSError) else str(error)[:600]
+        raise PreferenceError(f"{path} is not a preference table: {what}; delete it, or replace it with {RERUN}") from error
+    return TuningTable(**{key: content[key] for key, _ in _HEAD}, rows=rows, path=path)
 
 
-def _row(path: Path, number: int, row: Any) -> TuningRow:
+def _row(number: int, row: Any) -> TuningRow:
     try:
         timings = tuple(_timing(*timing) for timing in row["timings"])
-        made = TuningRow(
-            which=row["pass"], dtype=row["dtype"], head_dim=row["head_dim"], length=row["length"], causal=row["causal"], timings=timings,
-            blocks=row.get("blocks", False),
-        )  # fmt: skip
+        sizes = {key: row[key] for key in ("dtype", "head_dim", "length", "causal")}
+        made = TuningRow(which=row["pass"], **sizes, timings=timings, blocks=row.get("blocks", False))
     except (KeyError, TypeError, ValueError) as error:
-        raise _refused(path, f"row {number} is {shown(row)}, which lacks or mistypes {str(error)[:200]}") from error
-    whole = all(type(size) is int and 1 <= size <= _MOST for size in (made.head_dim, made.length))
-    if not (whole and type(made.causal) is bool and type(made.blocks) is bool and isinstance(row["timings"], list)) or (
-        made.which not in _PASSES or made.dtype not in _DTYPE_CLASSES.values()
-    ):
-        raise _refused(path, f"row {number} is {shown(row)}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
+        raise ValueError(f"row {number} is {shown(row)}, which lacks or mistypes {str(error)[:200]}") from error
+    is_right = (
+        all(type(size) is int and 1 <= size <= _MOST for size in (made.head_dim, made.length))
+        and (type(made.causal) is type(made.blocks) is bool and isinstance(row["timings"], list))
+        and (made.which in _PASSES and made.dtype in _DTYPE_CLASSES.values())
+    )
+    if not is_right:
+        raise ValueError(f"row {number} is {shown(row)}, expected pass, dtype, head_dim ≥ 1, length ≥ 1, causal and timings")
     return made
 
 
@@ -350,7 +334,3 @@ def _timing(backend: Any, ms: Any, tflops: Any) -> Timing:
         if type(figure) not in (int, float) or not 0 < figure <= _MOST:
             raise ValueError(f"the figure of {backend[:80]}: {shown(figure)}")
     return Timing(backend, None if ms is None else float(ms), float(tflops))
-
-
-def _refused(path: Path, what: str) -> PreferenceError:
-    return PreferenceError(f"{path} is not a preference table: {what}; delete it, or replace it with {RERUN}")

@@ -12,17 +12,9 @@ from dilated_attention.pattern import DilatedPattern
 
 
 def multiplicities(
-    pattern: DilatedPattern,
-    num_queries: int,
-    num_keys: int,
-    num_heads: int,
-    *,
-    is_causal: bool = False,
-    query_offset: int = 0,
-    window: tuple[int | None, int | None] | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    pattern: DilatedPattern, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
+    window: tuple[int | None, int | None] | None = None, cu_seqlens: Tensor | None = None, key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (m, z): multiplicities m (B or 1, H, Nq, Nk) float64, and zero keys z (branches, H, Nq) of ``tail="zero_keys"``."""
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
@@ -52,23 +44,11 @@ def multiplicities(
 
 
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    query_offset: int = 0,
-    window: tuple[int | None, int | None] | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    mixture_grad: str = "exact",
-    keep: Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None,
+    query_offset: int = 0, window: tuple[int | None, int | None] | None = None, cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None, mixture_grad: str = "exact", keep: Tensor | None = None, dropout_p: float = 0.0,
+    sinks: Tensor | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
     Each branch is a separate softmax with its own zero keys. Branches are mixed by their denominators (LongNet Eq. 9–10), which *is*

@@ -19,15 +19,9 @@ def partners(pattern: DilatedPattern, position: int, head: int, num_heads: int, 
 
 
 def sampled_rows(
-    pattern: DilatedPattern,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: list[tuple[int, int]],
-    *,
-    is_causal: bool = False,
+    pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[int, int]], *, is_causal: bool = False,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out (rows, D) and lse (rows,) in float64 for (position, head) ``rows`` of the first batch element of q (B, N, H, D).
 
     It covers self-attention with ``tail="mask"``. The number of key/value heads must divide H. A row without keys has out 0 and lse −inf.

@@ -73,17 +73,9 @@ class GatheringBackend(ContainedBackend):
 
     @torch.no_grad()
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)

@@ -76,16 +76,10 @@ class CudnnBlocksBackend(BlocksBackend):
         for launch in _launches(lists, q, k, uncut=False):
             heads, rows = launch.heads, launch.rows
             result = _library().block_sparse_attention_forward(
-                _aligned(launch.whole(q[:, rows, heads])),
-                *(_aligned(x[:, :, launch.kv_heads]) for x in (k, v)),
-                launch.indices,
-                block_sizes=_block_sizes(lists, q.shape[0]),
-                q2k_block_nums=launch.counts,
-                sparse_block_size=lists.q_block,
-                allow_empty_block_nums=True,
-                softmax_scale=options.scale,
-                layout="bshd",
-            )
+                _aligned(launch.whole(q[:, rows, heads])), *(_aligned(x[:, :, launch.kv_heads]) for x in (k, v)), launch.indices,
+                block_sizes=_block_sizes(lists, q.shape[0]), q2k_block_nums=launch.counts, sparse_block_size=lists.q_block,
+                allow_empty_block_nums=True, softmax_scale=options.scale, layout="bshd",
+            )  # fmt: skip
             part, part_lse = result["o_tensor"], result["lse_tensor"]
             if part.shape == out.shape:
                 return part, part_lse
@@ -94,17 +88,9 @@ class CudnnBlocksBackend(BlocksBackend):
         return out, lse
 
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         _check(lists, options)
         assert dlse is None, "has no gradient of lse"
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -119,22 +105,12 @@ class CudnnBlocksBackend(BlocksBackend):
             mine = dq[:, rows, heads]
             given_dq, given_dk, given_dv = launch.whole(mine), dk[:, :, heads], dv[:, :, heads]
             _library().block_sparse_attention_backward(
-                _aligned(launch.whole(dout[:, rows, heads])),
-                _aligned(launch.whole(q[:, rows, heads])),
-                _aligned(k[:, :, heads]),
-                _aligned(v[:, :, heads]),
-                _aligned(launch.whole(out[:, rows, heads])),
-                pad(lse[:, heads, rows], (0, launch.missing), value=torch.inf).detach().contiguous(),
-                launch.indices,
-                block_sizes=_block_sizes(lists, q.shape[0]),
-                q2k_block_nums=launch.counts,
-                softmax_scale=options.scale,
-                dq_tensor=given_dq,
-                dk_tensor=given_dk,
-                dv_tensor=given_dv,
-                sparse_block_size=lists.q_block,
-                layout="bshd",
-            )
+                _aligned(launch.whole(dout[:, rows, heads])), _aligned(launch.whole(q[:, rows, heads])), _aligned(k[:, :, heads]),
+                _aligned(v[:, :, heads]), _aligned(launch.whole(out[:, rows, heads])),
+                pad(lse[:, heads, rows], (0, launch.missing), value=torch.inf).detach().contiguous(), launch.indices,
+                block_sizes=_block_sizes(lists, q.shape[0]), q2k_block_nums=launch.counts, softmax_scale=options.scale, dq_tensor=given_dq,
+                dk_tensor=given_dk, dv_tensor=given_dv, sparse_block_size=lists.q_block, layout="bshd",
+            )  # fmt: skip
             if launch.missing:
                 mine.copy_(given_dq[:, : mine.shape[1]])
             for total, share in zip(totals, (given_dk, given_dv), strict=False):

@@ -127,17 +127,9 @@ class TritonBlocksBackend(BlocksBackend):
         return forward(q, k, v, lists, options)
 
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return backward(dout, q, k, v, out, lse, lists, options, dlse)
 
 
@@ -176,18 +168,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lists: BlockLists,
-    options: Options,
-    dlse: Tensor | None = None,
-    *,
-    tuning: Tuning | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
+    dlse: Tensor | None = None, *, tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
     Args:

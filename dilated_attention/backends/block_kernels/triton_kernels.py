@@ -227,11 +227,10 @@ def dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, offset_ptr, delta_ptr,
     starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
     dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch,
-    padding_key,
-    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
+    padding_key, num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Writes dq (B, Nq, H, D), dense; programs are assigned as in ``forward_kernel``."""
     ROWS: tl.constexpr = WALK[2]
     KEYS: tl.constexpr = WALK[3]
@@ -295,11 +294,10 @@ def dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, offset_ptr, delta_ptr,
     starts_ptr, rows_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr, heavy_ptr,
     dout_batch, dout_token, dout_head, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, padding_batch,
-    padding_key,
-    num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, num_rows, scale,
+    padding_key, num_queries, num_keys, num_lists, num_pairs, num_heads, list_batch, list_head, order_batch, order_head, num_rows, scale,
     WALK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Writes dk and dv (B, Nk, K, D), dense.
 
     Each program computes KEYS keys of a (batch, key head) over all its query heads, ROWS queries at a time. ``num_heads``, pairs, lists and

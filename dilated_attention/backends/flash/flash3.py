@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Bounds, Capabilities, Options, WritingBackend
 from dilated_attention.backends.hardware import refresh
-from dilated_attention.backends.mask_convert import window_sizes
+from dilated_attention.backends.mask_convert import flash_sides
 
 
 class Flash3Backend(WritingBackend):
@@ -57,19 +57,11 @@ class Flash3Backend(WritingBackend):
         lse.copy_(_forward(q, k, v, options, out)[1])
 
     def backward_into(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dlse: Tensor | None = None,
-    ) -> None:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         assert dlse is None
-        left, right = _sides(options, q, k)
+        left, right = flash_sides(options, q, k)
         _ops().bwd(
             dout,
             q,
@@ -96,24 +88,16 @@ class Flash3Backend(WritingBackend):
         return lse[None]  # type: ignore[no-any-return]
 
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, options: Options,
         grads: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         lengths = bounds.queries, bounds.keys, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
         tensors = [x[0] for x in (dout, q, k, v, out, lse.contiguous(), *grads)]
         _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    left, right = _sides(options, q, k)
+    left, right = flash_sides(options, q, k)
     none = (None,) * 3
     out, lse, *_ = _ops().fwd(
         q, k, v, *none, out, *(None,) * 16, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0
@@ -135,11 +119,6 @@ def load_library(path: str | Path, cuda_runtime: str | Path | None = None) -> No
         ctypes.CDLL(str(cuda_runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(path))
     refresh()
-
-
-def _sides(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
-    return -1 if left is None else left, -1 if right is None else right
 
 
 def _ops() -> Any:

@@ -102,19 +102,9 @@ class Flash3Fp8Backend(Backend):
             # a causal launch aligns its last row with its last key
             keys = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
-                q8.y[:, start:end],
-                k8.y[:, :keys],
-                v8.y[:, :keys],
-                *(None,) * 3,
-                out[:, start:end],
-                *(None,) * 13,
-                q8.descale,
-                k8.descale,
-                v8.descale,
-                options.scale,
-                options.causal,
-                *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
-            )
+                q8.y[:, start:end], k8.y[:, :keys], v8.y[:, :keys], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
+                v8.descale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
+            )  # fmt: skip
             lse[:, :, start:end] = part_lse
         if k8.mean is not None and v8.mean is not None:
             restore_(out, lse, q, k8.mean, v8.mean, options.scale)

@@ -71,17 +71,9 @@ class Flash4Backend(WritingBackend):
         return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options)
 
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
@@ -92,18 +84,9 @@ class Flash4Backend(WritingBackend):
 
         def call() -> None:
             interface._flash_attn_fwd(
-                q,
-                k,
-                v,
-                softmax_scale=options.scale,
-                causal=options.causal,
-                softcap=options.softcap,
-                window_size_left=left,
-                window_size_right=right,
-                return_lse=True,
-                out=out,
-                lse=rows,
-            )
+                q, k, v, softmax_scale=options.scale, causal=options.causal, softcap=options.softcap, window_size_left=left,
+                window_size_right=right, return_lse=True, out=out, lse=rows,
+            )  # fmt: skip
 
         replay_forward(
             interface, (q, k, v, out, rows), (options.scale, options.causal, left, right, options.softcap), call, options.geometry
@@ -112,17 +95,9 @@ class Flash4Backend(WritingBackend):
             lse.copy_(rows)
 
     def backward_into(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dlse: Tensor | None = None,
-    ) -> None:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -131,23 +106,9 @@ class Flash4Backend(WritingBackend):
 
         def call() -> None:
             interface._flash_attn_bwd(
-                q,
-                k,
-                v,
-                out,
-                dout,
-                lse,
-                softmax_scale=options.scale,
-                causal=options.causal,
-                softcap=options.softcap,
-                window_size_left=left,
-                window_size_right=right,
-                deterministic=options.deterministic,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                dlse=dlse,
-            )
+                q, k, v, out, dout, lse, softmax_scale=options.scale, causal=options.causal, softcap=options.softcap,
+                window_size_left=left, window_size_right=right, deterministic=options.deterministic, dq=dq, dk=dk, dv=dv, dlse=dlse,
+            )  # fmt: skip
 
         if options.deterministic:
             # the semaphores must start as zeros, which a replay does not ensure

@@ -60,17 +60,9 @@ class TilesBackend(WritingBackend):
             lse.copy_(dense)
 
     def backward_into(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dlse: Tensor | None = None,
-    ) -> None:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         from dilated_attention.backends.tiles import run
 
         masks = _masks(options, k)

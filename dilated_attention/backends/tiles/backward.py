@@ -77,7 +77,7 @@ def query_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
     DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Computes dq of ROWS queries of one head.
 
     It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words. OWN: ``out_ptr`` holds each branch's
@@ -242,12 +242,11 @@ def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
-    right,
-    scale, natural_scale, threshold, keep_scale,
+    right, scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Computes dk and dv of ROWS keys.
 
     SHARED: for one key/value head, over all its query heads, which have equal offsets; otherwise for one query head.

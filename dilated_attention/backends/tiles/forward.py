@@ -68,14 +68,12 @@ def _step(
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr,
-    words_b_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
+    words_b_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
-    keep_scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    keep_scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Computes ROWS queries of one head.
 
     LEFT, RIGHT: whether the window has these bounds (causal: right = 0). CUT: whether some positions have no query or no key.

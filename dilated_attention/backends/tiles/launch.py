@@ -31,16 +31,9 @@ class KernelLaunch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        numbers: Sequence[float],
-        constants: dict[str, Any],
-        warps: int = 4,
-        stages: int = 1,
-        *,
+        self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], warps: int = 4, stages: int = 1, *,
         table: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kernel, self.programs, self.table = kernel, programs, table
         self.numbers, self.constants = tuple(numbers), constants
         self.options = {"num_warps": warps, "num_stages": stages}

@@ -69,33 +69,18 @@ class FlexBackend(Backend):
         return out.transpose(1, 2).masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
 
     def backward_blocks(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lists: BlockLists,
-        options: Options,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
         dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
 
 
 def _part_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-    dlse: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
     lists: BlockLists | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with _autograd_inside_an_op():
         inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
         part_out, part_lse = _flex(*inputs, options, lists)

@@ -56,17 +56,9 @@ class MathBackend(GatheringBackend):
         return out, lse
 
     def raw_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        dlse: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         P, L, G, D = q.shape
         K, S = k.shape[2], k.shape[1]
         acc = accumulation_dtype(q.dtype)

@@ -62,17 +62,9 @@ class SdpaCpuBackend(GatheringBackend):
         return out, lse
 
     def raw_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-        dlse: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert dlse is None
         bias = None
         if pairs is not None:

@@ -44,20 +44,9 @@ class SdpaFlashBackend(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            options.causal,
-            False,
-            scale=options.scale,
-            window_size_left=left,
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, options.causal, False, scale=options.scale, window_size_left=left,
             window_size_right=right,
-        )
+        )  # fmt: skip
         return out, lse
 
     def backward(
@@ -67,24 +56,9 @@ class SdpaFlashBackend(Backend):
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            options.causal,
-            no_dropout,
-            no_dropout,
-            scale=options.scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, options.causal, no_dropout, no_dropout,
+            scale=options.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
         return dq, dk, dv
 
 
@@ -138,19 +112,9 @@ class SdpaCudnnBackend(Backend):
         # another layout of either gave NaN and gradients of 1e19 on torch 2.11, or an illegal memory access. So both are made contiguous
         heads_first = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *heads_first,
-            lse.contiguous()[..., None],
-            no_dropout,
-            no_dropout,
-            None,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            options.causal,
-            scale=options.scale,
-        )
+            *heads_first, lse.contiguous()[..., None], no_dropout, no_dropout, None, None, None, q.shape[1], k.shape[1], 0.0,
+            options.causal, scale=options.scale,
+        )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

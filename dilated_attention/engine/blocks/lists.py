@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,15 +31,9 @@ _lock = ForkSafeLock(_forget)
 
 
 def block_lists(
-    pattern: BlockPattern,
-    num_keys: int,
-    num_heads: int,
-    *,
-    first_query: int = 0,
-    num_queries: int | None = None,
-    is_causal: bool = False,
+    pattern: BlockPattern, num_keys: int, num_heads: int, *, first_query: int = 0, num_queries: int | None = None, is_causal: bool = False,
     device: torch.device | str,
-) -> BlockLists:
+) -> BlockLists:  # fmt: skip
     """Returns the lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), built on ``device``.
 
     Args:
@@ -133,19 +128,8 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     if lists.interval is not None:
         positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=rows.device)).flatten()[:num_queries]
         interval = (lists.interval[0][positions], lists.interval[1][positions])
-    return BlockLists(
-        num_queries=num_queries,
-        num_keys=lists.num_keys,
-        q_block=lists.q_block,
-        k_block=lists.k_block,
-        num_batch=lists.num_batch,
-        num_heads=lists.num_heads,
-        row_starts=_starts(counts),
-        columns=lists.columns[place],
-        masks=None if lists.masks is None else lists.masks[place],
-        bits=lists.bits,
-        interval=interval,
-    )
+    masks = None if lists.masks is None else lists.masks[place]
+    return replace(lists, num_queries=num_queries, row_starts=_starts(counts), columns=lists.columns[place], masks=masks, interval=interval)
 
 
 def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> BlockLists:
@@ -177,17 +161,12 @@ def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> Block
     ordered, order = (lists.row_of_entry[kept] * new_count + column[kept]).sort()
     place = kept[order]
     starts = torch.searchsorted(ordered, torch.arange(lists.row_starts.shape[0], device=column.device) * new_count)
-    return BlockLists(
-        num_queries=lists.num_queries,
+    return replace(
+        lists,
         num_keys=num_keys,
-        q_block=lists.q_block,
-        k_block=lists.k_block,
-        num_batch=lists.num_batch,
-        num_heads=lists.num_heads,
         row_starts=starts.to(torch.int32),
         columns=(ordered % new_count).to(torch.int32),
         masks=None if lists.masks is None else lists.masks[place],
-        bits=lists.bits,
         interval=lists.interval if bool(stays.all()) else None,
     )
 

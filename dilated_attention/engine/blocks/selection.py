@@ -39,15 +39,9 @@ _WEIGHT_BITS = 24
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
 @op_hook(functools.partial(requirement, "the choice of blocks by content"))
 def choose_blocks_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    spec: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, key_padding_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, spec: str, is_causal: bool,
+    scale: float, query_offset: int,
+) -> torch.Tensor:  # fmt: skip
     """Returns kept (B, H, R, W) int32: bit c % 32 of word c // 32 of row r is set if query block r keeps key block c.
 
     Rows begin at positions that are multiples of the query block. With ``cu_seqlens``, the rows of documents follow one another, and
@@ -69,15 +63,9 @@ def choose_blocks_op(
 
 @choose_blocks_op.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    spec: str,
-    is_causal: bool,
-    scale: float,
-    query_offset: int,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, key_padding_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, spec: str, is_causal: bool,
+    scale: float, query_offset: int,
+) -> torch.Tensor:  # fmt: skip
     pattern = _top_blocks(spec)
     rows = num_rows_of(q.shape[1], pattern.q_block, query_offset, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     return q.new_empty((q.shape[0], q.shape[2], rows, num_words_of(k.shape[1], pattern.k_block)), dtype=torch.int32)
@@ -100,15 +88,9 @@ def _top_blocks(spec: str) -> TopBlocks:
 
 
 def _choose(
-    kept: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    pattern: TopBlocks,
-    grid: Grid,
-    padding: torch.Tensor | None,
-    scale: float,
+    kept: torch.Tensor, q: torch.Tensor, k: torch.Tensor, pattern: TopBlocks, grid: Grid, padding: torch.Tensor | None, scale: float,
     query_offset: int,
-) -> None:
+) -> None:  # fmt: skip
     B, H = kept.shape[:2]
     q_means = block_means(q, grid.queries) * scale
     k_means = block_means(k, grid.keys, padding)

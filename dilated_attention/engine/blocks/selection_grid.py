@@ -95,17 +95,9 @@ def num_words_of(num_keys: int, k_block: int) -> int:
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def make_grid(
-    num_queries: int,
-    num_keys: int,
-    block: tuple[int, int],
-    documents: tuple[Range, ...] | None,
-    num_documents: int | None,
-    is_causal: bool,
-    query_offset: int,
-    before: bool,
-    near: bool,
-    device: torch.device,
-) -> Grid:
+    num_queries: int, num_keys: int, block: tuple[int, int], documents: tuple[Range, ...] | None, num_documents: int | None,
+    is_causal: bool, query_offset: int, before: bool, near: bool, device: torch.device,
+) -> Grid:  # fmt: skip
     """Returns the grid of a call, cached by shape, so that a repeated call copies nothing to the GPU.
 
     Args:

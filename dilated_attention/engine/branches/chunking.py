@@ -49,16 +49,9 @@ def transient_budget(input_bytes: int) -> int:
 
 
 def make_chunk_sizes(
-    pattern: DilatedPattern,
-    *,
-    batch: int,
-    num_positions: int,
-    num_heads: int,
-    num_kv_heads: int,
-    row_bytes: int,
-    budget: int,
+    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, row_bytes: int, budget: int,
     waiting: DilatedPattern | None = None,
-) -> ChunkSizes:
+) -> ChunkSizes:  # fmt: skip
     """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:

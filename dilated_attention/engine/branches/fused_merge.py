@@ -27,16 +27,9 @@ CONCURRENT_LAUNCHES = 3
 
 
 def forward(
-    plan: Plan,
-    buffers: BranchBuffers,
-    tensors: Tensors,
-    results: tuple[Tensor, Tensor],
-    call: Call,
-    *,
-    is_concurrent: bool = False,
-    direct: Callable[[Tensor], None] | None = None,
-    saved_branch_outputs: Tensor | None = None,
-) -> None:
+    plan: Plan, buffers: BranchBuffers, tensors: Tensors, results: tuple[Tensor, Tensor], call: Call, *, is_concurrent: bool = False,
+    direct: Callable[[Tensor], None] | None = None, saved_branch_outputs: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``buffers``.
 
     Args:
@@ -90,17 +83,9 @@ def forward(
 
 
 def backward(
-    plan: Plan,
-    buffers: BranchBuffers,
-    tensors: Tensors,
-    grads: Tensors,
-    call: Call,
-    dlse: Tensor | None,
-    *,
-    is_concurrent: bool = False,
-    onto: bool = False,
-    own: Sequence[Tensor] | None = None,
-) -> None:
+    plan: Plan, buffers: BranchBuffers, tensors: Tensors, grads: Tensors, call: Call, dlse: Tensor | None, *, is_concurrent: bool = False,
+    onto: bool = False, own: Sequence[Tensor] | None = None,
+) -> None:  # fmt: skip
     """Writes dq, dk, dv (B, N, H, D), any views. ``tensors``: dout, q, k, v, out and lse (B, N, H), +inf for rows without keys.
 
     Every query head must have its own key/value head, unless the plan is a single problem that covers everything.

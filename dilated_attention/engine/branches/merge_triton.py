@@ -233,14 +233,9 @@ def sum_buffers(buffers: BranchBuffers, grads: Sequence[Tensor], parts: Sequence
 
 
 def _launch(
-    kernel: Any,
-    buffers: BranchBuffers,
-    x: Tensor,
-    tensors: tuple[Tensor, ...],
-    strides: tuple[int, ...],
-    is_concurrent: bool,
+    kernel: Any, buffers: BranchBuffers, x: Tensor, tensors: tuple[Tensor, ...], strides: tuple[int, ...], is_concurrent: bool,
     **flags: bool,
-) -> None:
+) -> None:  # fmt: skip
     B, N, H, D = x.shape
     assert N < _NO_END
     step = buffers.step

@@ -286,14 +286,9 @@ class BlockKeys(RowKeys):
 
 
 def row_keys(
-    pattern: DilatedPattern | BlockPattern | None,
-    num_heads: int,
-    num_kv_heads: int,
-    max_length: int,
-    device: torch.device | str,
-    *,
+    pattern: DilatedPattern | BlockPattern | None, num_heads: int, num_kv_heads: int, max_length: int, device: torch.device | str, *,
     window: int | None = None,
-) -> RowKeys:
+) -> RowKeys:  # fmt: skip
     """Returns the keys that rows of a causal pattern read. None is dense attention, or with ``window`` over that many keys before each row.
 
     Raises:

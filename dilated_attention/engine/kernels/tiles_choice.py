@@ -74,15 +74,9 @@ class Choice(NamedTuple):
 
 
 def choices_of(
-    pattern: DilatedPattern,
-    shape: Shape,
-    request: AttentionRequest,
-    batch: int,
-    *,
-    needs_grad: bool,
-    detached: bool = False,
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, *, needs_grad: bool, detached: bool = False,
     backend: str = "auto",
-) -> tuple[Choice, ...]:
+) -> tuple[Choice, ...]:  # fmt: skip
     """Predicts ``runs_on_tiles`` for the forward and, with ``needs_grad``, the backward of a call, without its tensors.
 
     Raises:
@@ -108,15 +102,9 @@ def whole_shape(request: AttentionRequest, num_positions: int) -> Shape:
 
 
 def tiles_passes(
-    pattern: DilatedPattern,
-    request: AttentionRequest,
-    batch: int,
-    num_positions: int,
-    needs_grad: bool,
-    *,
-    detached: bool = False,
+    pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool, *, detached: bool = False,
     backend: str = "auto",
-) -> tuple[bool, bool]:
+) -> tuple[bool, bool]:  # fmt: skip
     """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
     length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
     try:
@@ -136,16 +124,9 @@ def tiles_passes(
 
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
-    pattern: DilatedPattern,
-    shape: Shape,
-    request: AttentionRequest,
-    batch: int,
-    library: str | None,
-    is_backward: bool,
-    nested: bool,
-    _: int,
-    host_ms: float = 0.0,
-) -> bool:
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
+    _: int, host_ms: float = 0.0,
+) -> bool:  # fmt: skip
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]

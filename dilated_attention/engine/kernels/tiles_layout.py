@@ -45,16 +45,9 @@ def num_places(pattern: DilatedPattern, shape: Shape) -> int:
 
 
 def ranges_of(
-    pattern: DilatedPattern,
-    shape: Shape,
-    batch: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    is_backward: bool,
-    detached: bool,
+    pattern: DilatedPattern, shape: Shape, batch: int, head_dim: int, dtype: torch.dtype, *, is_backward: bool, detached: bool,
     is_saved: bool,
-) -> tuple[tuple[Range, Range], ...]:
+) -> tuple[tuple[Range, Range], ...]:  # fmt: skip
     """Returns (batch entries, query heads) that run at a time: all if the waiting results fit the budget, else heads of one batch entry.
 
     Args:
@@ -93,17 +86,9 @@ def _of_head(
 
 
 def tiles_scratch(
-    pattern: DilatedPattern,
-    shape: Shape,
-    batch: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    is_backward: bool,
-    detached: bool = False,
-    is_saved: bool = False,
-    dropout: bool = False,
-) -> int:
+    pattern: DilatedPattern, shape: Shape, batch: int, head_dim: int, dtype: torch.dtype, *, is_backward: bool, detached: bool = False,
+    is_saved: bool = False, dropout: bool = False,
+) -> int:  # fmt: skip
     """Returns the peak bytes that a pass on tiles allocates in addition to its inputs, its results and saved outputs."""
     own = detached and pattern.num_branches > 1
     ranges = ranges_of(pattern, shape, batch, head_dim, dtype, is_backward=is_backward, detached=detached, is_saved=is_saved)

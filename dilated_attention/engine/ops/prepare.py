@@ -37,15 +37,10 @@ _bounds: Versions[tuple[int, ...]] = {}
 
 
 def prepare(
-    is_backward: bool,
-    views: tuple[torch.Tensor, ...],
-    pattern: DilatedPattern,
-    settings: CallSettings,
-    padding: torch.Tensor | None = None,
-    documents: tuple[Range, ...] | None = None,
-    seed: torch.Tensor | None = None,
+    is_backward: bool, views: tuple[torch.Tensor, ...], pattern: DilatedPattern, settings: CallSettings,
+    padding: torch.Tensor | None = None, documents: tuple[Range, ...] | None = None, seed: torch.Tensor | None = None,
     num_keys: int | None = None,
-) -> tuple[Shape, Call]:
+) -> tuple[Shape, Call]:  # fmt: skip
     """Chooses the backend of this pass and returns the plan's shape and the call for ``views`` (q, k and the other tensors kernels read).
 
     The forward of a call that needs gradients checks both passes, so BackendUnavailable is raised before anything is allocated.

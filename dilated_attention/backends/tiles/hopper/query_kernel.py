@@ -262,7 +262,7 @@ def query_kernel(
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, OWN: gl.constexpr, DLSE: gl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Computes δ and dq of 64 queries per warpgroup."""
     GROUPS: gl.constexpr = 2
     FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, OWN, DLSE)
