@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dilated_attention.backends.tiles.hopper.kernel_rows import barriers, exp2
+
 # renamed in Triton 3.7
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-_EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
@@ -90,12 +90,6 @@ def _produce(descs, shared_memory, lists, total, SHAPE: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
-def _exp2(x):
-    # this instruction flushes denormals; gl.exp2 spends three more instructions to keep them
-    return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _hide(
     s, j, first, last, lists, first_row, num_keys, TILE_KEYS: gl.constexpr, SPLIT: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr
 ):
@@ -130,7 +124,7 @@ def _hide(
 def _weights(s, highest, scale_log2):
     """Computes one step of the online softmax: (weights, new row maximum)."""
     new = gl.maximum(highest, gl.max(s, 1))
-    return _exp2(s * scale_log2 - gl.expand_dims(new * scale_log2, 1)), new
+    return exp2(s * scale_log2 - gl.expand_dims(new * scale_log2, 1)), new
 
 
 @gluon.jit
@@ -208,7 +202,7 @@ def _consume(
                 s = _hide(s, j, first, last, lists, first_row, num_keys, TILE_KEYS, SPLIT, MASKED, RAGGED)
             before = highest
             weights, highest = _weights(s, highest, scale_log2)
-            rescale = _exp2((before - highest) * scale_log2)
+            rescale = exp2((before - highest) * scale_log2)
             total = total * rescale + gl.sum(weights, 1)
             # The wait for the key tile after the next must be here: its branch, and passing the new weights through the wait for P·V, keep
             # LLVM and ptxas from sinking the softmax below that wait, where it would overlap with nothing.
@@ -283,20 +277,9 @@ def blocks_kernel(
     o_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [K_STAGES, 1, 1, TILE_KEYS, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [V_STAGES, 1, 1, TILE_KEYS, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for i in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+    q_full, q_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    k_full, k_empty = barriers(K_STAGES, 1), barriers(K_STAGES, 2)
+    v_full, v_empty = barriers(V_STAGES, 1), barriers(V_STAGES, 2)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, o_desc)
     shared = (q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dilated_attention.backends.tiles.hopper.kernel_rows import barriers, exp2
+
 # renamed in Triton 3.7
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-_EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
@@ -123,12 +123,6 @@ def _produce(
 
 
 @gluon.jit
-def _exp2(x):
-    # the instruction that flushes denormals; gl.exp2 takes three additional instructions to keep them
-    return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _hide_later(s, start, rate, rows, TILE_KEYS: gl.constexpr):
     """Sets scores to −inf where the key's position, start + column · rate, is after the query's."""
     ahead = rows - start
@@ -143,8 +137,8 @@ def _weights(s, highest, total, shared, scale_log2):
     new = gl.maximum(highest, gl.max(s, 1))
     # the maximum is that of raw scores, so weights reach m instead of 1, which costs nothing
     offset = new * scale_log2 - shared
-    p = _exp2(s * scale_log2 - gl.expand_dims(offset, 1))
-    rescale = _exp2((highest - new) * scale_log2)
+    p = exp2(s * scale_log2 - gl.expand_dims(offset, 1))
+    rescale = exp2((highest - new) * scale_log2)
     return p, rescale, new, total * rescale + gl.sum(p, 1)
 
 
@@ -307,20 +301,9 @@ def nested_kernel(
     o_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, 64, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [K_STAGES, 1, 1, TILE_KEYS, D], k0.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [V_STAGES, 1, 1, TILE_KEYS, D], v0.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=GROUPS)
-    for i in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-    for i in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+    q_full, q_empty = barriers(1, 1).index(0), barriers(1, GROUPS).index(0)
+    k_full, k_empty = barriers(K_STAGES, 1), barriers(K_STAGES, GROUPS)
+    v_full, v_empty = barriers(V_STAGES, 1), barriers(V_STAGES, GROUPS)
     fence_async_shared()
     shape = (segments, total)
     k_descs = (k0, k1, k2, k3, k4, k5)

@@ -16,9 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
     LN_2,
+    barriers,
     copy_offsets,
     copy_rows,
     exp2,
+    following,
+    hide,
     query_row,
     scores,
     store_tile,
@@ -27,12 +30,12 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 
 @gluon.jit
-def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.constexpr, FLAGS: gl.constexpr):
+def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer: loads the queries of each tile, then blocks of keys and values."""
     q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
     q_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = signals
     group = shape[3]
     LEFT: gl.constexpr = FLAGS[0]
     RIGHT: gl.constexpr = FLAGS[1]
@@ -72,32 +75,13 @@ def _produce(inputs, strides, shape, bounds, buffers, barriers, total, D: gl.con
             k_at += BLOCK * rate * k_n
             v_at += BLOCK * rate * v_n
             rest -= BLOCK
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = following(stage, phase, STAGES)
 
 
 @gluon.jit
 def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Computes one step of the online softmax for keys [a, a + BLOCK): (weights, factor of the previous sums, row maximum, row sum)."""
-    BLOCK: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
-    masked = a + BLOCK > count
-    if RIGHT:
-        masked = masked | (a + BLOCK - 1 > i0 + right)
-    if LEFT:
-        masked = masked | (a < i0 + 63 - left)
-    if masked:
-        j = gl.expand_dims(a + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)), 0)
-        good = j < count
-        if RIGHT or LEFT:
-            i = gl.expand_dims(i0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
-            if RIGHT:
-                good = good & (j <= i + right)
-            if LEFT:
-                good = good & (j >= i - left)
-        s = gl.where(good, s, -float("inf"))
+    s = hide(s, a, i0, count, left, right, -float("inf"), LEFT, RIGHT)
     highest = gl.maximum(m, gl.max(s, 1) * scale)
     # a row that has seen no key yet
     shift = gl.where(highest == -float("inf"), 0.0, highest)
@@ -108,7 +92,7 @@ def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, 
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total_tiles, num_queries, part_rows, direct, scale,
+    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total_tiles, num_queries, part_rows, direct, scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART: computes 64 queries."""
@@ -116,7 +100,7 @@ def _consume(
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
     o_b, o_n, o_h = strides
     q_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = barriers
+    tile_full, tile_empty, k_full, v_full, k_empty, v_empty = signals
     num_heads = shape[1]
     left, right = bounds
     LEFT: gl.constexpr = FLAGS[0]
@@ -164,10 +148,7 @@ def _consume(
         weights = gl.convert_layout(p.to(dtype), p_layout)
         last = stage
         last_phase = phase
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=steps > 1)
         for t in range(1, steps):
             a += BLOCK
@@ -181,10 +162,7 @@ def _consume(
             p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
             now = stage
             now_phase = phase
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = following(stage, phase, STAGES)
             # The branch of this wait, and passing the weights through the next wait, keep ptxas from sinking the softmax below that wait.
             mbarrier.wait(k_full.index(stage), phase, pred=t + 1 < steps)
             o, p, weights = warpgroup_mma_wait(0, deps=(o_running, p, weights))
@@ -241,24 +219,14 @@ def forward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, COLUMNS], tile_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
-    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_full, count=COPIERS)
-    mbarrier.init(tile_empty, count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=COPIERS)
-        mbarrier.init(v_full.index(i), count=COPIERS)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+    tile_full, tile_empty = barriers(1, COPIERS).index(0), barriers(1, GROUPS).index(0)
+    k_full, v_full = barriers(STAGES, COPIERS), barriers(STAGES, COPIERS)
+    k_empty, v_empty = barriers(STAGES, GROUPS), barriers(STAGES, GROUPS)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     buffers = (q_smem, k_smem, v_smem)
-    barriers = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
+    signals = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h)
@@ -268,11 +236,11 @@ def forward_kernel(
     tables = (rows_ptr, offsets_ptr)
     gl.warp_specialize(
         [
-            (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                         num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-            (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                         num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-            (_produce, (inputs, strides, shape, bounds, buffers, barriers, total, D, FLAGS)),
+            (_produce, (inputs, strides, shape, bounds, buffers, signals, total, D, FLAGS)),
         ],
         [4, 4],
         [224, 56],

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -25,6 +25,48 @@ _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 def exp2(x):
     # this instruction flushes denormals; gl.exp2 spends three more instructions to keep them
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Returns COUNT barriers that open after ARRIVALS arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def following(stage, phase, STAGES: gl.constexpr):
+    """Returns the next stage of a ring, and its phase."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def hide(x, a, i0, count, left, right, FILL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Sets x of 64 queries from i0 on and keys [a, a + BLOCK) to FILL where the query does not see the key."""
+    BLOCK: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    masked = a + BLOCK > count
+    if RIGHT:
+        masked = masked | (a + BLOCK - 1 > i0 + right)
+    if LEFT:
+        masked = masked | (a < i0 + 63 - left)
+    if masked:
+        j = gl.expand_dims(a + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)), 0)
+        good = j < count
+        if RIGHT or LEFT:
+            i = gl.expand_dims(i0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
+            if RIGHT:
+                good = good & (j <= i + right)
+            if LEFT:
+                good = good & (j >= i - left)
+        x = gl.where(good, x, FILL)
+    return x
 
 
 @gluon.jit

@@ -27,11 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
+    barriers,
     between,
     copy_numbers,
     copy_offsets,
     copy_rows,
     exp2,
+    following,
     read_segment,
     scores,
     store_tile,
@@ -79,12 +81,12 @@ def _key_row(
 
 
 @gluon.jit
-def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
+def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``key_kernel``: loads keys and values of each row's tile, then blocks of queries with their dout and statistics."""
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
     group = shape[4]
     q_first = shape[5]
@@ -140,10 +142,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_q
                 do_at += BLOCK * rate * do_n
                 delta_at += BLOCK
                 rest -= BLOCK
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = following(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -183,7 +182,7 @@ def _kept(a_smem, c_smem, word_b, threshold, layout: gl.constexpr):
 
 @gluon.jit
 def _key_consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, direct, scale, natural_scale,
+    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total, part_rows, direct, scale, natural_scale,
     threshold, keep_scale, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART of ``key_kernel``: computes dk and dv of 64 keys; scores are (keys, queries)."""
@@ -191,7 +190,7 @@ def _key_consume(
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr = outputs
     dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty = signals
     kv_heads = shape[2]
     group = shape[4]
     left, right = bounds
@@ -262,10 +261,7 @@ def _key_consume(
             dp = gl.where(keep, dp, 0.0)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
         last = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase, pred=total_steps > 1)
         dv, ds = warpgroup_mma_wait(0, deps=(dv_running, ds))
         for t in range(1, total_steps):
@@ -292,10 +288,7 @@ def _key_consume(
                 dp = gl.where(keep, dp, 0.0)
             new_ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
             now = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = following(stage, phase, STAGES)
             # The branch of this wait, and passing new_ds through the next wait, keep ptxas from sinking its computation below that wait.
             mbarrier.wait(full.index(stage), phase, pred=t + 1 < total_steps)
             dv, dk, ds = warpgroup_mma_wait(0, deps=(dv_running, dk_running, new_ds))
@@ -361,20 +354,13 @@ def key_kernel(
     if DROPOUT:
         a_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
         c_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
-    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_full, count=COPIERS)
-    mbarrier.init(tile_empty, count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=COPIERS)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    tile_full, tile_empty = barriers(1, COPIERS).index(0), barriers(1, GROUPS).index(0)
+    full, empty = barriers(STAGES, COPIERS), barriers(STAGES, GROUPS)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem)
-    barriers = (tile_full, tile_empty, full, empty)
+    signals = (tile_full, tile_empty, full, empty)
     shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
@@ -384,11 +370,11 @@ def key_kernel(
     tables = (rows_ptr, offsets_ptr, padding_ptr, words_b_ptr)
     gl.warp_specialize(
         [
-            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                             part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
-            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                             part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
-            (_key_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            (_key_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],
         [232, 40],

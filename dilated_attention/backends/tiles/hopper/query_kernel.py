@@ -22,10 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
     LOG2_E,
+    barriers,
     copy_numbers,
     copy_offsets,
     copy_rows,
     exp2,
+    following,
+    hide,
     query_row,
     scores,
     store_tile,
@@ -34,7 +37,7 @@ from dilated_attention.backends.tiles.rows import VARYING
 
 
 @gluon.jit
-def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
+def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``query_kernel``.
 
     Loads each tile's queries, dout and lse, then its out as the first stage of the ring, then blocks of keys and values.
@@ -42,7 +45,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
     group = shape[3]
     LEFT: gl.constexpr = FLAGS[0]
@@ -84,10 +87,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num
         copy_rows(k_smem.index(stage).slice(0, 64), out_base, out_offsets, high - i0, D)
         copy_rows(v_smem.index(stage).slice(0, 64), out_base + 64 * out_step, out_offsets, high - i0 - 64, D)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = following(stage, phase, STAGES)
         kv_head = (head // group).to(gl.int64)
         position = first.to(gl.int64) + begin * rate
         k_at = k_ptr + batch * k_b + kv_head * k_h + position * k_n
@@ -103,39 +103,19 @@ def _query_produce(inputs, strides, shape, bounds, buffers, barriers, total, num
             k_at += BLOCK * rate * k_n
             v_at += BLOCK * rate * v_n
             rest -= BLOCK
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = following(stage, phase, STAGES)
 
 
 @gluon.jit
 def _query_weights(s, a, i0, count, left, right, scale, lse, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Computes p of 64 queries and keys [a, a + BLOCK)."""
-    BLOCK: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
     p = exp2(s * scale - gl.expand_dims(lse, 1))
-    masked = a + BLOCK > count
-    if RIGHT:
-        masked = masked | (a + BLOCK - 1 > i0 + right)
-    if LEFT:
-        masked = masked | (a < i0 + 63 - left)
-    if masked:
-        j = gl.expand_dims(a + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)), 0)
-        good = j < count
-        if RIGHT or LEFT:
-            i = gl.expand_dims(i0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
-            if RIGHT:
-                good = good & (j <= i + right)
-            if LEFT:
-                good = good & (j >= i - left)
-        p = gl.where(good, p, 0.0)
-    return p
+    return hide(p, a, i0, count, left, right, 0.0, LEFT, RIGHT)
 
 
 @gluon.jit
 def _query_consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, barriers, total, part_rows, delta_rows, direct, scale,
+    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total, part_rows, delta_rows, direct, scale,
     natural_scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
@@ -144,7 +124,7 @@ def _query_consume(
     stats_ptr, dq_ptr, parts_ptr = outputs
     dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
-    tile_full, tile_empty, full, empty = barriers
+    tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
     left, right = bounds
     LEFT: gl.constexpr = FLAGS[0]
@@ -182,10 +162,7 @@ def _query_consume(
         out = (k_smem if PART == 0 else v_smem).index(stage).slice(0, 64).load(o_layout).to(gl.float32)
         delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = following(stage, phase, STAGES)
         if DLSE:
             dlse = dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + local * rate) * dlse_n
             delta -= gl.load(dlse, mask=inside, other=0.0)
@@ -215,10 +192,7 @@ def _query_consume(
         dp = warpgroup_mma_wait(0, deps=(dp_running,))
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
         last = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase, pred=steps > 1)
         for t in range(1, steps):
             a += BLOCK
@@ -231,10 +205,7 @@ def _query_consume(
             dp = warpgroup_mma_wait(1, deps=(dp_running,))
             new_ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
             now = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = following(stage, phase, STAGES)
             # this wait keeps ptxas from sinking the softmax, as in _key_consume
             mbarrier.wait(full.index(stage), phase, pred=t + 1 < steps)
             dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
@@ -274,20 +245,13 @@ def query_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, COLUMNS], tile_layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 64], number_layout)
-    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_full, count=COPIERS)
-    mbarrier.init(tile_empty, count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=COPIERS)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    tile_full, tile_empty = barriers(1, COPIERS).index(0), barriers(1, GROUPS).index(0)
+    full, empty = barriers(STAGES, COPIERS), barriers(STAGES, GROUPS)
     fence_async_shared()
     part0: gl.constexpr = 0
     part1: gl.constexpr = 1
     buffers = (q_smem, do_smem, lse_smem, k_smem, v_smem)
-    barriers = (tile_full, tile_empty, full, empty)
+    signals = (tile_full, tile_empty, full, empty)
     shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h)
@@ -297,11 +261,11 @@ def query_kernel(
     tables = (rows_ptr, offsets_ptr, dlse_ptr)
     gl.warp_specialize(
         [
-            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                               part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, barriers, total,
+            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                               part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_produce, (inputs, strides, shape, bounds, buffers, barriers, total, num_queries, delta_rows, D, FLAGS)),
+            (_query_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],
         [224, 56],
