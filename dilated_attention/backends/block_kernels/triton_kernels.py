@@ -112,6 +112,26 @@ def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, 
     return kept
 
 
+@triton.jit
+def _hide(x, FILL: tl.constexpr, mask_ptr, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
+          num_queries, num_keys, WALK: tl.constexpr, MASKS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Sets x (ROWS, KEYS) to FILL where the pair is not kept."""
+    KEYS: tl.constexpr = WALK[3]
+    if MASKS:
+        mask = tl.load(mask_ptr)
+        if (mask >= 0) | (first_key + KEYS > num_keys):
+            kept = _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False)
+            x = tl.where(kept, x, FILL)
+    elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
+        if first_key + KEYS > num_keys:
+            x = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], x, FILL)
+    if PADDED:
+        keys = first_key + tl.arange(0, KEYS)
+        padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
+        x = tl.where((padded == 0)[None, :], x, FILL)
+    return x
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, columns_ptr, masks_ptr, bits_ptr, low_ptr, high_ptr, padding_ptr, order_ptr,
@@ -155,20 +175,10 @@ def forward_kernel(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if NEGATIVE:
             s = -s
-        if MASKS:
-            mask = tl.load(masks_ptr + entry)
-            if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(
-                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
-                )
-                s = tl.where(kept, s, float("-inf"))
-        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
-            if first_key + KEYS > num_keys:
-                s = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], s, float("-inf"))
-        if PADDED:
-            keys = first_key + tl.arange(0, KEYS)
-            padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
-            s = tl.where((padded == 0)[None, :], s, float("-inf"))
+        s = _hide(
+            s, float("-inf"), masks_ptr + entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
+            num_queries, num_keys, WALK, MASKS, PADDED, EVEN,
+        )  # fmt: skip
         new = tl.maximum(highest, tl.max(s, 1))
         p = tl.exp2(s * scale_log2 - (new * scale_log2)[:, None])
         rescale = tl.exp2((highest - new) * scale_log2)
@@ -266,20 +276,10 @@ def dq_kernel(
         v = _rows(v_ptr, first_key, v_token, num_keys, KEYS, D, BLOCK_D, EVEN, ALIGN, WIDE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(s * scale_log2 - offset[:, None])
-        if MASKS:
-            mask = tl.load(masks_ptr + entry)
-            if (mask >= 0) | (first_key + KEYS > num_keys):
-                kept = _kept(
-                    mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False
-                )
-                p = tl.where(kept, p, 0.0)
-        elif not EVEN:  # noqa: SIM102 - the compiler knows one of the two, the program the other
-            if first_key + KEYS > num_keys:
-                p = tl.where((first_key + tl.arange(0, KEYS) < num_keys)[None, :], p, 0.0)
-        if PADDED:
-            keys = first_key + tl.arange(0, KEYS)
-            padded = tl.load(padding_ptr + keys.to(tl.int64) * padding_key, mask=keys < num_keys, other=1)
-            p = tl.where((padded == 0)[None, :], p, 0.0)
+        p = _hide(
+            p, 0.0, masks_ptr + entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
+            num_queries, num_keys, WALK, MASKS, PADDED, EVEN,
+        )  # fmt: skip
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
