@@ -10,13 +10,12 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options, detect, registry
+from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options
 from dilated_attention.backends.base import Capabilities, accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
@@ -24,7 +23,7 @@ from dilated_attention.engine.blocks.launch import Tensors, backward_lists, forw
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import segment_extent
+from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 
@@ -192,21 +191,12 @@ def pieces_of(
 
 def request_of(lists: BlockLists, views: Tensors, settings: CallSettings, key_mask: bool, is_backward: bool) -> AttentionRequest:
     """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
-    q, k = views[:2]
-    return AttentionRequest(
-        hardware=detect(q.device),
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        causal=settings.is_causal,
-        needs_grad=is_backward,
+    return prepare.request_of(
+        views,
+        settings,
+        is_backward,
+        max(lists.num_queries, lists.num_keys),
         key_mask=key_mask,
-        dropout=settings.dropout_p > 0,
-        softcap=settings.softcap > 0,
-        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
-        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
-        extent=max(segment_extent(x, max(lists.num_queries, lists.num_keys)) for x in views),
         # mean number of keys that a row keeps
         length=max(1, lists.num_entries * lists.k_block // max(1, lists.num_groups * lists.num_rows)),
         blocks=(lists.q_block, lists.k_block),
@@ -215,16 +205,13 @@ def request_of(lists: BlockLists, views: Tensors, settings: CallSettings, key_ma
 
 
 def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend:
-    """Selects the backend of this pass. A forward that needs gradients checks both passes, so BackendUnavailable comes before any work."""
+    """Selects the backend of this pass as ``prepare.select_backend`` does."""
     if settings.backend == NESTED:
         raise BackendUnavailable(
             f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: "
             "visits the pairs of nested branches, not lists of blocks\n  backend='auto' uses the fastest that can"
         )
-    chosen = registry.select(request, settings.backend)
-    if settings.needs_grad and not request.needs_grad:
-        registry.select(replace(request, needs_grad=True), settings.backend)
-    return chosen
+    return prepare.select_backend(request, settings)
 
 
 def _dropout(q: Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:

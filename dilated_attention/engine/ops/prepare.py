@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from dilated_attention.backends import NESTED, AttentionRequest, BackendUnavailable, Options, detect, registry
+from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Options, detect, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -50,32 +50,21 @@ def prepare(
         num_keys: number of keys of the whole sequence, where k holds only a part of it.
     """
     q, k = views[:2]
-    _, Nq, H, D = q.shape
+    _, Nq, H, _ = q.shape
     Nk, Hk = num_keys if num_keys is not None else k.shape[1], k.shape[2]
     documents = ((0, Nk),) if documents is None else documents
     longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
-    request = AttentionRequest(
-        hardware=detect(q.device),
-        dtype=q.dtype,
-        head_dim=D,
-        num_heads=H,
-        num_kv_heads=Hk,
-        causal=settings.is_causal,
-        needs_grad=is_backward,
+    request = request_of(
+        views,
+        settings,
+        is_backward,
+        longest,
         key_mask=padding is not None,
         window=bool(settings.window),
-        dropout=settings.dropout_p > 0,
-        softcap=settings.softcap > 0,
-        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
-        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=settings.precision,
-        extent=max(segment_extent(x, longest) for x in views),
         length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
     )
-    # each pass chooses its backend independently: every backend's backward accepts any other's out and lse
-    chosen = registry.select(request, settings.backend)
-    if settings.needs_grad and not is_backward:
-        registry.select(replace(request, needs_grad=True), settings.backend)
+    chosen = select_backend(request, settings)
     shape = Shape(
         num_heads=H,
         num_kv_heads=Hk,
@@ -104,6 +93,38 @@ def prepare(
         strategy=settings.strategy,
     )
     return shape, call
+
+
+def request_of(views: tuple[torch.Tensor, ...], settings: CallSettings, is_backward: bool, span: int, **more: Any) -> AttentionRequest:
+    """Builds the request to a backend for ``views`` (q, k and the other tensors it reads), whose problems span up to ``span`` positions."""
+    q, k = views[:2]
+    torch_deterministic = torch.are_deterministic_algorithms_enabled()
+    return AttentionRequest(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        causal=settings.is_causal,
+        needs_grad=is_backward,
+        dropout=settings.dropout_p > 0,
+        softcap=settings.softcap > 0,
+        deterministic=settings.deterministic or torch_deterministic,
+        torch_deterministic=torch_deterministic,
+        extent=max(segment_extent(x, span) for x in views),
+        **more,
+    )
+
+
+def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend:
+    """Selects the backend of this pass; each pass has its own, since every backward accepts any other's out and lse.
+
+    A forward that needs gradients checks both passes, so BackendUnavailable comes before any work.
+    """
+    chosen = registry.select(request, settings.backend)
+    if settings.needs_grad and not request.needs_grad:
+        registry.select(replace(request, needs_grad=True), settings.backend)
+    return chosen
 
 
 def is_nested(
