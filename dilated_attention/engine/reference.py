@@ -19,18 +19,19 @@ def multiplicities(
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
     zero = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
+    positions, keys = torch.arange(query_offset, query_offset + num_queries)[:, None], torch.arange(num_keys)[None]
     for start, end in itertools.pairwise(bounds):
         for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
-            for head, offset in enumerate(offsets):
-                for i in range(num_queries):
-                    position = query_offset + i
-                    if offset < 0 or not start <= position < end or (position - start) % length % rate != offset:
-                        continue
-                    first = start + (position - start) // length * length
-                    keys = [j for j in range(first, min(first + length, end)) if (j - first) % rate == offset]
-                    m[branch, head, i, keys] = 1.0
-                    if not is_causal:
-                        zero[branch, head, i] = pattern.zero_keys(branch, end - start, len(keys))
+            same_segment = (positions - start) // length == (keys - start) // length
+            for offset in {offset for offset in offsets if offset >= 0}:
+                heads = [head for head, of_head in enumerate(offsets) if of_head == offset]
+                row_taken, key_taken = ((start <= x) & (x < end) & ((x - start) % length % rate == offset) for x in (positions, keys))
+                joined = row_taken & key_taken & same_segment
+                m[branch, heads] += joined.double()
+                numbers = joined.sum(-1)
+                for number in [] if is_causal else numbers[row_taken[:, 0]].unique().tolist():
+                    rows = row_taken[:, 0] & (numbers == number)
+                    zero[branch, heads] += rows * float(pattern.zero_keys(branch, end - start, number))
     distance = torch.arange(num_keys)[None, :] - (torch.arange(num_queries) + query_offset)[:, None]
     if is_causal:
         m = m * (distance <= 0)
