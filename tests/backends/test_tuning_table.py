@@ -215,9 +215,9 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert tuning_table.cache_path(CPU) == tmp_path / "home" / ".cache" / "dilated_attention" / name
 
 
-def test_import_reads_no_table(cache: Path) -> None:
+def test_import_reads_no_table_and_needs_no_triton(cache: Path) -> None:
     write(row("math")).write_text("{")
-    code = "import dilated_attention; print(dilated_attention.list_backends()[0])"
+    code = "import sys; sys.modules['triton'] = None; import dilated_attention as da; assert 'triton' in da.list_backends()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -287,15 +287,15 @@ def test_the_explanation_says_what_made_the_order() -> None:
 
 @pytest.mark.slow
 def test_tuning_from_the_command_line_to_the_choice(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "--tune", "--device", "cpu", "--head-dims", "16", "--lengths", "64", "32", "--seconds", "60"]
+    command = ["bench", "--tune", "--device", "cpu", "--head-dims", "16", "--lengths", "32", "--seconds", "60"]
     assert main(command) == 0
     captured = capsys.readouterr()
     [path] = cache.glob("*.json")
     assert f"written to {path}" in captured.out
-    assert "[8/8" in captured.err
+    assert "[4/4" in captured.err
     table = tuning_table.load(path)
     assert table is not None
-    assert len(table.rows) == 16
+    assert len(table.rows) == 8
     assert all(set(entry.names) == {"sdpa_cpu", "math"} for entry in table.rows)
     for entry in table.rows:
         times = [timing.ms or 0.0 for timing in entry.timings]
