@@ -119,8 +119,7 @@ def _fused_forward(
     for piece in make_pieces(pattern, H, N) if call.nested else (SequencePiece(0, N, None),):
         where = slice(piece.start, piece.start + piece.length)
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
-        run = _nested_piece if piece.split is not None else _plain_piece
-        run(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
+        _forward_piece(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
     return out, lse
 
 
@@ -168,33 +167,43 @@ def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: Tensor
     return elements if elements * q.element_size() <= saved_budget() else 0
 
 
-def _plain_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
-    """Computes a piece of the sequence branch by branch: q, k, v → out (B, N, H, D) and lse (B, N, H), all views."""
-    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
+def _forward_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
+    """Computes a piece of the sequence: q, k, v → out (B, N, H, D) and lse (B, N, H), all views.
+
+    Nested branches are visited together, each pair once; the other branches are merged into their result.
+    """
+    shape, split = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length))), piece.split
     q, k, v, out = tensors
 
-    def run_tier(branches: DilatedPattern, onto: bool) -> None:
-        def run(chunk: Chunk, is_concurrent: bool) -> None:
-            part = _shape_of(shape, chunk)
-            out_, lse_ = _narrow(shape, chunk, out, lse)
+    def run(chunk: Chunk, is_concurrent: bool, branches: DilatedPattern, onto: bool) -> None:
+        part = _shape_of(shape, chunk)
+        views, (out_, lse_) = _narrow(shape, chunk, q, k, v), _narrow(shape, chunk, out, lse)
+        buffers = _buffers_of(branches, part, chunk, onto)
 
-            def before(direct_lse: Tensor) -> None:
+        def direct(direct_lse: Tensor) -> None:
+            if split is None:
+                # the result so far
                 direct_lse.copy_(lse_.transpose(1, 2))
+            else:
+                _nested_forward(chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1]), views, out_, direct_lse, call)
 
-            fused_merge.forward(
-                make_plan(branches, part),
-                _buffers_of(branches, part, chunk, onto),
-                _narrow(shape, chunk, q, k, v),
-                (out_, lse_),
-                _call_of(call, chunk),
-                is_concurrent=is_concurrent,
-                direct=before if onto else None,
+        results, first = (out_, lse_), direct if onto else None
+        fused_merge.forward(
+            make_plan(branches, part), buffers, views, results, _call_of(call, chunk), is_concurrent=is_concurrent, direct=first
+        )
+
+    if split is None:
+        for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, shape, q, k))):
+            _in_chunks(
+                forward_chunk_sizes(branches, shape, q, k), shape, q.device, call, functools.partial(run, branches=branches, onto=tier > 0)
             )
-
-        _in_chunks(forward_chunk_sizes(branches, shape, q, k), shape, q.device, call, run)
-
-    for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, shape, q, k))):
-        run_tier(branches, onto=tier > 0)
+    elif split.others is None:
+        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
+        _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
+    else:
+        # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
+        chunk_sizes = forward_chunk_sizes(pattern, shape, q, k, waiting=split.layers)
+        _in_chunks(chunk_sizes, shape, q.device, call, functools.partial(run, branches=split.others, onto=True))
 
 
 def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> BranchBuffers:
@@ -207,35 +216,6 @@ def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool)
 def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
     """Returns the buffers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
     return replace(make_branch_buffers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
-
-
-def _nested_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
-    """Computes a piece whose nested branches are visited together, each pair once; the other branches are merged into its result."""
-    split = piece.split
-    assert split is not None
-    shape = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length)))
-    q, k, v, out = tensors
-
-    if split.others is None:
-        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
-        _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
-        return
-    others = split.others
-
-    def run(chunk: Chunk, is_concurrent: bool) -> None:
-        part = _shape_of(shape, chunk)
-        family = chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1])
-        out_, lse_ = _narrow(shape, chunk, out, lse)
-        views = _narrow(shape, chunk, q, k, v)
-
-        def direct(direct_lse: Tensor) -> None:
-            _nested_forward(family, views, out_, direct_lse, call)
-
-        buffers = make_branch_buffers(split.layers, shape.num_heads, chunk.heads, part.queries[1], shape.is_causal)
-        fused_merge.forward(make_plan(others, part), buffers, views, (out_, lse_), call, is_concurrent=is_concurrent, direct=direct)
-
-    # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
-    _in_chunks(forward_chunk_sizes(pattern, shape, q, k, waiting=split.layers), shape, q.device, call, run)
 
 
 def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Tensor, call: Call) -> None:
