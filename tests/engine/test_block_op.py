@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import BackendUnavailable, DilatedPattern, block_sparse_attention, block_sparse_dilated_attention
-from dilated_attention.backends import Dropout, Mask, Options
+from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.blocks import run
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
@@ -157,8 +156,8 @@ def test_only_inputs_that_need_a_gradient_get_one(function: Function) -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_backend_is_asked_for_a_backward_only_where_autograd_records(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    select = run.registry.select
-    monkeypatch.setattr(run.registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
+    select = registry.select
+    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
     with torch.set_grad_enabled(enabled):
         block_sparse_attention(*make_qkv(), WINDOW)
     assert asked and any(asked) is enabled

@@ -113,12 +113,13 @@ def _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, 
 
 
 @triton.jit
-def _hide(x, FILL: tl.constexpr, mask_ptr, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
-          num_queries, num_keys, WALK: tl.constexpr, MASKS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _hide(x, FILL: tl.constexpr, masks_ptr, entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr,
+          padding_key, num_queries, num_keys,
+          WALK: tl.constexpr, MASKS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """Sets x (ROWS, KEYS) to FILL where the pair is not kept."""
     KEYS: tl.constexpr = WALK[3]
     if MASKS:
-        mask = tl.load(mask_ptr)
+        mask = tl.load(masks_ptr + entry)
         if (mask >= 0) | (first_key + KEYS > num_keys):
             kept = _kept(mask, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, num_queries, num_keys, WALK, MASKS, False)
             x = tl.where(kept, x, FILL)
@@ -176,7 +177,7 @@ def forward_kernel(
         if NEGATIVE:
             s = -s
         s = _hide(
-            s, float("-inf"), masks_ptr + entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
+            s, float("-inf"), masks_ptr, entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
             num_queries, num_keys, WALK, MASKS, PADDED, EVEN,
         )  # fmt: skip
         new = tl.maximum(highest, tl.max(s, 1))
@@ -277,7 +278,7 @@ def dq_kernel(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(s * scale_log2 - offset[:, None])
         p = _hide(
-            p, 0.0, masks_ptr + entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
+            p, 0.0, masks_ptr, entry, part, sub, first_query, first_key, bits_ptr, low_ptr, high_ptr, padding_ptr, padding_key,
             num_queries, num_keys, WALK, MASKS, PADDED, EVEN,
         )  # fmt: skip
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
