@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention import BackendUnavailable, DilatedPattern, block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.torch_ops.math import MathBackend
+from dilated_attention.engine.blocks import run
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
