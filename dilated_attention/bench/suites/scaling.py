@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.backends.flash import flash3
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
@@ -71,8 +70,6 @@ class Scaling(Suite):
         return super().settings(session) | kept | {"dtype": str(session.dtype).removeprefix("torch.")}
 
     def groups(self, session: Session) -> Sequence[Group]:
-        if "FLASH3_LIBRARY" in os.environ:
-            flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
         options, together = session.options, RankSync(session, session.options.timeout)
         journal = _journal(session)
         last = together.everywhere(lambda: journal.read_text() if journal is not None and journal.exists() else "")[0]
@@ -134,8 +131,10 @@ def _settings(session: Session) -> Iterator[tuple[str, Setting, bool]]:
         masks = options.masks or ["causal" if case.causal else "full"]
         for (label, (N, B, grows)), mask in itertools.product(sizes.items(), masks):
             if _matches(label, options.cases):
-                shape = {"num_positions": N, "batch_size": B, "num_heads": H, "num_kv_heads": Hk, "head_dim": D}
-                problem = Problem(**shape, dtype=session.dtype, device=session.device, is_causal=mask == "causal")
+                problem = Problem(
+                    num_positions=N, batch_size=B, num_heads=H, num_kv_heads=Hk, head_dim=D,
+                    dtype=session.dtype, device=session.device, is_causal=mask == "causal",
+                )  # fmt: skip
                 yield label, Setting(case=case, problem=problem, size=W, unit=UNIT // shrink), grows
 
 

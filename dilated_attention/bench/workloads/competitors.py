@@ -20,6 +20,7 @@ from dilated_attention.backends import AttentionRequest, Options, detect, regist
 from dilated_attention.backends.flash import flash3, flash3_fp8
 from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.workloads.contenders import (
     Contender,
     Costs,
@@ -34,9 +35,6 @@ from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.pattern import DilatedPattern, TopBlocks
-
-MODULE = "torchscale/component/dilated_attention.py"
-HOW_TO_GET_IT = "its sources are not in this repository: git clone https://github.com/microsoft/torchscale and give that folder"
 
 
 def load_libraries() -> None:
@@ -221,43 +219,6 @@ COMPETITORS: tuple[Contender, ...] = (
 )  # fmt: skip
 
 
-class _Kernel(torch.autograd.Function):
-    """A backend's raw forward and backward as flash-attn's autograd function: saves q, k, v, out and lse; lse has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str, options: Options) -> Any:
-        out, lse = registry.get(name).forward(q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.settings = name, options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        name, options = ctx.settings
-        dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        q, k, v, out, lse = ctx.saved_tensors
-        return *registry.get(name).backward(dout, q, k, v, out, lse, options), None, None
-
-
-def flash_attn_func(
-    kernel: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout: float = 0.0,
-    bias: None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of q, k, v (B, N, H, D), with the arguments that TorchScale gives its ``flash_attn_func``."""
-    assert bias is None and dropout == 0.0
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    found: tuple[torch.Tensor, torch.Tensor] = _Kernel.apply(q, k, v, kernel, Options(scale=scale, causal=is_causal))
-    return found
-
-
 def torchscale(path: str, kernel: str) -> Contender:
     """TorchScale's dilated attention on q, k, v: gathering, kernel, scattering, no projections. Its code runs unedited.
 
@@ -268,14 +229,10 @@ def torchscale(path: str, kernel: str) -> Contender:
     Raises:
         ValueError: there is no TorchScale in ``path``.
     """
-    folder = Path(path).expanduser().resolve()
-    if not (folder / MODULE).is_file():
-        raise ValueError(f"--torchscale {path}: there is no {MODULE} in it; {HOW_TO_GET_IT}")
+    folder = copies.find(Path(path), copies.TORCHSCALE)
     sys.path.insert(0, str(folder))
     try:
-        # TorchScale leaves flash_attn_func None where flash-attn is missing, and looks it up here at each call
-        module = importlib.import_module("torchscale.component.multihead_attention")
-        setattr(module, "flash_attn_func", functools.partial(flash_attn_func, kernel))  # noqa: B010 - mypy knows no such attribute
+        copies.use_kernel(kernel)
         found = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
     finally:
         sys.path.remove(str(folder))
