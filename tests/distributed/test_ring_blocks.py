@@ -28,13 +28,13 @@ from dilated_attention import (
     unshard_sequence,
 )
 from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.block_exchange import context_parallel
 from dilated_attention.distributed.block_exchange.cost import LANES, TransferLoad, choose, even, seconds
 from dilated_attention.distributed.block_exchange.lists import join_rows, lists_of_buffer
 from dilated_attention.distributed.block_exchange.parts import make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, block_bytes
+from dilated_attention.distributed.exchange import ring_pass
 from dilated_attention.engine.blocks.lists import block_lists, select_rows
 from dilated_attention.pattern import (
     BigBird,
@@ -599,11 +599,11 @@ def test_steps_of_heads_without_masks_ask_for_none() -> None:
 
 
 def test_setups_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "MAX_CACHED_BYTES", 1)
+    monkeypatch.setattr(ring_pass, "MAX_CACHED_BYTES", 1)
     x = torch.randn(1, 130, 1, 4)
     for window in (3, 4, 5):
         ring_block_sparse_attention(x, x, x, LocalWindow(window, block_size=64))
-        assert len(context_parallel._setups) == 1
-    kept = next(iter(context_parallel._setups.values()))
+        assert len(ring_pass._setups) == 1
+    kept = next(iter(ring_pass._setups.values()))
     ring_block_sparse_attention(x, x, x, LocalWindow(5, block_size=64))
-    assert next(iter(context_parallel._setups.values())) is kept
+    assert next(iter(ring_pass._setups.values())) is kept

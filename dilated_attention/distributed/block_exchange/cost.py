@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from dilated_attention.distributed.block_exchange.plan import NeededBlocks, RingBlockProblem, columns_of
-from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, PREFETCH_BYTES, SHARE
+from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, SHARE
 from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
 
 MOST_STEPS = 8
@@ -133,11 +133,3 @@ def seconds(load: TransferLoad, way: TransferPlan) -> float:
     for count, total in zip(way.steps, itertools.accumulate(way.steps), strict=True):
         end = max(end, LATENCY + wire * total) + load.compute * count + load.launch
     return end + wire * (load.heads - way.steps[0]) * way.lane.takes / PROCESSORS
-
-
-def choose_prefetch_depth(load: TransferLoad, steps: tuple[int, ...]) -> int:
-    """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
-
-    With the budget, no step waits for memory to be freed.
-    """
-    return max(2, PREFETCH_BYTES // max(1, load.held * max(steps)))

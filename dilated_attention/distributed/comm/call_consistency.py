@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.engine.ops.prepare import bounds_of
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import MAX_LENGTH
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
-Tensors = tuple[torch.Tensor, ...]
 # what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
 MOST_KNOWN = 8
 # kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
@@ -52,23 +51,44 @@ def ring_call(settings: CallSettings, seq_len: int | None = None) -> RingCall:
     return RingCall(group_name, layout, exchange, settings.seq_len if seq_len is None else seq_len, ranks_per_node, timeout, lse_grad)
 
 
-def agreed_length(
-    members: Members,
-    tensors: Tensors,
-    padding: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    settings: CallSettings,
-    ring: RingCall,
-    kernels: Callable[[], str],
-    known: dict[Any, Any],
-) -> tuple[int, int]:
-    """Returns (N, number of this call) once all ranks are known to make the same call; see ``begin_forward``.
+class Agreement(NamedTuple):
+    """What all ranks agree on before a call sends anything.
 
     Args:
-        kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text.
-        known: what calls with the same arguments have found, except documents and the group's ranks, which may differ.
+        seq_len: N.
+        number: the number of the call on its group, counted from 1; 0 in one process.
+        kind: the key under which the ranks remember that they agree; None where the record already knows that nothing is open.
     """
-    (q, k, _), pattern = tensors, settings.pattern
+
+    seq_len: int
+    number: int
+    kind: object
+
+
+def function_of(settings: CallSettings) -> str:
+    """Returns the name of the public function of a distributed call."""
+    if settings.blocks:
+        return "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+    return "ring_attention" if settings.pattern.segment_lengths[0] >= MAX_LENGTH else "ring_dilated_attention"
+
+
+def agreed_call(
+    members: Members,
+    inputs: tuple[Any, ...],
+    settings: CallSettings,
+    ring: RingCall,
+    known: dict[Any, Any],
+    kernels: Callable[[], str] | None,
+) -> Agreement:
+    """Returns N and the number of this call once all ranks are known to make the same call; see ``begin_forward``.
+
+    Args:
+        inputs: q, k, v, key_padding_mask, cu_seqlens, …
+        known: what calls with the same arguments have found, except documents and the group's ranks, which may differ.
+        kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text; None if the choice needs
+            N, and ``agree_on_kernels`` follows.
+    """
+    q, k, _, padding, cu_seqlens = inputs[:5]
     documents = documents_of(members, cu_seqlens)
     agreed = None if members.group is None else _agreed.get(members.group)
     found = known.get(("form", documents))
@@ -76,21 +96,19 @@ def agreed_length(
     if found is not None and found[0] is agreed and members.group is not None:
         session = session_of(members, ring.timeout)
         session.check()
-        return ring.seq_len, session.order.enter_forward(found[1])
+        return Agreement(ring.seq_len, session.order.enter_forward(found[1]), None)
     # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
-    shared = (replace(ring, timeout=0.0), settings._replace(backend="", precision="", sharding=()))
-    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents)
-    dense = pattern.segment_lengths[0] >= MAX_LENGTH
+    shared = (replace(ring, timeout=0.0), settings._replace(backend="", precision="", sharding=settings.sharding[-1:]))
+    pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
+    # the name of a pattern that holds a function may be given again once it is gone
+    alive = pattern if pattern is not None and pattern.lives_here else None
+    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, documents, alive)
 
     def same() -> dict[str, object]:
         return {
-            "function": "ring_attention" if dense else "ring_dilated_attention",
-            **same_of_tensors(tensors, padding, documents),
-            "segment_lengths": str(list(pattern.segment_lengths)),
-            "dilation_rates": str(list(pattern.dilation_rates)),
-            "head_offsets": str(pattern.head_offsets),
-            "branch_heads": pattern.branch_heads,
-            "tail": pattern.tail,
+            "function": function_of(settings),
+            **_same_of_tensors(q, k, padding, documents),
+            **_same_of_patterns(settings, pattern),
             "window": str(list(settings.window) or None),
             "is_causal": settings.is_causal,
             "scale": settings.scale,
@@ -103,16 +121,47 @@ def agreed_length(
             "layout": short_name(ring.layout),
             "exchange": ring.exchange,
             "ranks_per_node": ring.ranks_per_node or "None",
+            "head_steps": settings.sharding[-1] or "None",
             "return_lse": ring.lse_grad,
-            "kernels": kernels(),
+            **({} if kernels is None else {"kernels": kernels()}),
             "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
         }
 
-    begun = begin_forward(members, kind, same, q.shape[1], ring)
+    seq_len, number = begin_forward(members, kind, same, q.shape[1], ring)
+    if kernels is not None:
+        _keep_form(members, ring, known, documents, kind)
+    return Agreement(seq_len, number, kind)
+
+
+def agree_on_kernels(
+    members: Members,
+    inputs: tuple[Any, ...],
+    settings: CallSettings,
+    ring: RingCall,
+    known: dict[Any, Any],
+    agreement: Agreement,
+    kernels: Mapping[str, str],
+) -> None:
+    """Checks that all ranks have kernels, and that whatever else ``kernels`` says of their choice is equal, before any rank sends anything.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    settled = (agreement.kind, "kernels", agreement.seq_len)
+    if members.group is None or agreement.kind is None:
+        return
+    if agreed_form(members, settled) is None:
+        same = {"function": function_of(settings), **kernels}
+        agree(members, same, {}, ring.timeout)
+        remember(members, settled, CallForm(0, same))
+    _keep_form(members, ring, known, documents_of(members, inputs[4]), agreement.kind)
+
+
+def _keep_form(members: Members, ring: RingCall, known: dict[Any, Any], documents: tuple[int, ...] | None, kind: object) -> None:
+    """Makes later calls of a record skip all of this; not where the ranks have to ask each other for N."""
     form = agreed_form(members, kind) if members.group is not None and ring.seq_len >= 0 else None
     if form is not None and members.group is not None:
         keep(known, ("form", documents), (_agreed[members.group], form))
-    return begun
 
 
 def keep(known: dict[Any, Any], key: object, found: Any) -> None:
@@ -130,9 +179,10 @@ def documents_of(members: Members, cu_seqlens: torch.Tensor | None) -> tuple[int
     return None if cu_seqlens is None or members.size == 1 else bounds_of(cu_seqlens)
 
 
-def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: tuple[int, ...] | None) -> dict[str, object]:
+def _same_of_tensors(
+    q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, documents: tuple[int, ...] | None
+) -> dict[str, object]:
     """Returns the properties of the tensors that must be equal on all ranks, by name."""
-    q, k, _ = tensors
     return {
         "q.shape[0]": q.shape[0],
         "q.shape[2]": q.shape[2],
@@ -144,6 +194,24 @@ def same_of_tensors(tensors: Tensors, padding: torch.Tensor | None, documents: t
         "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": "given" if padding is not None else "None",
         "cu_seqlens": "None" if documents is None else _shortened(documents),
+    }
+
+
+def _same_of_patterns(settings: CallSettings, blocks: BlockPattern | None) -> dict[str, object]:
+    if blocks is not None:
+        return {
+            "branches": settings.branches,
+            # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
+            "pattern": type(blocks).__name__ if blocks.lives_here else blocks.spec(),
+            "block_size": str(blocks.block_size),
+        }
+    pattern = settings.pattern
+    return {
+        "segment_lengths": str(list(pattern.segment_lengths)),
+        "dilation_rates": str(list(pattern.dilation_rates)),
+        "head_offsets": str(pattern.head_offsets),
+        "branch_heads": pattern.branch_heads,
+        "tail": pattern.tail,
     }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
@@ -15,72 +13,38 @@ from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
 from dilated_attention.distributed.exchange.parts import QueryPart, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.ring_pass import PassSetup
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering, hop
 from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.distributed.exchange.run import is_fused
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern import DilatedPattern
 
 
-@dataclass(frozen=True, eq=False)
-class RingSetup:
-    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RingSetup(PassSetup):
+    """What calls of dilated or dense attention have in common.
 
     Args:
         sharding: which rows and heads each rank has, as given and while it computes.
         problem: with the pattern and the heads that this rank computes.
-        steps: the steps of the exchange on this rank.
         parts: what is computed in each step.
         first_head: the first of this rank's heads, counted over the whole model.
-        size: the number of ranks that exchange keys.
-        depth: the number of steps whose keys are in memory at once.
         merges: whether a row's parts come from several steps.
         home: what the rank computes on its own rows; ``problem`` then covers every g-th row: ``query_rows``, ``key_rows``. Where kernels
             copy rows, they find the keys' rows themselves, and ``key_rows`` is None.
-        lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
-            computation. All ranks must choose the same, so it does not depend on what this rank receives.
     """
 
     sharding: ShardingPlan
     problem: RingProblem
-    steps: tuple[StepPlan, ...]
     parts: tuple[tuple[QueryPart, ...], ...]
     first_head: int
-    size: int
-    depth: int
     merges: bool
-    lanes: tuple[tuple[str, str], int | None]
-    home: tuple[QueryPart, ...] = ()
-    query_rows: SparseRows | None = None
-    key_rows: SparseRows | None = None
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Returns the bytes of the tables of rows: as many again as the messages' for the kernels that copy rows."""
-        messages = [message for step in self.steps for message in (*step.sends, *step.receives, *step.owed)]
-        return 2 * sum(message.units.nbytes for message in messages if message.units is not None)
-
-
-class Sized(Protocol):
-    """A setup whose tables take memory."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def make_room(setups: MutableMapping[object, Any], new: Sized, most: int, most_bytes: int) -> None:
-    """Forgets the oldest of the cached setups until another one fits. Packed batches differ, so theirs are not used again."""
-    # a copy, since threads of other groups may add theirs meanwhile
-    kept = list(setups.items())
-    count, nbytes = len(kept), new.nbytes + sum(one.nbytes for _, one in kept)
-    for kind, one in kept:
-        if count < most and nbytes <= most_bytes:
-            return
-        setups.pop(kind, None)
-        count, nbytes = count - 1, nbytes - one.nbytes
+    home: tuple[QueryPart, ...]
+    query_rows: SparseRows | None
+    key_rows: SparseRows | None
 
 
 def make_setup(
@@ -133,9 +97,24 @@ def make_setup(
     held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
     merges = problem.exchange == "ring" and size > 1
     small = not merges and not problem.is_dense
-    lanes = (("few keys", "few gradients"), cost.FEW_CTAS) if small else (("keys", "gradients"), None)
-    steps, depth = tuple(step.among(ranks) for step in steps), cost.choose_prefetch_depth(held)
-    return RingSetup(sharding, problem, steps, parts, first, size, depth, merges, lanes, home, query_rows, key_rows)
+    lanes = ("few keys", "few gradients", cost.FEW_CTAS) if small else ("keys", "gradients", None)
+    steps = tuple(step.among(ranks) for step in steps)
+    tables = [message.units for step in steps for message in (*step.sends, *step.receives, *step.owed) if message.units is not None]
+    return RingSetup(
+        steps=steps,
+        depth=cost.choose_prefetch_depth(held),
+        # the kernels that copy rows have tables as large as the messages'
+        nbytes=2 * sum(units.nbytes for units in tables),
+        lanes=lanes if size > 1 else None,
+        sharding=sharding,
+        problem=problem,
+        parts=parts,
+        first_head=first,
+        merges=merges,
+        home=home,
+        query_rows=query_rows,
+        key_rows=key_rows,
+    )
 
 
 def make_steps(problem: RingProblem, rank: int, device: torch.device) -> tuple[tuple[StepPlan, ...], KeySpan | None]:

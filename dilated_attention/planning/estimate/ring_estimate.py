@@ -231,6 +231,6 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
         held.append(int((spanned * heads).max()) * row)
         shares.append(int(((2 * spanned + sent_rows) * heads).max()) * row)
     received, sent = ((matrix.sum(dim) - matrix.diagonal()).tolist() for dim in (1, 0))
-    depth = min(len(way.steps), block_cost.choose_prefetch_depth(load, way.steps))
+    depth = min(len(way.steps), cost.choose_prefetch_depth(load.held * max(way.steps)))
     most = _most([_bytes(s * row, r * row) for s, r in zip(sent, received, strict=True)])
     return Exchange(name="blocks", bytes=most, steps=len(way.steps), held=_together(held, shares, depth))
