@@ -2,16 +2,19 @@
 
 from dilated_attention.modules._ring import RingSettings, set_layout
 from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
-from dilated_attention.modules.block_sparse_multihead import MultiheadBlockSparseAttention, MultiheadBlockSparseDilatedAttention
 from dilated_attention.modules.dilated import DilatedAttention
-from dilated_attention.modules.multihead import MultiheadDilatedAttention
+from dilated_attention.modules.multihead import (
+    MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
+    MultiheadDilatedAttention,
+)
 from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
 from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
-from dilated_attention.modules.ring_block_sparse_multihead import (
+from dilated_attention.modules.ring_multihead import (
     RingMultiheadBlockSparseAttention,
     RingMultiheadBlockSparseDilatedAttention,
+    RingMultiheadDilatedAttention,
 )
-from dilated_attention.modules.ring_multihead import RingMultiheadDilatedAttention
 
 __all__ = [
     "BlockSparseAttention",

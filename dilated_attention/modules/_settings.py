@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 from torch import nn
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
-from dilated_attention.pattern import DilatedPattern, HeadOffsets
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of
 
 P = ParamSpec("P")
+PATTERN_ARGUMENTS = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail")
 
 
 def keyword_is_causal(forward: Callable[P, Any]) -> Callable[P, Any]:
@@ -40,20 +41,25 @@ def changed(settings: Any, **defaults: Any) -> list[str]:
 
 
 class KernelSettings(nn.Module):
-    """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``."""
+    """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``.
+
+    Args:
+        given: the arguments of the public class by name, its ``locals()``; others are not read.
+    """
 
     sinks: nn.Parameter | nn.UninitializedParameter | None
+    # the function that ``forward`` calls
+    function: ClassVar[Callable[..., Any]]
 
-    def __init__(
-        self, scale: float | None, dropout: float, deterministic: bool, backend: str, sinks: bool, num_heads: int | None
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
         # the head dimension is not known yet; only scale=None would need it
-        self.scale = None if scale is None else check.check_scale(scale, 1)
-        self.dropout = check.check_probability("dropout", dropout)
-        self.deterministic = check.check_bool("deterministic", deterministic)
-        registry.check_name(backend)
-        self.backend = backend
+        self.scale = None if given["scale"] is None else check.check_scale(given["scale"], 1)
+        self.dropout = check.check_probability("dropout", given["dropout"])
+        self.deterministic = check.check_bool("deterministic", given["deterministic"])
+        registry.check_name(given["backend"])
+        self.backend: str = given["backend"]
+        sinks, num_heads = given["sinks"], given["num_heads"]
         if num_heads is not None and not check.check_bool("sinks", sinks):
             raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
         self.sinks = None
@@ -75,14 +81,14 @@ class KernelSettings(nn.Module):
             self.reset_parameters()
         return self.sinks
 
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
+        return {"scale": self.scale, "sinks": self._sinks_for(query)}
+
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "deterministic": self.deterministic,
-            "backend": self.backend,
-            "sinks": self._sinks_for(query),
-        }
+        """Returns the settings as arguments of ``function``."""
+        dropout_p = self.dropout if self.training else 0.0
+        return self._map_arguments(query) | {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
 
     def _changed(self) -> list[str]:
         return [*changed(self, scale=None, dropout=0.0, deterministic=False, backend="auto"), *self._shown_sinks()]
@@ -101,49 +107,24 @@ def _make_loaded_sinks(module: KernelSettings, state: dict[str, Any], prefix: st
 class DilatedSettings(KernelSettings):
     """Holds the arguments of ``dilated_attention`` that are fixed at construction; see ``DilatedAttention``. Subclasses add ``forward``."""
 
-    def __init__(
-        self,
-        segment_lengths: Any,
-        dilation_rates: Any,
-        *,
-        scale: float | None,
-        dropout: float,
-        head_offsets: HeadOffsets,
-        branch_heads: str,
-        tail: str,
-        mixture_grad: str,
-        deterministic: bool,
-        backend: str,
-        sinks: bool,
-        num_heads: int | None,
-    ) -> None:
-        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
-        self._pattern = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
-        one_of("mixture_grad", mixture_grad, ("exact", "detached"))
-        if sinks and mixture_grad == "detached":
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._pattern = DilatedPattern(*(given[name] for name in PATTERN_ARGUMENTS))
+        self.mixture_grad: str = given.get("mixture_grad", "exact")
+        one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
+        if given["sinks"] and self.mixture_grad == "detached":
             raise ValueError("sinks=True with mixture_grad='detached', which would give them no gradient; expected mixture_grad='exact'")
-        self.mixture_grad = mixture_grad
 
     @property
     def pattern(self) -> DilatedPattern:
         """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._pattern
 
-    def _branch_arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
-        pattern = self._pattern
-        return {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "scale": self.scale,
-            "head_offsets": pattern.head_offsets,
-            "branch_heads": pattern.branch_heads,
-            "tail": pattern.tail,
-            "sinks": self._sinks_for(query),
-        }
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return {name: getattr(self._pattern, name) for name in PATTERN_ARGUMENTS} | super()._map_arguments(query)
 
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        return self._branch_arguments(query) | super()._arguments(query) | {"mixture_grad": self.mixture_grad}
+        return super()._arguments(query) | {"mixture_grad": self.mixture_grad}
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""

@@ -8,13 +8,13 @@ import torch
 
 from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
-from dilated_attention.modules._maps import AttentionMaps
+from dilated_attention.modules._local import LocalAttention
 from dilated_attention.modules._settings import DilatedSettings, changed
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
 
-class DilatedAttention(AttentionMaps, DilatedSettings):
+class DilatedAttention(LocalAttention, DilatedSettings):
     """Dilated attention of LongNet (arXiv 2307.02486, Eq. 3-15) on projected queries, keys and values.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
@@ -44,6 +44,8 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
     >>> out = layer(q, k, v, is_causal=True)
     """
 
+    function = staticmethod(dilated_attention)
+
     def __init__(
         self,
         segment_lengths: Any,
@@ -61,68 +63,12 @@ class DilatedAttention(AttentionMaps, DilatedSettings):
         num_heads: int | None = None,
         precision: str = "native",
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            scale=scale,
-            dropout=dropout,
-            head_offsets=head_offsets,
-            branch_heads=branch_heads,
-            tail=tail,
-            mixture_grad=mixture_grad,
-            deterministic=deterministic,
-            backend=backend,
-            sinks=sinks,
-            num_heads=num_heads,
-        )
+        super().__init__(locals())
         one_of("precision", precision, PRECISIONS)
         self.precision = precision
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention.
-
-        Args:
-            query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
-            key, value: (B, Nk, Hk, D), Hk a divisor of H.
-            is_causal: a query sees keys at its own position and before.
-            key_padding_mask: (B, Nk) bool, True = padding.
-            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
-            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
-            return_lse: also return the log-sum-exp of the scores.
-
-        Returns:
-            out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
-
-        Raises:
-            ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        return dilated_attention(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            query_offset=query_offset,
-            return_lse=return_lse,
-            precision=self.precision,
-        )
-
-    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        return self._branch_arguments(query)
+    def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return super()._arguments(query) | {"precision": self.precision}
 
     def extra_repr(self) -> str:
         """The branches, and every setting that differs from its default."""

@@ -1,4 +1,4 @@
-"""Multi-head dilated attention: LongNet's attention layer with the call signature of nn.MultiheadAttention."""
+"""Multi-head attention layers, dilated and block-sparse, with the call signature of nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.modules._multihead import LocalMultihead
+from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
 from dilated_attention.modules.dilated import DilatedAttention
 from dilated_attention.pattern import HeadOffsets
 
@@ -82,3 +83,120 @@ class MultiheadDilatedAttention(LocalMultihead):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(DilatedAttention, locals())
+
+
+class MultiheadBlockSparseAttention(LocalMultihead):
+    """Block-sparse attention between MAGNETO's projections (arXiv 2210.06423), batch first.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        embed_dim: E, the width of queries, keys, values and output; a multiple of num_heads.
+        num_heads: H query heads of dimension D = E/H ≤ 256.
+        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs are kept: see ``BlockSparseAttention``.
+        num_kv_heads: Hk key/value heads, a divisor of H; query head h reads h // (H/Hk). None for H.
+        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
+        bias: whether the four projections have biases.
+        layer_norm: whether to use the sub-LayerNorm before ``out_proj``; nn.MultiheadAttention has none.
+        layer_norm_eps: eps of every norm of this layer.
+        gamma_init: gain of the weights of v_proj and out_proj: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
+        rotary: rotate queries and keys by absolute position, or with ``cu_seqlens`` by position in the document.
+        rotary_base: θ of the rotation, > 1.
+        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale uses 512), with ``rotary``: pair i of a score is also multiplied by
+            ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for
+            RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
+        qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
+        scale, deterministic, backend, sinks: see ``BlockSparseAttention``.
+        device, dtype: device and dtype of the parameters.
+
+    Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
+
+    Raises:
+        ValueError, TypeError: invalid settings, at construction.
+
+    >>> layer = MultiheadBlockSparseAttention(768, 12, sparsity_ratio=0.1)
+    >>> y, _ = layer(x, is_causal=True)
+    """
+
+    attention: BlockSparseAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        sinks: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(BlockSparseAttention, locals())
+
+
+class MultiheadBlockSparseDilatedAttention(LocalMultihead):
+    """Dilated branches and blocks in one softmax between the projections of ``MultiheadBlockSparseAttention``, batch first.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``DilatedAttention``.
+
+    All other arguments, the parameters' names and the errors are those of ``MultiheadBlockSparseAttention``.
+
+    >>> layer = MultiheadBlockSparseDilatedAttention(
+    ...     768, 12, [2048, 8192], [1, 4], sparsity_ratio=0.05)
+    >>> y, _ = layer(x, is_causal=True)
+    """
+
+    attention: BlockSparseDilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        sinks: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(BlockSparseDilatedAttention, locals())

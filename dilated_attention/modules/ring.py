@@ -9,12 +9,12 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional import dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules._settings import DilatedSettings, KernelSettings, changed, keyword_is_causal
+from dilated_attention.modules._ring import RingModule, RingSettings
+from dilated_attention.modules._settings import DilatedSettings, changed, keyword_is_causal
 from dilated_attention.pattern import HeadOffsets
 
 
-class RingAttention(KernelSettings):
+class RingAttention(RingModule):
     """Dense softmax attention of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
         out(i) = Σ_j e^{s_ij} v_j / Σ_j e^{s_ij},    s_ij = scale · q_i·k_j,    i on this process, j on any
@@ -40,6 +40,8 @@ class RingAttention(KernelSettings):
     >>> out = layer(q, k, v, is_causal=True)
     """
 
+    function = staticmethod(ring_attention)
+
     def __init__(
         self,
         *,
@@ -57,45 +59,22 @@ class RingAttention(KernelSettings):
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
+        super().__init__(locals())
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
         check.check_window(window)
         self.window = window
 
-    @keyword_is_causal
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        return ring_attention(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            **self.ring.arguments(),
-            seq_len=seq_len,
-            is_causal=is_causal,
-            window=self.window,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-        )
+    forward = keyword_is_causal(RingModule.forward)
+
+    def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        return super()._arguments(query) | {"window": self.window}
 
     def extra_repr(self) -> str:
         """How the sequence is sharded, and every setting that differs from its default."""
         return ", ".join([self.ring.extra_repr(), *changed(self, window=None), *self._changed()])
 
 
-class RingDilatedAttention(DilatedSettings):
+class RingDilatedAttention(RingModule, DilatedSettings):
     """``DilatedAttention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
     The formula is that of ``DilatedAttention`` over the whole sequence: segments are counted in the whole sequence, whatever the shards.
@@ -117,6 +96,8 @@ class RingDilatedAttention(DilatedSettings):
     >>> layer = RingDilatedAttention([2048, 65536], [1, 32], mesh=mesh["cp"])
     >>> out = layer(q, k, v, is_causal=True)
     """
+
+    function = staticmethod(ring_dilated_attention)
 
     def __init__(
         self,
@@ -140,65 +121,8 @@ class RingDilatedAttention(DilatedSettings):
         ranks_per_node: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            scale=scale,
-            dropout=dropout,
-            head_offsets=head_offsets,
-            branch_heads=branch_heads,
-            tail=tail,
-            mixture_grad=mixture_grad,
-            deterministic=deterministic,
-            backend=backend,
-            sinks=sinks,
-            num_heads=num_heads,
-        )
+        super().__init__(locals())
         self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention.
-
-        Args:
-            query: (B, n, H, D), this process's rows in the order of the layout; float16, bfloat16, float32 or float64.
-            key, value: (B, n, Hk, D), of the same positions; Hk a divisor of H.
-            is_causal: a query sees keys at its own position and before.
-            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none.
-            key_padding_mask: (B, n) bool of this process's keys, True = padding.
-            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
-            return_lse: also return the log-sum-exp of the scores.
-
-        Returns:
-            out (B, n, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, n)), lse in float32 (float64 for float64).
-
-        Raises:
-            ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made a different call.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        return ring_dilated_attention(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            **self.ring.arguments(),
-            seq_len=seq_len,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-        )
 
     def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,34 @@ import torch
 from dilated_attention.distributed.sharding.custom_layout import Layout, short_name
 from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention, ring_block_sparse_dilated_attention
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
-from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules._settings import DilatedSettings, KernelSettings, changed, keyword_is_causal
-from dilated_attention.modules.block_sparse import chosen_pattern
-from dilated_attention.pattern import BlockPattern, HeadOffsets
+from dilated_attention.modules._block_settings import BlockSettings, UnionSettings
+from dilated_attention.modules._ring import RingModule, RingSettings
+from dilated_attention.modules._settings import changed, keyword_is_causal
+from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int
 
 
-class RingBlockSparseAttention(KernelSettings):
+class RingBlockModule(RingModule):
+    """What both modules of this file have in common."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        checked_ring_pattern(self._blocks)
+        ring = RingSettings.of(given["group"], given["mesh"], "contiguous", "auto", None, given["timeout"])
+        self.ring = replace(ring, layout=checked_block_layout(given["layout"]))
+        self.head_steps = None if given["head_steps"] is None else as_int("head_steps", given["head_steps"], minimum=1)
+
+    forward = keyword_is_causal(RingModule.forward)
+
+    def _ring_arguments(self) -> dict[str, Any]:
+        ring = self.ring.arguments()
+        return {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
+
+    def _ring_parts(self) -> list[str]:
+        return [f"layout={short_name(self.ring.layout)!r}", *([] if self.ring.group_name else ["one process"])]
+
+
+class RingBlockSparseAttention(RingBlockModule, BlockSettings):
     """``BlockSparseAttention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
         out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    i on this process, j on any
@@ -42,6 +63,8 @@ class RingBlockSparseAttention(KernelSettings):
     >>> out = layer(q, k, v, is_causal=True)
     """
 
+    function = staticmethod(ring_block_sparse_attention)
+
     def __init__(
         self,
         pattern: Any = None,
@@ -62,60 +85,23 @@ class RingBlockSparseAttention(KernelSettings):
         head_steps: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(scale, dropout, deterministic, backend, sinks, num_heads)
-        self._pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
-        self.ring = _ring_settings(group, mesh, layout, timeout)
-        self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
-
-    @property
-    def pattern(self) -> BlockPattern:
-        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
-        return self._pattern
-
-    @keyword_is_causal
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        return ring_block_sparse_attention(
-            query,
-            key,
-            value,
-            self._pattern,
-            **_ring_arguments(self.ring),
-            **self._arguments(query),
-            seq_len=seq_len,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-            head_steps=self.head_steps,
-        )
+        super().__init__(locals())
 
     def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
         """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.forward_unsharded``."""
         out: torch.Tensor = block_sparse_attention(
-            query, key, value, self._pattern, **self._arguments(query), is_causal=is_causal, query_offset=query_offset
+            query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset
         )
         return out
 
     def extra_repr(self) -> str:
         """The pattern, how the sequence is sharded, and every setting that differs from its default."""
-        return ", ".join([repr(self._pattern), *_ring_parts(self.ring), *self._changed(), *changed(self, head_steps=None)])
+        return ", ".join([repr(self._blocks), *self._ring_parts(), *self._changed(), *changed(self, head_steps=None)])
 
 
-class RingBlockSparseDilatedAttention(DilatedSettings):
+class RingBlockSparseDilatedAttention(RingBlockModule, UnionSettings):
     """``BlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
 
     m = m_dilated + m_blocks over the whole sequence. A process receives every key once that its queries keep, in a branch or in a block.
@@ -133,6 +119,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
     ...     [2048, 65536], [1, 32], LocalWindow(1024), mesh=mesh["cp"])
     >>> out = layer(q, k, v, is_causal=True)
     """
+
+    function = staticmethod(ring_block_sparse_dilated_attention)
 
     def __init__(
         self,
@@ -159,73 +147,8 @@ class RingBlockSparseDilatedAttention(DilatedSettings):
         head_steps: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            scale=scale,
-            dropout=dropout,
-            head_offsets=head_offsets,
-            branch_heads=branch_heads,
-            tail=tail,
-            mixture_grad="exact",
-            deterministic=deterministic,
-            backend=backend,
-            sinks=sinks,
-            num_heads=num_heads,
-        )
-        self._block_pattern = checked_ring_pattern(chosen_pattern(pattern, sparsity_ratio, sparsity, block_size, seed))
-        self.ring = _ring_settings(group, mesh, layout, timeout)
-        self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
-
-    @property
-    def block_pattern(self) -> BlockPattern:
-        """The pattern of the kept blocks; ``pattern`` is that of the branches."""
-        return self._block_pattern
-
-    @keyword_is_causal
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention; arguments, results and errors are those of ``RingDilatedAttention.forward``."""
-        settings = self._arguments(query)
-        del settings["mixture_grad"]
-        return ring_block_sparse_dilated_attention(
-            query,
-            key,
-            value,
-            pattern=self._block_pattern,
-            **_ring_arguments(self.ring),
-            **settings,
-            seq_len=seq_len,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-            head_steps=self.head_steps,
-        )
+        super().__init__(locals())
 
     def extra_repr(self) -> str:
         """The branches and blocks, how the sequence is sharded, and every setting that differs from its default."""
-        shown = f"block_pattern={self._block_pattern!r}"
-        return ", ".join([super().extra_repr(), shown, *_ring_parts(self.ring), *changed(self, head_steps=None)])
-
-
-def _ring_settings(group: Any, mesh: Any, layout: str | Layout, timeout: float) -> RingSettings:
-    return replace(RingSettings.of(group, mesh, "contiguous", "auto", None, timeout), layout=checked_block_layout(layout))
-
-
-def _ring_arguments(ring: RingSettings) -> dict[str, Any]:
-    return {name: value for name, value in ring.arguments().items() if name in ("group", "layout", "timeout")}
-
-
-def _ring_parts(ring: RingSettings) -> list[str]:
-    return [f"layout={short_name(ring.layout)!r}", *([] if ring.group_name else ["one process"])]
+        return ", ".join([super().extra_repr(), *self._ring_parts(), *changed(self, head_steps=None)])

@@ -1,4 +1,4 @@
-"""Multi-head dilated attention for a sequence sharded across processes."""
+"""Multi-head attention layers, dilated and block-sparse, for a sequence sharded across processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._multihead import RingMultihead
 from dilated_attention.modules.ring import RingDilatedAttention
+from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
 from dilated_attention.pattern import HeadOffsets
 
 
@@ -80,3 +81,128 @@ class RingMultiheadDilatedAttention(RingMultihead):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(RingDilatedAttention, locals())
+
+
+class RingMultiheadBlockSparseAttention(RingMultihead):
+    """``MultiheadBlockSparseAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Projections and norms are per position, so only the attention between them communicates, and it sends only the key blocks that other
+    processes' queries keep. Parameters have the names and shapes of those of ``MultiheadBlockSparseAttention``, so ``load_state_dict``
+    transfers weights in both directions.
+
+    Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: see
+    ``RingMultiheadDilatedAttention`` for what this means with DDP, with FSDP2 and without either.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps: see ``MultiheadBlockSparseAttention``.
+        gamma_init, rotary_base, xpos_scale_base, qk_norm, device, dtype: see there.
+        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs of the whole sequence are kept: see ``RingBlockSparseAttention``.
+        rotary: rotate queries and keys by their position in the whole sequence, or with ``cu_seqlens`` in the document.
+        group, mesh, layout, scale, deterministic, backend, sinks, head_steps, timeout: see ``RingBlockSparseAttention``.
+
+    Raises:
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
+
+    Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, and no pattern that is chosen by content.
+
+    >>> layer = RingMultiheadBlockSparseAttention(
+    ...     768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingBlockSparseAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str | Layout = "contiguous",
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        sinks: bool = False,
+        head_steps: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(RingBlockSparseAttention, locals())
+
+
+class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
+    """``MultiheadBlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``DilatedAttention``.
+
+    All other arguments, what is said of parameters and their gradients, and the errors are those of ``RingMultiheadBlockSparseAttention``.
+
+    >>> layer = RingMultiheadBlockSparseDilatedAttention(
+    ...     768, 12, [2048, 65536], [1, 32], LocalWindow(1024),
+    ...     mesh=mesh["cp"])
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingBlockSparseDilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
+        *,
+        sparsity_ratio: float | None = None,
+        sparsity: str = "random",
+        block_size: Any = 128,
+        seed: int = 0,
+        group: Any = None,
+        mesh: Any = None,
+        layout: str | Layout = "contiguous",
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float | None = None,
+        qk_norm: bool = False,
+        head_offsets: HeadOffsets = "cyclic",
+        branch_heads: str = "all",
+        tail: str = "mask",
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str = "auto",
+        sinks: bool = False,
+        head_steps: int | None = None,
+        timeout: float = 60.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(RingBlockSparseDilatedAttention, locals())
