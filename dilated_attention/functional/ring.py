@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from dilated_attention.distributed.comm.group import members_named, members_of
 from dilated_attention.distributed.exchange.op import resolve_ring, ring_attention_op
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
+from dilated_attention.engine.ops.resolve import ResolvedCall
 from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend, plain_ints
-from dilated_attention.pattern import HeadOffsets
+from dilated_attention.pattern import BlockPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 
@@ -94,8 +96,8 @@ def ring_dilated_attention(
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad, softcap=softcap)
-    ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
-    return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, (), options, ring)
+    ring = RingOptions(group_name_of(group, mesh), _plain(layout), seq_len, timeout, exchange, ranks_per_node)
+    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options, ring, OPS)
 
 
 def ring_attention(
@@ -135,8 +137,8 @@ def ring_attention(
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
-    ring = RingOptions(group_name_of(group, mesh), _plain(layout), exchange, seq_len, ranks_per_node, timeout)
-    return _attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, check.check_window(window), options, ring)
+    ring = RingOptions(group_name_of(group, mesh), _plain(layout), seq_len, timeout, exchange, ranks_per_node)
+    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, None, check.check_window(window), options, ring, OPS)
 
 
 class RingOptions(NamedTuple):
@@ -144,10 +146,15 @@ class RingOptions(NamedTuple):
 
     group_name: str
     layout: str
-    exchange: str
     seq_len: int | None
-    ranks_per_node: int | None
     timeout: float
+    exchange: str = "all_gather"
+    ranks_per_node: int | None = None
+    head_steps: int | None = None
+
+
+# the op of dilated and dense calls, and what resolves it
+OPS = ring_attention_op, resolve_ring
 
 
 def _plain(layout: str | Layout) -> str:
@@ -177,45 +184,49 @@ def place_in(group_name: str) -> tuple[int, int]:
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _attend(
+def attend_ring(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     masks: Masks,
-    branches: tuple[Any, ...],
+    branches: tuple[Any, ...] | None,
+    blocks: BlockPattern | None,
     window: tuple[int, ...],
     options: Options,
     ring: RingOptions,
+    ops: tuple[Any, Callable[..., ResolvedCall]],
 ) -> Any:
+    """Returns what ``attend`` does, of a call on a sharded sequence. ``ops``: its op, and what resolves it."""
     lse_grad = options.return_lse and options.mixture_grad == "exact"
 
     def checked() -> tuple[tuple[Any, ...], int]:
-        sharding, seq_len = _checked_sharding(ring, lse_grad)
+        layout_name(ring.layout)
+        one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
+        per_node = _checked_ranks_per_node(ring)
+        steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
+        sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, steps
+        seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
         if window and ring.exchange == "ring":
             raise ValueError(
                 "exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'"
             )
         if ring.exchange in ("all_to_all", "2d"):
+            assert branches is not None, "blocks are gathered"
             check.check_tensors(q, k, v)
-            _check_heads(ring.group_name, ring.exchange, sharding[3], q.shape[2], k.shape[2], branches[3])
+            _check_heads(ring.group_name, ring.exchange, per_node, q.shape[2], k.shape[2], branches[3])
         return sharding, seq_len
 
     given = (*ring, os.environ.get("LOCAL_WORLD_SIZE")) if ring.exchange == "2d" else tuple(ring)
-    return attend(q, k, v, masks, branches, None, window, options, Ring(ring_attention_op, resolve_ring, (*given, lse_grad), checked))
+    return attend(q, k, v, masks, branches, blocks, window, options, Ring(*ops, (*given, lse_grad), checked))
 
 
-def _checked_sharding(ring: RingOptions, lse_grad: bool) -> tuple[tuple[Any, ...], int]:
-    """Returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
-    layout_name(ring.layout)
-    one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
-    ranks_per_node = ring.ranks_per_node
-    if ring.exchange == "2d" and ranks_per_node is None:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-        if ranks_per_node is None:
+def _checked_ranks_per_node(ring: RingOptions) -> int:
+    found = ring.ranks_per_node
+    if ring.exchange == "2d" and found is None:
+        found = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+        if found is None:
             raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
-    per_node = 0 if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1)
-    sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, 0
-    return sharding, -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
+    return 0 if found is None else as_int("ranks_per_node", found, minimum=1)
 
 
 def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:

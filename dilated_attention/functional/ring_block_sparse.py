@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from dilated_attention import validation as check
 from dilated_attention.distributed.block_exchange.op import (
     resolve_ring_blocks,
     ring_block_sparse_attention_op,
     ring_block_sparse_dilated_attention_op,
 )
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.functional.arguments import Masks, Options, Ring, attend, plain_ints
+from dilated_attention.functional.arguments import Options, plain_ints
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.ring import group_name_of
+from dilated_attention.functional.ring import RingOptions, attend_ring, group_name_of
 from dilated_attention.pattern import BlockPattern, HeadOffsets
-from dilated_attention.pattern.checks import as_int, as_int_tuple
+from dilated_attention.pattern.checks import as_int_tuple
 
 # the layouts with a one-word name
 BLOCK_LAYOUTS = ("contiguous", "zigzag")
@@ -91,8 +90,10 @@ def ring_block_sparse_attention(
     ...     is_causal=True)
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
-    masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
-    return _attend(q, k, v, masks, None, pattern, options, ring)
+    pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
+    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
+    ops = ring_block_sparse_attention_op, resolve_ring_blocks
+    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, pattern, (), options, ring, ops)
 
 
 def ring_block_sparse_dilated_attention(
@@ -143,40 +144,11 @@ def ring_block_sparse_dilated_attention(
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
-    masks, ring = (key_padding_mask, cu_seqlens, sinks), RingBlockOptions(group_name_of(group, mesh), layout, seq_len, head_steps, timeout)
-    return _attend(q, k, v, masks, (lengths, rates, head_offsets, branch_heads, tail), pattern, options, ring)
-
-
-class RingBlockOptions(NamedTuple):
-    """The options that a distributed call has in addition, as the caller gave them."""
-
-    group_name: str
-    layout: str | Layout
-    seq_len: int | None
-    head_steps: int | None
-    timeout: float
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: Masks,
-    branches: tuple[Any, ...] | None,
-    pattern: Any,
-    options: Options,
-    ring: RingBlockOptions,
-) -> Any:
-    pattern, name = checked_ring_pattern(pattern), checked_block_layout(ring.layout)
-
-    def checked() -> tuple[tuple[Any, ...], int]:
-        steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
-        sharding = ring.group_name, name, "all_gather", 0, check.check_timeout(ring.timeout), options.return_lse, steps
-        return sharding, -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
-
-    op = ring_block_sparse_attention_op if branches is None else ring_block_sparse_dilated_attention_op
-    given = (*ring._replace(layout=name), options.return_lse)
-    return attend(q, k, v, masks, branches, pattern, (), options, Ring(op, resolve_ring_blocks, given, checked))
+    branches = lengths, rates, head_offsets, branch_heads, tail
+    pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
+    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
+    ops = ring_block_sparse_dilated_attention_op, resolve_ring_blocks
+    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, pattern, (), options, ring, ops)
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:
