@@ -31,8 +31,8 @@ from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import HEADS, WHOLE, Spread, draw, together
 from tests.helpers.ring_chosen import spread_of
 
-# 700 calls in all; test_random_calls_reach_everything checks that they draw every option. Worlds of five and eight are slow on two cores
-CASES = {1: 25, 2: 225, 3: 175, 4: 175, 5: 50, 8: 50}
+# 600 calls in all; test_random_calls_reach_everything checks that they draw every option. Worlds of five and eight are slow on two cores
+CASES = {1: 25, 2: 225, 3: 175, 4: 125, 5: 25, 8: 25}
 BATCH = 25
 
 
@@ -137,9 +137,10 @@ def test_branches_that_cross_ranks_are_computed_on_every_gth_row(world: int) -> 
         pattern = DilatedPattern(tuple(x if x >= 4 else int(x * N) for x in lengths), rates, ("cyclic", "zero")[index % 2])
         for heads, kv_heads in ((4, 4), (4, 2), (8, 8), (8, 1)):
             for is_causal in (False, True):
-                for layout in ("contiguous", "zigzag"):
-                    options = {"is_causal": is_causal, "layout": layout, "exchange": "all_gather"}
-                    spreads.append(spread_of(pattern, N, heads=heads, kv_heads=kv_heads, **options))
+                # the other layout in the other world
+                layout = ("contiguous", "zigzag")[(index + heads // 4 + is_causal + world // 2) % 2]
+                options = {"is_causal": is_causal, "layout": layout, "exchange": "all_gather"}
+                spreads.append(spread_of(pattern, N, heads=heads, kv_heads=kv_heads, **options))
     found = 0
     for spread in spreads:
         case = spread.case
@@ -178,11 +179,10 @@ def test_runs_repeat_bit_for_bit(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_errors_in_low_precision_are_those_of_one_process(world: int, dtype: torch.dtype) -> None:
     spreads = [
-        spread_of(pattern, 90, kv_heads=4, exchange=exchange, layout=layout, is_causal=is_causal)
+        spread_of(pattern, 90, kv_heads=4, exchange=exchange, layout=layout, is_causal=(row + index + world // 2) % 2 == 0)
         for pattern in (WHOLE, DilatedPattern((16, 64, 90), (1, 2, 4)))
-        for exchange in ("all_gather", "ring", "all_to_all")
-        for layout in ring_cases.LAYOUTS
-        for is_causal in (False, True)
+        for row, exchange in enumerate(("all_gather", "ring", "all_to_all"))
+        for index, layout in enumerate(ring_cases.LAYOUTS)
     ]
     ranks = pool_of(world).run(ring_cases.run, spreads, dtype)
     for index, spread in enumerate(spreads):

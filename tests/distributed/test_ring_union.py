@@ -46,7 +46,7 @@ from tests.distributed.test_ring_blocks import (
 from tests.functional.test_block_sparse import call
 from tests.helpers.pool import here, patience, pool_of
 
-WORLDS = range(1, 9)
+WORLDS = (1, 2, 3, 4, 5, 8)
 BRANCHES = (
     DilatedPattern((16, 64), (1, 4)),
     DilatedPattern((50, 2**40), (3, 2)),

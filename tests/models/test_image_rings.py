@@ -208,7 +208,7 @@ def drop_path_is_the_first_processs(rank: int, world: int) -> None:
     """Processes with unequal generators drop what rank 0's generator says: whole samples, whole packed slides."""
     config = slide_config(drop_path=0.5)
     alone = model_of(SlideEncoder, config)
-    for layout, checkpointed in itertools.product(("contiguous", "striped"), (False, True)):
+    for layout, checkpointed in (("contiguous", True), ("striped", False)):
         spread = model_of(SlideEncoder, config, group=dist.group.WORLD, layout=layout, checkpoint_activations=checkpointed)
         whole = slide(17, batch=6)
         packed = collate_slides([tuple(x[0] for x in slide(n, seed=n)) for n in (4, 9, 1, 12, 3)])
@@ -289,8 +289,7 @@ ON_PROCESSES += [a_tile_outside_the_grid_is_named, works_in_ddp]
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
-@WORLDS
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), *((3, layout) for layout in LAYOUTS)])
 @pytest.mark.parametrize("check", IN_LAYOUTS)
 def test_in_every_layout(check: Any, layout: str, world: int) -> None:
     pool_of(world).run(check, layout, timeout=120)

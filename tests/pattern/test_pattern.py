@@ -295,8 +295,9 @@ def test_show_writes_what_the_mask_says(tmp_path: Path, is_causal: bool) -> None
     pixels = image.imread(tmp_path / "pattern.png")
     assert pixels.shape[0] > 200 and pixels.shape[1] > 3 * 200
     # white, a shade for each multiplicity, and text
-    colours = {tuple(row) for row in (pixels[..., :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
-    assert (255, 255, 255) in colours and len(colours) > int(mask.max()) + 1
+    levels = torch.as_tensor(pixels[..., :3] * 255).round().long()
+    colours = (levels @ torch.tensor([256**2, 256, 1])).unique().tolist()
+    assert 256**3 - 1 in colours and len(colours) > int(mask.max()) + 1
 
 
 def test_show_leaves_pyplot_alone(tmp_path: Path) -> None:
