@@ -51,6 +51,9 @@ _LONGNET: dict[str, Any] = {
     "positions": "xpos",
 }
 
+# what Llama's shapes have in common, in fields of this library
+_LLAMA: dict[str, Any] = {"num_heads": 32, "ffn": "swiglu", "norm": "rms_norm", "sub_norm": False, "bias": False, "scale_embedding": False}
+
 # bytes, for a context of 32,768: the branches of geometric_branches, heads of 64
 _BYTES: dict[str, Any] = dict(zip(("segment_lengths", "dilation_rates"), geometric_branches(32768), strict=True)) | {"vocab_size": 256}
 
@@ -72,19 +75,14 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     "longnet-2.7b": LongNetConfig(**_LONGNET, num_layers=32, embed_dim=2560, num_heads=32),
     # the shape of Llama 3.2 1B, with rates up to its number of heads, so that in every branch each position is used by some head
     "llama-1b": LongNetConfig(
+        **_LLAMA,
         vocab_size=128256,
         embed_dim=2048,
         num_layers=16,
-        num_heads=32,
         num_kv_heads=8,
-        ffn="swiglu",
         ffn_dim=8192,
-        norm="rms_norm",
-        sub_norm=False,
         qk_norm=True,
-        bias=False,
         rotary_base=500000.0,
-        scale_embedding=False,
         segment_lengths=(2048, 8192, 32768, 131072),
         dilation_rates=(1, 4, 8, 32),
     ),
@@ -101,17 +99,12 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     ),
     # Llama 7B's shape (arXiv 2302.13971, Table 2), with rates up to its number of heads; only the shape, not its weights
     "llama-7b": LongNetConfig(
+        **_LLAMA,
         vocab_size=32000,
         embed_dim=4096,
         num_layers=32,
-        num_heads=32,
-        ffn="swiglu",
         ffn_dim=11008,
-        norm="rms_norm",
-        sub_norm=False,
-        bias=False,
         tie_embeddings=False,
-        scale_embedding=False,
         layer_norm_eps=1e-6,
         segment_lengths=(2048, 8192, 32768, 131072),
         dilation_rates=(1, 4, 16, 32),

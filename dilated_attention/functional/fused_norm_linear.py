@@ -287,22 +287,15 @@ def _no_double_backward(*_: Any) -> Any:
     )
 
 
-def _layers(
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
-    activation: str,
-    norm: str,
-    eps: float,
-    dtype: torch.dtype,
-    narrows: bool,
-) -> list[torch.Tensor]:
-    """Computes the op's outputs with plain layers, which have every derivative; the outputs saved for the op's own backward are empty."""
+def _layers(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    """Computes the op's outputs with plain layers, which have every derivative; the outputs saved for the op's own backward are empty.
+
+    Args:
+        others: the arguments of ``_forward`` after x.
+    """
+    gate, norm_weight, norm_bias, weights, biases, *recipe, _ = others
     with without_autocast(x):
-        ys = fused_norm_linear_torch.layers(x, gate, norm_weight, norm_bias, weights, biases, Recipe(activation, norm, eps, dtype))
+        ys = fused_norm_linear_torch.layers(x, gate, norm_weight, norm_bias, weights, biases, Recipe(*recipe))
     return [*ys, x.new_empty(0), x.new_empty(0)]
 
 

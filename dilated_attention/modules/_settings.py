@@ -110,6 +110,8 @@ class DilatedSettings(KernelSettings):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._pattern = DilatedPattern(*(given[name] for name in PATTERN_ARGUMENTS))
+        # as the pattern has made them, plain integers
+        self._branches = {name: getattr(self._pattern, name) for name in PATTERN_ARGUMENTS}
         self.mixture_grad: str = given.get("mixture_grad", "exact")
         one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
         if given["sinks"] and self.mixture_grad == "detached":
@@ -121,7 +123,7 @@ class DilatedSettings(KernelSettings):
         return self._pattern
 
     def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        return {name: getattr(self._pattern, name) for name in PATTERN_ARGUMENTS} | super()._map_arguments(query)
+        return self._branches | super()._map_arguments(query)
 
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         return super()._arguments(query) | {"mixture_grad": self.mixture_grad}
