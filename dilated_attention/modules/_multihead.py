@@ -14,7 +14,7 @@ from dilated_attention.pattern.checks import as_int
 
 
 class LocalMultihead(MultiheadProjections):
-    """A layer of one process. ``attention`` is an ``AttentionMaps``, whose maps the layer offers too."""
+    """A layer of one process. ``attention`` is a ``LocalAttention``, whose maps the layer offers too."""
 
     def forward(
         self,
