@@ -47,14 +47,10 @@ def patience() -> float:
     return 240.0 if _device_type == "cuda" else 30.0
 
 
-# what scripts and tests of several processes import; the last is of scripts that draw
-PRELOADED = ["torch.distributed", "torch._dynamo", "tests.conftest", "dilated_attention.distributed", "matplotlib.figure"]
-
-
 def fresh_processes() -> Any:
     """Processes without this one's threads and tensors, yet with torch imported once for all of them, which takes seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
     return context
 
 

@@ -11,6 +11,7 @@ tests/scripts/test_examples.py; one test of each kind has it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import runpy
 import signal
@@ -34,43 +35,68 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def run_script(
-    script: Path, *arguments: str, processes: int | None = None, timeout: float = 240, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """The end of the script's process, or of its processes: the first exit code that is not 0, and their output, rank after rank.
+class Script:
+    """The process of a script, or its processes, which have started. ``close`` ends them with what they have started.
 
     Args:
         processes: None for one that knows of no others; else as many, with the variables that torchrun sets.
-        timeout: seconds, after which all are killed with what they have started.
         environment: variables beside those of this process.
+        quick: nothing is drawn, and the machine's FLOP/s are not measured, which takes most of the time of a run of a few steps.
     """
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    ranks: list[dict[str, str]] = [{}]
-    if processes is not None:
-        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    command = [str(script), *arguments]
-    with tempfile.TemporaryDirectory(prefix="script") as folder:
-        outputs = [(Path(folder) / f"out{rank}", Path(folder) / f"error{rank}") for rank in range(len(ranks))]
+
+    def __init__(
+        self, script: Path, *arguments: str, processes: int | None = None, environment: dict[str, str] | None = None, quick: bool = False
+    ) -> None:
+        self.command = [str(script), *arguments]
+        own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        ranks: list[dict[str, str]] = [{}]
+        if processes is not None:
+            world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        self._folder = tempfile.TemporaryDirectory(prefix="script")
+        self._outputs = [tuple(Path(self._folder.name) / f"{name}{rank}" for name in ("out", "error")) for rank in range(len(ranks))]
         context = fresh_processes()
-        started: list[Any] = []
-        for variables, (out, error) in zip(ranks, outputs, strict=True):
-            started.append(context.Process(target=_main, args=(command, own | variables, os.getcwd(), str(out), str(error))))
-            started[-1].start()
+        self.processes: list[Any] = []
+        for variables, (out, error) in zip(ranks, self._outputs, strict=True):
+            arguments_of_main = (self.command, own | variables, os.getcwd(), str(out), str(error), quick)
+            self.processes.append(context.Process(target=_main, args=arguments_of_main))
+            self.processes[-1].start()
+
+    def output(self) -> tuple[str, str]:
+        """stdout and stderr until now, rank after rank."""
+        out, error = ("".join(files[i].read_text() if files[i].exists() else "" for files in self._outputs) for i in (0, 1))
+        return out, error
+
+    def end(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """Waits for the first exit code that is not 0, or for all to end, and closes."""
         try:
-            code = _join(started, time.monotonic() + timeout)
+            code = _join(self.processes, time.monotonic() + timeout)
         finally:
-            for process in started:
-                # with what it started; one that is still starting has no group of its own yet
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-                process.join()
-        written, told = ("".join(files[i].read_text() if files[i].exists() else "" for files in outputs) for i in (0, 1))
-    if code is None:
-        raise subprocess.TimeoutExpired(command, timeout, written, told)
-    return subprocess.CompletedProcess(command, code, written, told)
+            self.close()
+            out, error = self.output()
+            self._folder.cleanup()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.command, timeout, out, error)
+        return subprocess.CompletedProcess(self.command, code, out, error)
+
+    def close(self) -> None:
+        for process in self.processes:
+            # with what it started; one that is still starting has no group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def run_script(script: Path, *arguments: str, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The end of the script's process, or of its processes: the first exit code that is not 0, and their output, rank after rank.
+
+    Args:
+        timeout: seconds, after which all are killed with what they have started.
+        options: of ``Script``.
+    """
+    return Script(script, *arguments, **options).end(timeout)
 
 
 def _join(started: list[Any], deadline: float) -> int | None:
@@ -86,7 +112,7 @@ def _join(started: list[Any], deadline: float) -> int | None:
     return 0
 
 
-def _main(command: list[str], environment: dict[str, str], folder: str, out: str, error: str) -> None:
+def _main(command: list[str], environment: dict[str, str], folder: str, out: str, error: str, quick: bool) -> None:
     os.setpgid(0, 0)
     for path, stream in ((out, sys.stdout), (error, sys.stderr)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -98,5 +124,18 @@ def _main(command: list[str], environment: dict[str, str], folder: str, out: str
     sys.argv = command
     sys.path[0] = str(Path(command[0]).parent)
     torch.set_num_threads(1)
+    if quick:
+        _measure_and_draw_nothing()
     # what multiprocessing takes as the end of a process is what python takes: SystemExit's code, or 1 and a traceback
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _measure_and_draw_nothing() -> None:
+    from matplotlib.figure import Figure
+
+    def savefig(figure: Figure, path: Any, **_: Any) -> None:
+        Path(path).write_bytes(b"not drawn")
+
+    Figure.savefig = savefig  # type: ignore[method-assign,assignment]
+    costs = importlib.import_module("recipe.costs")
+    costs.peak_flops = lambda device, stated: (1e11, "not measured")

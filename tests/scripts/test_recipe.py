@@ -7,15 +7,17 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import kills
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import Script, run_script
 from tests.scripts.test_examples import EXAMPLES, bits_of, write_text
 
 SCRIPT = EXAMPLES / "train_longnet.py"
@@ -35,9 +37,9 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(text: Path, out: Path, *options: str, processes: int | None = None, code: int = 0) -> str:
-    """The run's stdout and stderr."""
+    """The run's stdout and stderr. Pictures of a resumed run: test_a_run_goes_on_past_its_end; of a new one: test_examples.py."""
     arguments = ["--data", str(text), "--out", str(out), *kills.SMALL, *options]
-    result = run_script(SCRIPT, *arguments, processes=processes)
+    result = run_script(SCRIPT, *arguments, processes=processes, quick=True)
     assert result.returncode == code, result.stdout + result.stderr
     assert "Traceback" not in result.stderr, result.stderr
     return result.stdout + result.stderr
@@ -94,7 +96,7 @@ def test_flags_may_stand_in_a_file(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f'data = "{text}"\nsteps = 5\nskip-memory-test = true\ncontext = 128\nlayers = 1\n')
     for config, out, options in ((tmp_path / "run.toml", "first", ["--steps", "2", "--validations", "0"]), (None, "second", [])):
         path = config or tmp_path / "first" / "settings.json"
-        result = run_script(SCRIPT, "--config", str(path), "--out", str(tmp_path / out), *options)
+        result = run_script(SCRIPT, "--config", str(path), "--out", str(tmp_path / out), *options, quick=True)
         assert result.returncode == 0, result.stderr
     first, second = ((tmp_path / out / "settings.json").read_text() for out in ("first", "second"))
     assert first == second
@@ -112,13 +114,14 @@ def test_flags_may_stand_in_a_file(text: Path, tmp_path: Path) -> None:
 )
 def test_branches_follow_the_context(text: Path, tmp_path: Path, flags: str, branches: str) -> None:
     """A file is split so that either part is as long as the context, if it has that much."""
-    printed = train(text, tmp_path / "run", "--steps", "1", "--validations", "0", *flags.split(), code=0 if "20000" not in flags else 2)
+    options = ["--steps", "1", "--validations", "0", "--layers", "1", "--embed-dim", "8", "--heads", "1", *flags.split()]
+    printed = train(text, tmp_path / "run", *options, code=0 if "20000" not in flags else 2)
     if "20000" in flags:
         # 34,400 bytes are too few for two parts
         assert "needs 20,001" in printed
         longer = tmp_path / "longer.txt"
         longer.write_text(text.read_text() * 2)
-        printed = train(longer, tmp_path / "run", "--steps", "1", "--validations", "0", *flags.split())
+        printed = train(longer, tmp_path / "run", *options)
     assert f"branches {branches}, context {flags.split()[1]}" in printed
 
 
@@ -131,19 +134,41 @@ def test_a_run_goes_on_past_its_end(text: Path, whole: Path, tmp_path: Path) -> 
     assert "going on with" in result.stdout and "after step 8" in result.stdout
     bits = bits_of(run)
     assert len(bits) == 12 and bits[:8] == bits_of(whole)
+    assert min((run / name).stat().st_size for name in ("loss.png", "pattern.png")) > 5000
     # gone on with at its end, it is evaluated again, and the log has that once
     before = kills.log_of(run)
-    assert run_script(SCRIPT, "--resume", str(run)).returncode == 0
+    assert run_script(SCRIPT, "--resume", str(run), quick=True).returncode == 0
     assert kills.log_of(run) == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
-    """Three times; python -m tests.helpers.kills does it twenty times, and on four processes."""
-    options = ["--steps", "60", "--save-minutes", "0.005"]
+    """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on four processes too."""
+    options = ["--steps", "60", "--save-minutes", "0.003"]
     train(text, tmp_path / "whole", *options)
-    kills.run_with_kills(text, tmp_path / "killed", 1, 3, (4.0, 9.0), 1, *options)
-    assert kills.log_of(tmp_path / "killed") == kills.log_of(tmp_path / "whole")
+    run = tmp_path / "killed"
+    words = ["--data", str(text), "--out", str(run), *kills.SMALL, *options, "--resume", "auto"]
+    for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
+        script = Script(SCRIPT, *words, quick=True)
+        (process,) = script.processes
+        deadline = time.monotonic() + 200
+        while process.is_alive() and len(steps_of(run)) < 8 * count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # before, in or after the writing of a checkpoint
+        time.sleep(0.05 * count)
+        os.kill(process.pid, kind)
+        process.join(60)
+        assert process.exitcode == code, script.output()
+        assert "Traceback" not in script.output()[1]
+        assert 8 * count <= len(steps_of(run)) < 60
+        script.end()
+    train(text, run, *options, "--resume", "auto")
+    assert kills.log_of(run) == kills.log_of(tmp_path / "whole")
+
+
+def steps_of(run: Path) -> set[int]:
+    """Steps that a run's log has; the last line may be one that is being written."""
+    log = run / "log.jsonl"
+    return {int(step) for step in re.findall(r'"step": (\d+)', log.read_text())} if log.exists() else set()
 
 
 @pytest.mark.parametrize(("before", "after", "options"), [(2, None, []), (None, 2, ["--context-parallel", "2", "--fsdp"])])
@@ -316,9 +341,13 @@ def test_a_run_whose_reader_ends_saves_and_stops(text: Path, tmp_path: Path) -> 
 
 def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(text: Path, tmp_path: Path) -> None:
     """A limit of a file's size stands for a full disk."""
-    words = kills.command(text, tmp_path / "run", 1, "--steps", "3000", "--save-minutes", "0.001", "--validations", "0")
-    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", *words]
-    result = subprocess.run(limited, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False)
+    limited = tmp_path / "limited.py"
+    limited.write_text(
+        "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, 200 * 1024))\ndel sys.argv[0]\n"
+        "sys.path[0] = sys.argv[0].rpartition('/')[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    words = [str(SCRIPT), "--data", str(text), "--out", str(tmp_path / "run"), *kills.SMALL, "--steps", "3000", "--save-minutes", "0.001"]
+    result = run_script(limited, *words, "--validations", "0")
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     last = result.stderr.strip().splitlines()[-1]

@@ -21,7 +21,7 @@ import torch
 
 from dilated_attention.models import SlideEncoder
 from tests.helpers import kills
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import Script, run_script
 from tests.helpers.torchscale_reference import Maker
 
 h5py = pytest.importorskip("h5py")
@@ -63,8 +63,13 @@ def inputs(folder: Path) -> list[str]:
     return ["--features", str(folder), "--labels", str(folder / "labels.csv")]
 
 
-def run(folder: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_script(EXAMPLES / "slide_features.py", *inputs(folder), *SHAPE, "--out", str(out), *options)
+def run(folder: Path, out: Path, *options: str, quick: bool = True) -> subprocess.CompletedProcess[str]:
+    """The script's end; drawn are the maps of test_slides_of_three_formats_become_vectors_auc_model_and_heatmaps and of tissue."""
+    return script(*inputs(folder), *SHAPE, "--out", str(out), *options, quick=quick)
+
+
+def script(*arguments: str, quick: bool = True) -> subprocess.CompletedProcess[str]:
+    return run_script(EXAMPLES / "slide_features.py", *arguments, quick=quick)
 
 
 def auc_of(result: subprocess.CompletedProcess[str]) -> float:
@@ -77,7 +82,7 @@ def auc_of(result: subprocess.CompletedProcess[str]) -> float:
 def test_slides_of_three_formats_become_vectors_auc_model_and_heatmaps(tmp_path: Path) -> None:
     folder, out = make_folder(tmp_path / "features"), tmp_path / "out"
     (folder / "s00.png").write_bytes((EXAMPLES.parent / "docs" / "pictures" / "tail.png").read_bytes())
-    result = run(folder, out, "--global-pool")
+    result = run(folder, out, "--global-pool", quick=False)
     assert auc_of(result) > 0.95
     assert "of class1 against class0" in result.stdout.splitlines()[-1]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -90,6 +95,7 @@ def test_slides_of_three_formats_become_vectors_auc_model_and_heatmaps(tmp_path:
     held_out = results["held-out probabilities"]
     assert len(held_out) == 6
     assert {file.stem for file in (out / "heatmaps").iterdir()} == set(held_out)
+    assert min(file.stat().st_size for file in (out / "heatmaps").iterdir()) > 1000
     with np.load(out / "embeddings.npz") as stored:
         assert stored["vector"].shape == (24, 32) and set(stored["slide_id"][stored["split"] == "test"]) == set(held_out)
         vectors = dict(zip(stored["slide_id"], stored["vector"], strict=True))
@@ -212,23 +218,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None
     """By Ctrl-C in the middle of the encoder's training, with dropout; then with the settings that are in the folder."""
     folder, stopped, whole = make_folder(tmp_path / "features"), tmp_path / "stopped", tmp_path / "whole"
     options = [*inputs(folder), *SHAPE, "--tune-encoder", "--epochs", "20", "--lr", "1e-3"]
-    command = [sys.executable, str(EXAMPLES / "slide_features.py"), *options, "--out", str(stopped)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            log, deadline = stopped / "log.jsonl", time.monotonic() + 200
-            while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
-            _, error = process.communicate(timeout=100)
-        finally:
-            process.kill()
-    assert process.returncode == 130, error
+    first = Script(EXAMPLES / "slide_features.py", *options, "--out", str(stopped), quick=True)
+    (process,) = first.processes
+    log, deadline = stopped / "log.jsonl", time.monotonic() + 200
+    while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < deadline and process.is_alive():
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    result = first.end(100)
+    error = result.stderr
+    assert result.returncode == 130, error
     assert "stopped by SIGINT after step" in error and "Traceback" not in error
     assert not (stopped / "checkpoint").exists()
-    result = run_script(EXAMPLES / "slide_features.py", "--resume", str(stopped))
+    result = script("--resume", str(stopped))
     assert "going on with" in result.stdout, result.stderr
-    assert auc_of(result) == auc_of(run_script(EXAMPLES / "slide_features.py", *options, "--out", str(whole)))
+    assert auc_of(result) == auc_of(script(*options, "--out", str(whole)))
     found, expected = (json.loads((path / "slides.json").read_text()) for path in (stopped, whole))
     for name in ("AUC", "held-out bits per slide", "held-out probabilities", "steps"):
         assert found[name] == expected[name], name
@@ -245,24 +248,24 @@ def test_a_head_goes_on_to_the_same_bits_and_to_more_epochs(tmp_path: Path) -> N
     log, results = kills.log_of(out), json.loads((out / "slides.json").read_text())
     for name in ("checkpoints/step-00000012", "checkpoint"):
         shutil.rmtree(out / name)
-    result = run_script(EXAMPLES / "slide_features.py", "--out", str(out), "--resume", "auto", *inputs(folder))
+    result = script("--out", str(out), "--resume", "auto", *inputs(folder))
     assert "step-00000011 after step 11" in result.stdout
     assert auc_of(result) == auc
     assert kills.log_of(out) == log
     again = json.loads((out / "slides.json").read_text())
     assert again["held-out probabilities"] == results["held-out probabilities"]
     # 8 epochs of 18 slides are 18 steps of 8
-    assert auc_of(run_script(EXAMPLES / "slide_features.py", "--resume", str(out), "--epochs", "8")) >= 0.0
+    assert auc_of(script("--resume", str(out), "--epochs", "8")) >= 0.0
     assert json.loads((out / "slides.json").read_text())["steps"] == 18
     assert json.loads((out / "settings.json").read_text())["epochs"] == 8
     # a folder that moved holds the same data; a run that begins anew leaves no picture of this one
     folder = folder.rename(tmp_path / "moved")
-    assert run_script(EXAMPLES / "slide_features.py", "--resume", str(out), *inputs(folder)).returncode == 0
+    assert script("--resume", str(out), *inputs(folder)).returncode == 0
     auc_of(run(folder, out, "--steps", "1", "--seed", "5"))
     assert len(list((out / "earlier-1" / "heatmaps").iterdir())) == len(list((out / "heatmaps").iterdir())) == 6
     (folder / "labels.csv").write_text((folder / "labels.csv").read_text().replace("s05,class1", "s05,class0"))
     for options, text in ((["--checkpoint", "x.pth"], "--checkpoint is x.pth"), ([], "was trained on other data")):
-        result = run_script(EXAMPLES / "slide_features.py", "--resume", str(out), *options)
+        result = script("--resume", str(out), *options)
         assert result.returncode == 2 and text in result.stderr, result.stderr
 
 
@@ -330,7 +333,7 @@ def test_weights_of_prov_gigapaths_family(tmp_path: Path) -> None:
     maker.slide_encoder(12, 1, ffn=64)
     torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, tmp_path / "slide_encoder.pth")
     arguments = [*inputs(folder), "--checkpoint", str(tmp_path / "slide_encoder.pth")]
-    result = run_script(EXAMPLES / "slide_features.py", *arguments, "--epochs", "2", "--out", str(tmp_path / "out"))
+    result = script(*arguments, "--epochs", "2", "--out", str(tmp_path / "out"))
     auc_of(result)
     stored = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint").class_token
     assert torch.equal(stored.detach(), maker.weights["cls_token"].float().flatten())
