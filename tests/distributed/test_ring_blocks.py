@@ -67,7 +67,7 @@ from tests.functional.test_block_sparse import (
 )
 from tests.helpers.pool import here, patience, pool_of
 
-WORLDS = (1, 2, 3, 4, 5)
+WORLDS = (1, 2, 3, 5)
 SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 
 
@@ -259,7 +259,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool = False) -> Spread:
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 4), some_spreads())
+@given(st.sampled_from((1, 2, 3, 4)), some_spreads())
 def test_anything_with_anything(world: int, spread: Spread) -> None:
     check(world, [spread])
 

@@ -19,7 +19,7 @@ from tests.helpers.pool import here, patience, pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, draw, with_changes
 from tests.helpers.ring_chosen import spread_of
 
-WORLDS = (1, 2, 3, 4, 5)
+WORLDS = (1, 2, 3, 5)
 
 
 def random_layout(seq_len: int, world: int, seed: int) -> Layout:
@@ -38,7 +38,7 @@ def with_layout(spread: Spread, world: int, seed: int) -> Spread:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_random_calls(world: int) -> None:
-    check(world, [with_layout(draw(world, seed), world, seed) for seed in range(1000, 1060)])
+    check(world, [with_layout(draw(world, seed), world, seed) for seed in range(1000, 1030)])
 
 
 DOCUMENTS = (0, 3, 3, 40, 41, 96)

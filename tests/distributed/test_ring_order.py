@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,18 +72,18 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def refusal(rank: int, function: Any) -> str:
+def refusal(rank: int, function: Any, **where: Any) -> str:
     """The error, which comes at the latest with the next call, in much less time than an exchange may take."""
     began = time.monotonic()
     with pytest.raises(RingError) as raised:
         function()
         while time.monotonic() - began < 5:
             time.sleep(0.1)
-            call()
+            call(**where)
     assert time.monotonic() - began < TIMEOUT / 2
     again = time.monotonic()
     with pytest.raises(RingError, match="this group failed before and cannot be used again"):
-        call()
+        call(**where)
     assert time.monotonic() - again < 0.5
     # what the message offers
     group = dist.new_group()
@@ -90,33 +91,37 @@ def refusal(rank: int, function: Any) -> str:
     return str(raised.value)
 
 
-def disagree(rank: int, world: int, names: list[str]) -> list[str]:
-    told = []
-    for name in names:
-        usual, other, _ = DISAGREEMENTS[name]
-        call(**usual)
-        call(**other)
-        told.append(refusal(rank, lambda mine=other if rank == world - 1 else usual: call(**mine)))
-    return told
+def disagree(rank: int, world: int, name: str) -> str:
+    """In a group of its own, since it fails; other tests let the group of all processes fail."""
+    usual, other, _ = DISAGREEMENTS[name]
+    group = dist.new_group()
+    call(group=group, **usual)
+    call(group=group, **other)
+    mine = other if rank == world - 1 else usual
+    return refusal(rank, lambda: call(group=group, **mine), group=group)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    """Processes in which groups fail, which other tests' processes need not have seen."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_disagree_after_an_agreement(name: str) -> None:
-    pool = Pool(2)
-    try:
-        for (text,) in pool.run(disagree, [name]):
-            assert DISAGREEMENTS[name][2] in text and "rank 0 has " in text and "rank 1 has " in text
-            assert text.endswith("end the process, or make a new group on all ranks (torch.distributed.new_group)")
-    finally:
-        pool.close()
+def test_ranks_that_disagree_after_an_agreement(two: Pool, name: str) -> None:
+    for text in two.run(disagree, name):
+        assert DISAGREEMENTS[name][2] in text and "rank 0 has " in text and "rank 1 has " in text
+        assert text.endswith("end the process, or make a new group on all ranks (torch.distributed.new_group)")
 
 
-@pytest.mark.parametrize("name", ["is_causal", "layout", "function"])
-def test_all_of_four_ranks_are_told(name: str) -> None:
+def test_all_of_four_ranks_are_told() -> None:
     pool = Pool(4)
     try:
-        for (text,) in pool.run(disagree, [name]):
-            assert DISAGREEMENTS[name][2] in text and "ranks 0, 1, 2 have " in text and "rank 3 has " in text
+        for name in ("is_causal", "layout", "function"):
+            for text in pool.run(disagree, name):
+                assert DISAGREEMENTS[name][2] in text and "ranks 0, 1, 2 have " in text and "rank 3 has " in text
     finally:
         pool.close()
 

@@ -130,7 +130,10 @@ def packed_slides_are_those_of_one_process(rank: int, world: int, layout: str) -
 
 def images_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
     # the learned grid, another one, and fewer patches than processes need
-    for pooling, (height, width) in itertools.product(POOLINGS, ((24, 24), (20, 28), (4, 4))):
+    sizes = ((24, 24), (20, 28), (4, 4))
+    # each pooling with each size in one layout or another
+    for index, pooling in enumerate(POOLINGS):
+        height, width = sizes[(index + LAYOUTS.index(layout)) % 3]
         what = f"rank {rank}, {layout}, {pooling}, {height} × {width}"
         config = vision_config(pooling=pooling, num_classes=None if pooling == "none" else 3)
         alone = model_of(LongViT, config)

@@ -142,7 +142,7 @@ def test_a_run_goes_on_past_its_end(text: Path, whole: Path, tmp_path: Path) -> 
 
 
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
-    """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on four processes too."""
+    """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on more processes."""
     options = ["--steps", "60", "--save-minutes", "0.003"]
     train(text, tmp_path / "whole", *options)
     run = tmp_path / "killed"

@@ -16,7 +16,7 @@ from tests.scripts.test_genome import write_fasta
 
 ROOT = Path(__file__).resolve().parents[2]
 # the page's settings in small; a name that the page does not have fails
-SMALL = {"context": "256", "minutes": "0.03", "validations": "1"}
+SMALL = {"context": "256", "minutes": "0.015", "validations": "1"}
 SHAPE = "layers = 1\nembed-dim = 32\nheads = 2\n"
 
 
@@ -52,10 +52,10 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         words = words[2:] if processes else words[1:]
         if "train_genome" in line:
             words += SMALL_GENOME
-            words[words.index("--minutes") + 1] = "0.03"
+            words[words.index("--minutes") + 1] = "0.015"
         if "evaluate" in line:
             words[words.index("--context") + 1] = "256"
-        result = run(*words) if words[0] == "-m" else run_script(Path(words[0]), *words[1:], processes=processes)
+        result = run(*words) if words[0] == "-m" else run_script(Path(words[0]), *words[1:], processes=processes, quick=True)
         assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
         printed.append(result.stdout)
     text, genome, resumed, again, evaluated, generated, two, one = printed
