@@ -28,13 +28,14 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 	$(BIN)/python examples/train_longnet.py --expect-below-bigram
 	$(BIN)/python examples/block_sparse.py
 
-# one torch thread a worker: two workers with a thread pool each would fight over the cores
+# one torch thread a worker: two workers with a thread pool each would fight over the cores. Compiled modules are kept: else the dozens of
+# processes that tests start compile the package again, and pytest rewrites 150 modules in each worker
 test: $(STAMP) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # for the inner loop: no slow test, none of several processes, and a few cases of each of the others, always the same ones
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow and not distributed and not sweep and not gpu"
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow and not distributed and not sweep and not gpu"
 
 # every test of one GPU to its end, in 12 minutes on an H200 with 16 cores; build/test-gpu.md says what passed and why others did not run
 test-gpu:

@@ -108,7 +108,7 @@ def test_steps_of_heads(world: int, dropout_p: float) -> None:
     check(world, ring_chosen.steps_of_heads(dropout_p))
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 8])
 def test_segments_and_ranks(world: int) -> None:
     check(world, ring_chosen.segments_and_ranks(world))
 

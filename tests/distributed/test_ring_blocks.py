@@ -205,7 +205,7 @@ def of_every_option(world: int) -> list[Spread]:
     return spreads
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("world", [2, 5])
 def test_every_option(world: int) -> None:
     check(world, of_every_option(world))
 
@@ -228,7 +228,7 @@ def of_every_length(world: int) -> list[Spread]:
     ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3, 5])
 def test_every_length(world: int) -> None:
     check(world, of_every_length(world))
 

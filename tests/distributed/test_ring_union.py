@@ -60,23 +60,23 @@ def beside_branches(spreads: Sequence[Spread], choices: Sequence[DilatedPattern]
     return [replace(x, case=replace(x.case, branches=choices[index % len(choices)])) for index, x in enumerate(spreads)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 def test_every_pattern(world: int) -> None:
     check(world, beside_branches(of_every_pattern(world)))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_every_option(world: int) -> None:
     check(world, beside_branches(of_every_option(world), BRANCHES[world % 5 :] + BRANCHES[: world % 5]))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3, 8])
 def test_every_length(world: int) -> None:
     """Empty ranks, too: there are fewer positions than ranks, or none."""
     check(world, beside_branches(of_every_length(world)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 3])
 def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
     """The definition by a mask has none."""
     tails = [replace(branches, tail="zero_keys") for branches in BRANCHES]
@@ -84,7 +84,7 @@ def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
     check(world, beside_branches(spreads, tails), call)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.sampled_from(WORLDS), some_spreads(with_branches=True))
 def test_anything_with_anything(world: int, spread: Spread) -> None:
     check(world, [spread])
@@ -94,7 +94,7 @@ def test_anything_with_anything(world: int, spread: Spread) -> None:
 
 
 # tests/distributed/test_ring_blocks.py has more worlds
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [3])
 def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
     whole = 64 * world
     branches = [((whole,), (1,)), ((24, whole), (1, 4)), ((whole - 5, 17), (3, 1)), ((8, 16), (1, 2)), ((whole, whole), (2, 3))]

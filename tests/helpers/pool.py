@@ -18,6 +18,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -47,10 +48,33 @@ def patience() -> float:
     return 240.0 if _device_type == "cuda" else 30.0
 
 
+# what tests of several processes import; what is not installed is passed over
+OF_TESTS = ["torch.distributed", "torch._dynamo", "tests.conftest", "dilated_attention.distributed", "dilated_attention.models"]
+# what the scripts import that train, save and draw
+OF_SCRIPTS = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.tensorboard", "safetensors.torch", "tqdm"]
+OF_SCRIPTS += ["h5py", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+OF_TRANSFORMERS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "gemma2", "gpt_oss")]
+OF_TRANSFORMERS += ["transformers.trainer", "peft"]
+
+
+def preloaded() -> list[str]:
+    """What this process's tests import in theirs: the more of them there are, the more is worth importing once."""
+    names = [*OF_TESTS]
+    if "tests.helpers.scripts" in sys.modules:
+        names += OF_SCRIPTS
+    if "transformers" in sys.modules:
+        names += OF_TRANSFORMERS
+    # tests whose functions pools run
+    folders = ("tests.helpers.", "tests.distributed.", "tests.models.", "tests.integrations.")
+    modules = [(name, module) for name, module in sorted(sys.modules.items()) if name.startswith(folders)]
+    names += [name for name, module in modules if {"pool_of", "here"} & vars(module).keys()]
+    return [*names, "tests.helpers.frozen"]
+
+
 def fresh_processes() -> Any:
     """Processes without this one's threads and tensors, yet with torch imported once for all of them, which takes seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preloaded"])
+    context.set_forkserver_preload(preloaded())
     return context
 
 
