@@ -18,6 +18,7 @@ from dilated_attention.bench import Results, Row, Session
 from dilated_attention.bench.measure import contest as measure_module
 from dilated_attention.bench.measure.contest import duration, expected_seconds, measure
 from dilated_attention.bench.measure.timing import call_figures
+from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites.speed import ALL, CONTENDERS, Speed
 from dilated_attention.bench.workloads import cases, competitors
@@ -234,8 +235,8 @@ def test_a_call_is_seen_in_several_ways() -> None:
 
 def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of TorchScale's modules: its own results to the first shifted position, another function's after it."""
-    (tmp_path / competitors.MODULE).parent.mkdir(parents=True)
-    (tmp_path / competitors.MODULE).touch()
+    (tmp_path / copies.TORCHSCALE).parent.mkdir(parents=True)
+    (tmp_path / copies.TORCHSCALE).touch()
     longnet = DilatedPattern((2048, 16384, 32768), (1, 6, 12))
     assert competitors.shifted_from(longnet, 2**20) == 16384
     # one segment a branch has nothing after it
@@ -282,7 +283,7 @@ def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Pa
 def test_what_stands_in_for_flash_attn_returns_lse_and_gradients(is_causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 9, 3, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(4))
-    out, lse = competitors.flash_attn_func("math", q, k, v, 0.0, None, None, is_causal)
+    out, lse = copies.flash_attn_func("math", q, k, v, 0.0, None, None, is_causal)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
     if is_causal:
         scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
@@ -450,5 +451,6 @@ def test_suites_run_on_a_gpu(given: list[str], tmp_path: Path) -> None:
     suite = given[0]
     assert main(["bench", *given, "--output", str(tmp_path), "--size", "small", "--seconds", "0.01", "--quiet", "--no-plots"]) == 0
     rows = [Row.from_dict(row) for group in json.loads((tmp_path / f"{suite}.json").read_text())["groups"].values() for row in group]
-    assert not [row for row in rows if row.note.startswith("wrong")]
+    # FlashAttention-4 called as its users do has wrong gradients at GigaPath's head dim of 48, which this library refuses
+    assert not [row for row in rows if row.note.startswith("wrong") and (row.name, row.case["D"]) != ("fa4", 48)]
     assert sum(bool(row.values) for row in rows) > 8

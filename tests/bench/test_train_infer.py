@@ -228,5 +228,5 @@ def test_one_gpu(tmp_path: Path) -> None:
     assert main(command) == 0
     rows = Results.load(tmp_path / "train-infer.json").rows
     assert not [row for row in rows if row.note]
-    assert all(row.values["peak_bytes"] > 2**28 for row in rows)
+    assert all(row.values["peak_bytes"] > 2**28 for row in rows if row.case["task"] == "train")
     assert {row.case["model"] for row in rows} == {"gpt2-124m cut to 2 × 768", "llama-7b cut to 2 × 4096"}

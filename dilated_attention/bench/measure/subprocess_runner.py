@@ -7,6 +7,7 @@ an import, and every child starts in the same state. The server never computes: 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,12 +15,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import torch
 
 from dilated_attention.bench.measure.skip import Attempt, attempt, settle
 
+# of malloc.h
+_M_MMAP_THRESHOLD = -3
 _PRELOADED = ["torch._dynamo", "dilated_attention.bench.measure.subprocess_runner"]
 
 
@@ -42,17 +44,11 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
         RuntimeError: an error that is neither out of memory nor a refusal, with its traceback.
     """
     assert not why_no_children()
-    from multiprocessing import forkserver
-
     context = multiprocessing.get_context("forkserver")
-    # large blocks return to the system as soon as they are freed, so that a peak is that of live tensors
-    changed = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "MALLOC_MMAP_THRESHOLD_": str(2**16), "CUDA_VISIBLE_DEVICES": ""}
-    with mock.patch.dict(os.environ, changed):
-        # PyTorch loads its compiler with the first custom op; without this every child would load it again, within its memory limit
-        context.set_forkserver_preload(_PRELOADED)
-        forkserver.ensure_running()
+    # PyTorch loads its compiler with the first custom op; without this every child would load it again, within its memory limit
+    context.set_forkserver_preload(_PRELOADED)
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(writing, function, args, memory))
+    child = context.Process(target=_run, args=(writing, torch.get_num_threads(), function, args, memory))
     child.start()
     writing.close()
     found: Attempt[Any] | str | None = None
@@ -72,10 +68,14 @@ def in_child(function: Callable[..., Any], *args: Any, memory: int | None = None
     return found or Attempt(None, f"the process ended by signal {-(child.exitcode or 0)}")
 
 
-def _run(answers: Connection, function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> None:
+def _run(answers: Connection, threads: int, function: Callable[..., Any], args: tuple[Any, ...], memory: int | None) -> None:
     # Ctrl-C is handled by the calling process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        # the server may be one that others have started, with settings of their own
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(threads)
+        _return_memory_at_once()
         if memory is not None:
             import resource
 
@@ -85,6 +85,15 @@ def _run(answers: Connection, function: Callable[..., Any], args: tuple[Any, ...
         answers.send(attempt(lambda: function(*args)))
     except BaseException:  # noqa: BLE001 - reported to the process that asked
         answers.send(traceback.format_exc())
+
+
+def _return_memory_at_once() -> None:
+    """Blocks of 64 KiB and more go back to the system as soon as they are freed, so that a peak is that of live tensors (glibc)."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**16)
+        # and what the server has freed
+        libc.malloc_trim(0)
 
 
 def status_bytes(field: str) -> int:

@@ -25,7 +25,7 @@ from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size
-from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern import BlockPattern, TopBlocks
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
 PARTS = ("attention", "model", "fragmentation")
@@ -165,7 +165,7 @@ def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int |
         if contender.name not in known:
             return None
         kind, pattern = known[contender.name], None
-    elif pattern is None or contender.bound is not None:
+    elif pattern is None or contender.bound is not None or isinstance(pattern, TopBlocks):
         return None
     else:
         kind = "block_sparse" if isinstance(pattern, BlockPattern) else "dilated"
