@@ -239,7 +239,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
 
 def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
     root = Path(__file__).parents[2]
-    rows = [json.loads(line) for line in (root / "benchmarks/results/2026-11-21-h200-fragmentation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (root / "benchmarks/results/2026-11-21-h200/fragmentation.jsonl").read_text().splitlines()]
     page = (root / "docs/memory.md").read_text()
     by_setting: dict[str, dict[str, float]] = {}
     for row in rows:

@@ -13,7 +13,7 @@ from dilated_attention.bench.models.language import Shape
 from dilated_attention.planning import plan_model
 from dilated_attention.planning.whole_models.model_memory import Run, trace_of
 
-STEPS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200-decode.jsonl"
+STEPS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200/decode.jsonl"
 # the model of docs/decoding.md
 MODEL: dict[str, Any] = {"vocab_size": 32768, "num_layers": 12, "embed_dim": 768, "num_heads": 12}
 ATTENTION: dict[str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 
 
 def slides() -> list[dict[str, Any]]:
-    lines = lines_of("2026-11-21-h200-slide-encoder.jsonl")
+    lines = lines_of("2026-11-21-h200/slide-encoder.jsonl")
     ours = [row for row in lines if row["what"].startswith("ours, bf16 autocast") and row["dropout"]]
     rows = [row for row in ours if not row["plain"] and not row["compiled"]]
     return list({(row["tiles"], row["what"]): row for row in rows}.values())
@@ -112,7 +112,7 @@ def test_planned_peaks_of_a_model_are_what_an_h200_took(row: dict[str, Any]) -> 
     assert plan.peak - moments == pytest.approx(row["peak_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize("row", lines_of("2026-11-21-h200-extreme.jsonl"), ids=lambda row: str(row["tokens"]))
+@pytest.mark.parametrize("row", lines_of("2026-11-21-h200/extreme.jsonl"), ids=lambda row: str(row["tokens"]))
 def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, Any]) -> None:
     powers = range(0, row["tokens"].bit_length() - 11, 2)
     problem = make_problem(

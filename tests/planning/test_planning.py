@@ -237,7 +237,7 @@ def test_a_window_brings_a_rank_the_blocks_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in lines_of("2026-11-21-h200-floor.jsonl") if r["backend"] == "auto"], ids=lambda r: f"{r['shape']} {r['N']}"
+    "row", [r for r in lines_of("2026-11-21-h200/floor.jsonl") if r["backend"] == "auto"], ids=lambda r: f"{r['shape']} {r['N']}"
 )
 def test_times_of_dilated_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
     heads, dim = map(int, row["shape"].split("x"))
@@ -252,7 +252,7 @@ def test_times_of_dilated_attention_are_near_what_an_h200_took(row: dict[str, An
 
 @pytest.mark.parametrize(
     "row",
-    [r for r in lines_of("2026-11-21-h200-block-sparse.jsonl") if r["part"] == "random"],
+    [r for r in lines_of("2026-11-21-h200/block-sparse.jsonl") if r["part"] == "random"],
     ids=lambda r: f"{r['N']} {r['density']:.2f}",
 )
 def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(ro
         assert dense.passes[index].seconds * 1e3 == pytest.approx(row[name]["dense"]["ms"], rel=0.25)
 
 
-@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4-ring.jsonl") if re.search((r"dense-32/8-\d+-\w+ \w+ \| ours "
+@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4/ring.jsonl") if re.search((r"dense-32/8-\d+-\w+ \w+ \| ours "
     r"all_gather auto$"), r.get("key", ""))], ids=lambda r: r["key"])  # fmt: skip
 def test_times_of_four_h200s_are_near_what_they_took(row: dict[str, Any]) -> None:
     length, causality, which = re.match(r"dense-32/8-(\d+)-(\w+) (\w+)", row["key"]).groups()  # type: ignore[union-attr]
@@ -395,7 +395,7 @@ def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
 
     rates = {"12x64": (1, 2, 4, 6, 12), "16x128": (1, 2, 4, 8, 16)}
     compared = 0
-    for row in lines_of("2026-11-21-h200-short.jsonl"):
+    for row in lines_of("2026-11-21-h200/short.jsonl"):
         heads, dim = map(int, row["shape"].split("x"))
         for kind in ("dense", "dilated"):
             measured, captured = row["ms"][f"{kind} both"], row["ms"][f"{kind} both graph"]

@@ -41,7 +41,7 @@ def test_prompts_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
 
 
 def test_a_long_prompt_is_near_what_an_h200_took() -> None:
-    rows = [json.loads(line) for line in (RESULTS / "2026-11-21-h200-decode.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (RESULTS / "2026-11-21-h200/decode.jsonl").read_text(encoding="utf-8").splitlines()]
     (row,) = [row for row in rows if row.get("part") == "prefill"]
     found = plan_model(
         "longnet-125m", num_positions=row["length"], training=False, gpu="H200", find_longest=False,

@@ -1,9 +1,14 @@
-"""The program of docs/ring.md runs as it stands; a public forge runs targets of the Makefile. Other code, links, names: test_docs.py."""
+"""README's figures are those of the results; the program of docs/ring.md runs; a public forge runs targets of the Makefile.
+
+Other code, links and names: test_docs.py.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +16,7 @@ from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ring.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
 PROGRAMS = [code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "torchrun" in code]
 
 
@@ -37,3 +43,48 @@ def test_continuous_integration_runs_targets_of_the_makefile() -> None:
     runs = re.findall(r"run: (.*)", workflow)
     assert "make test" in runs
     assert all(re.fullmatch(r"make [\w-]+", run) and f"\n{run.split()[1]}:" in makefile for run in runs), runs
+
+
+def of_suite(file: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Values by (first word of the group, contender, pass)."""
+    groups = json.loads((RESULTS / file).read_text(encoding="utf-8"))["groups"]
+    return {(label.split()[0], row["name"], row["case"]["pass"]): row["values"] for label, rows in groups.items() for row in rows}
+
+
+def of_script(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_figure_is_that_of_its_results() -> None:
+    short = of_suite("2026-11-24-h200/short/speed.json")
+    million = of_suite("2026-11-24-h200/million/speed.json")
+    blocks = of_suite("2026-11-24-h200/blocks/speed.json")
+    extreme = of_suite("2026-11-24-h200/extreme/extreme.json")["dilated", "dilated", "forward"]
+    slides = {row["what"]: row for row in of_script("2026-11-21-h200/slide-encoder.jsonl") if row.get("tiles") == 45_681}
+    ours, original = slides["ours, bf16 autocast"], slides["original, fp16 autocast, sdpa_flash"]
+    steps = {
+        (row["model"], row["context"]): row["tokens_per_s"]
+        for row in of_script("2026-11-21-h200/decode.jsonl")
+        if row.get("part") == "step" and row["batch"] == 1 and "tokens_per_s" in row
+    }
+    called = {
+        (name, which): short["gigapath-10001", name, which]["called"] for name in ("equal", "torchscale") for which in ("forward", "both")
+    }
+    full, causal = ("longnet-1048576-full", "longnet-1048576")
+    expected = [
+        [f"{called[name, which]:.2f}" for name in ("equal", "torchscale") for which in ("forward", "both")],
+        [f"{million[case, 'ours', 'forward']['called']:.1f}" for case in (full, causal)]
+        + [f"{million[case, 'floor', 'forward']['ms']:.1f}" for case in (full, causal)],
+        [
+            f"{blocks['blocks10-32768', 'attention', which]['called'] / blocks['blocks10-32768', 'blocks', which]['called']:.1f}"
+            for which in ("forward", "backward")
+        ],
+        ["268,435,456", f"{extreme['ms'] / 1000:.2f}", f"{extreme['bytes_per_token']:.0f}"],
+        [figure for row in (ours, original) for figure in (f"{1000 * row['seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}")],
+        [f"{steps[model, context]:,.0f}" for model in ("longnet 2K–32K", "dense (triton)") for context in (65_536, 1_048_576)],
+    ]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Figures")[2].partition("\n## ")[0]
+    cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(cells) == len(expected)
+    for cell, figures in zip(cells, expected, strict=True):
+        assert re.findall(r"(?<![\w-])\d[\d,.]*\d|(?<![\w-])\d", cell) == figures, cell

@@ -28,7 +28,7 @@ def head_blocks(head_dim: int) -> tuple[int, int]:
 
 
 # By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up. These are the fastest of a sweep on an
-# H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200-tiles.md)
+# H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200/tiles.md)
 _SIZES = {
     ("forward", "half", 64): TileSizes(128, 64, 4, 3),
     ("query", "half", 64): TileSizes(64, 64, 4, 3),

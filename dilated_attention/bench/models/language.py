@@ -89,7 +89,9 @@ class Shape:
         return "segments/rates " + ", ".join(f"{w:,}/{r}" for w, r in zip(config.segment_lengths, config.dilation_rates, strict=True))
 
     def model(self, kind: str, **options: Any) -> LongNetLM:
-        return cast(LongNetLM, create_model(self.preset, **self.changes | self.kind(kind), **options))
+        # XPOS overflows bfloat16 in long contexts, and the other positions take the same time
+        positions = {"positions": "rotary"} if getattr(MODEL_PRESETS[self.preset], "positions", "") == "xpos" else {}
+        return cast(LongNetLM, create_model(self.preset, **positions | self.changes | self.kind(kind), **options))
 
 
 def family(shape: Shape, kinds: Sequence[str], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:

@@ -35,7 +35,7 @@ _NESTED = 0.75
 _SUM_BYTES = {False: 12, True: 36}
 _MEMORY = 2e12
 # measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
-# on H200s (benchmarks/results/2026-11-23-h200x2-rings.md)
+# on H200s (benchmarks/results/2026-11-23-h200x2/rings.md)
 _CUT = 1.6
 # the same where all segments are gathered into one launch (engine/branches/packed.py): GigaPath's and LongNet's segments, 25,000 to
 # 131,072 queries, on an H200; and host time of such a call in ms

@@ -29,16 +29,16 @@ from dilated_attention.planning.estimate.ring_estimate import Exchange, local_ro
 # backward)
 _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
 # FLOP/s of its kernel that visits shared pairs once, on the distinct pairs, by head dim, full and causal
-# (benchmarks/results/2026-11-21-h200-nested-forward.json)
+# (benchmarks/results/2026-11-21-h200/nested-forward.json)
 _NESTED_RATE = {(64, False): 424e12, (64, True): 321e12, (128, False): 569e12, (128, True): 410e12}
 # share of the rates in tables of dense problems, timed in short bursts, that long runs sustain
-# (benchmarks/results/2026-11-21-h200-block-sparse.jsonl, dense)
+# (benchmarks/results/2026-11-21-h200/block-sparse.jsonl, dense)
 _SUSTAINED = 0.92
 # seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
 _LAUNCH = (40e-6, 90e-6)
-# seconds per call, in addition. Where kernels are short, the measured time is the CPU's (benchmarks/results/2026-11-21-h200-short.jsonl):
+# seconds per call, in addition. Where kernels are short, the measured time is the CPU's (benchmarks/results/2026-11-21-h200/short.jsonl):
 # dense attention, one launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches
-# alone took no more than 1.45 ms (2026-11-21-h200-floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that
+# alone took no more than 1.45 ms (2026-11-21-h200/floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that
 # autograd records
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured

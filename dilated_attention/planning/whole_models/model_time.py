@@ -19,7 +19,7 @@ from dilated_attention.planning.whole_models.model_memory import PREFILL, Run, m
 Estimate = tuple[float | None, str, str]
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
 # step of Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured
-# (benchmarks/results/2026-11-21-h200-slide-encoder.jsonl)
+# (benchmarks/results/2026-11-21-h200/slide-encoder.jsonl)
 _BANDWIDTH_SHARE, _LINEAR_SHARE = 0.5, 0.45
 # seconds of an H200 machine's CPU per block of a prompt, from prompts of 12 blocks in benchmarks/results/2026-11-21-h200/train-infer.json.
 # Dense, 1,024 positions, 1 and 8 requests: 20.0 and 19.7 ms, one launch of attention
@@ -33,7 +33,7 @@ _JOIN_SECONDS = ((408.95e-3 - 20.07e-3) / 15 - 20.07e-3) / 12
 _HELD_PASSES, _OWN_PASSES, _CACHE_PASSES = 5, 3, 2
 # chunks that are looked at; of more, every k-th, with k odd since segments repeat after an even number of chunks
 _SAMPLED = 256
-# fitted to steps on an H200 (benchmarks/results/2026-11-21-h200-decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
+# fitted to steps on an H200 (benchmarks/results/2026-11-21-h200/decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
 # 12 blocks that reads few keys takes 0.84 ms as a CUDA graph, and a dense row of many keys reads at 3.7 to 4.5 of the 4.8 TB/s
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
 # rows over which the keys of a generated token are averaged

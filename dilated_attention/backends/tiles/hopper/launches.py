@@ -26,7 +26,7 @@ class HopperSizes(NamedTuple):
 # rows per program: two warpgroups of 64
 _ROWS = 128
 # By kernel and head dim rounded up, only where the Gluon kernel is faster than the Triton one on an H200 with Triton 3.6
-# (benchmarks/results/2026-11-22-h200-tiles-gluon.md)
+# (benchmarks/results/2026-11-22-h200/tiles-gluon.md)
 _SIZES = {
     ("key", 48): HopperSizes(64, 4),
     ("key", 64): HopperSizes(64, 4),
