@@ -91,6 +91,7 @@ def first_uses(rank: int, world: int, how: str, count: int) -> tuple[int, list[s
         thread.start()
     for thread in threads:
         thread.join(40)
+    assert not errors and not any(thread.is_alive() for thread in threads), errors
     assert dist.distributed_c10d._process_group_name is usual  # type: ignore[attr-defined,unused-ignore]
     # by this number torch names groups that members make by themselves: ranks in other rings have to come to the same
     assert len(dist.distributed_c10d._world.pg_names) == known

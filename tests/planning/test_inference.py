@@ -56,7 +56,7 @@ def test_generated_tokens_are_near_the_steps_they_were_fitted_to(row: dict[str, 
 
 def other_steps() -> list[dict[str, Any]]:
     """Steps that no constant was fitted to."""
-    groups = json.loads((STEPS.parent / "2026-11-21-h200" / "train-infer.json").read_text(encoding="utf-8"))["groups"]
+    groups = json.loads((STEPS.parent / "train-infer.json").read_text(encoding="utf-8"))["groups"]
     return [row | row["case"] for rows in groups.values() for row in rows if row["case"].get("task") == "decode" and "values" in row]
 
 

@@ -6,7 +6,6 @@ Dilated and dense attention (``context_parallel.py``) and block-sparse attention
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,13 +46,14 @@ class PassSetup:
     nbytes: int
 
 
-_setups: OrderedDict[Hashable, PassSetup] = OrderedDict()
+# in order of use
+_setups: dict[Hashable, PassSetup] = {}
 
 
 def _make_room(new: PassSetup) -> None:
     """Forgets the oldest of the cached setups until another one fits. Packed batches differ, so theirs are not used again."""
-    # a copy, since threads of other groups may add theirs meanwhile
-    kept = list(_setups.items())
+    # a copy, since threads of other groups may add theirs meanwhile: a dictionary's is made at once, a list of its items is not
+    kept = list(_setups.copy().items())
     count, nbytes = len(kept), new.nbytes + sum(one.nbytes for _, one in kept)
     for kind, one in kept:
         if count < MOST_SETUPS and nbytes <= MAX_CACHED_BYTES:
