@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from dilated_attention.bench.measure.rank_sync import Broken
+from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
 from dilated_attention.bench.measure.skip import is_out_of_memory, release
 from dilated_attention.bench.report.merge_results import joined, stem
 from dilated_attention.bench.report.rows import Results, Row, machine
@@ -112,11 +110,7 @@ def _rows(group: Group) -> list[Row]:
 
 def _agreed(mine: bool, session: Session) -> bool:
     """Returns the first process's answer, which all processes follow: a group's exchanges need every process."""
-    if session.world_size == 1:
-        return mine
-    answer = torch.tensor([int(mine)], device=session.device)
-    torch.distributed.broadcast(answer, 0)
-    return bool(answer.item())
+    return mine if session.world_size == 1 else bool(of_first_process(mine, session.device))
 
 
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Suite ``accuracy``: errors beside plain PyTorch's, and what is wrong, drifts or depends is reported."""
+"""Suite ``accuracy``: errors next to plain PyTorch's, and what is wrong, drifts or depends is reported."""
 
 from __future__ import annotations
 

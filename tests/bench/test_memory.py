@@ -1,4 +1,4 @@
-"""bench memory: measured peaks beside predicted ones, models extrapolated from a few of their layers, the allocator's fragmentation."""
+"""bench memory: measured peaks and predicted ones, models extrapolated from a few of their layers, the allocator's fragmentation."""
 
 from __future__ import annotations
 

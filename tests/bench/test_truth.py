@@ -11,7 +11,8 @@ import torch
 
 from dilated_attention.backends import Dropout
 from dilated_attention.bench.accuracy import truth as module
-from dilated_attention.bench.accuracy.correctness import sampled_error, whole_errors, wrong
+from dilated_attention.bench.accuracy.correctness import whole_errors, wrong
+from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
 from dilated_attention.bench.accuracy.truth import BOUNDS, SEED, Truth
 from dilated_attention.bench.workloads.contenders import STANDARD, dense_pattern
 from dilated_attention.bench.workloads.problem import Problem
@@ -127,8 +128,9 @@ def test_sampled_and_whole_errors_see_a_shifted_row() -> None:
     problem = Problem(num_positions=96, num_heads=2, head_dim=16)
     right, leaves, pattern = STANDARD.make(problem), problem.qkv(), dense_pattern(problem)
     out = right(*leaves).detach()
-    assert sampled_error(pattern, problem, leaves, out) < 1e-6
-    assert sampled_error(pattern, problem, leaves, out.roll(1, 1)) > 0.1
+    lse = (torch.einsum("bihd,bjhd->bhij", *leaves[:2]) / 4).logsumexp(-1)
+    assert sampled_errors(pattern, problem, leaves, [out, lse])["out"] < 1e-6
+    assert sampled_errors(pattern, problem, leaves, [out.roll(1, 1), lse])["out"] > 0.1
     assert max(whole_errors(right, pattern, problem).values()) < 1e-5
     # rows without keys are 0 and have no gradient, here and there
     gaps = DilatedPattern((96,), (4,), "zero")

@@ -43,31 +43,6 @@ def true_results(pattern: Pattern, problem: Problem, leaves: list[torch.Tensor],
     return Truth(problem, pattern, leaves=leaves, dout=dout, whole=True, everywhere=True).results()
 
 
-def sampled_error(
-    pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], out: torch.Tensor, *, count: int = 24, held: torch.Tensor | None = None
-) -> float:
-    """Returns the error of ``out`` in ``count`` rows sampled over batch, positions and heads, including the first and the last position.
-
-    Args:
-        leaves: q, k and v of the whole sequence.
-        out: (B, n, H, D).
-        held: (n,) positions of out's rows; None for all.
-    """
-    generator = torch.Generator().manual_seed(problem.num_positions)
-    highs = (problem.batch_size, out.shape[1], problem.num_heads)
-    places = torch.stack([torch.randint(high, (count,), generator=generator) for high in highs], 1)
-    places[:2, 1] = torch.tensor([0, out.shape[1] - 1])
-    q, k, v = (x.detach() for x in leaves)
-    found, true = [], []
-    for b, row, h in places.tolist():
-        i = row if held is None else int(held[row])
-        keys, kv = keys_of(pattern, problem, i, h), h * problem.kv_heads // problem.num_heads
-        scores = k[b, keys, kv].double() @ q[b, i, h].double() * problem.head_dim**-0.5
-        true.append(scores.softmax(0) @ v[b, keys, kv].double())
-        found.append(out[b, row, h].detach())
-    return relative(torch.stack(found), torch.stack(true))
-
-
 def keys_of(pattern: Pattern, problem: Problem, position: int, head: int) -> torch.Tensor:
     """Returns the positions that (position, head) attends to, with multiplicity, on the problem's device."""
     if isinstance(pattern, DilatedPattern):

@@ -40,6 +40,13 @@ def start(device: torch.device) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
 
 
+def of_first_process(value: float, device: torch.device) -> float:
+    """Returns the first process's ``value`` on all of them, which must call this; their decisions then agree."""
+    shared = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.broadcast(shared, 0)
+    return float(shared.item())
+
+
 class RankSync:
     """The processes of a session, one or several. All of them make the same calls in the same order.
 

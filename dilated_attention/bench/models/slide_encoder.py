@@ -19,7 +19,7 @@ from torch import nn
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.peak_call import within
 from dilated_attention.bench.measure.subprocess_runner import Peak
-from dilated_attention.bench.measure.timing import in_turns
+from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, use_kernel
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import create_model
@@ -142,15 +142,7 @@ def _timed(
         step()
     call: Callable[[], Any] = step
     if is_graph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        call = graph.replay
+        call = captured(step)
     if device.type == "cuda":
         # what compiling took does not count
         torch.cuda.reset_peak_memory_stats(device)

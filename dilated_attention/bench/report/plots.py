@@ -162,18 +162,29 @@ class Plot:
             axes.set_xscale("log")
 
 
-def lines_of(rows: Iterable[Row], key: str, *, across: str = "N", scale: float = 1.0, of: str = "values") -> list[Line]:
-    """Returns a line for each name that has figures ``key`` over the case's ``across``; times with their spread."""
+def lines_of(
+    rows: Iterable[Row], key: str, *, across: str = "N", scale: float = 1.0, of: str = "values", rate: bool = False
+) -> list[Line]:
+    """Returns a line for each name that has figures ``key`` over the case's ``across``; times with their spread.
+
+    Args:
+        rate: whether the figures are numbers per second, which are shaded by the percentiles of the time.
+    """
     points: dict[str, list[tuple[Any, ...]]] = {}
     for row in rows:
         found = getattr(row, of)
-        if math.isfinite(found.get(key, math.nan)):
-            ends = ("low_ms", "high_ms") if key == "ms" else (key, key)
-            points.setdefault(row.name, []).append((row.case[across], *(scale * found.get(name, found[key]) for name in (key, *ends))))
+        if math.isfinite(y := scale * found.get(key, math.nan)):
+            ends = (y, y)
+            if key == "ms":
+                ends = scale * found.get("low_ms", found[key]), scale * found.get("high_ms", found[key])
+            elif rate:
+                # a rate is highest where the time is lowest
+                ends = y * found["ms"] / found["high_ms"], y * found["ms"] / found["low_ms"]
+            points.setdefault(row.name, []).append((row.case[across], y, *ends))
     lines = []
     for name, mine in points.items():
         x, y, low, high = zip(*sorted(mine), strict=True)
-        lines.append(Line(name, x, y, low, high) if key == "ms" else Line(name, x, y))
+        lines.append(Line(name, x, y, low, high) if key == "ms" or rate else Line(name, x, y))
     return lines
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.report.plots import Line, Plot
+from dilated_attention.bench.report.plots import Line, Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
-from dilated_attention.bench.report.views import by, curves, failures, having, labelled, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, plotted
 
 # the name of the rows that others are compared with
 DENSE = "dense"
@@ -124,7 +124,7 @@ def plots(results: Results) -> list[Plot]:
         for share, mine in by(_positions(results, is_tuned), "share"):
             bounded = [replace(row, values={"over_pct": max(_LEAST, row.values["over_pct"])}) for row in mine]
             what = {"name": f"position{slug}-{share:g}", "title": f"Loss over dense by position, {share:g} % of the pairs{suffix}"}
-            found += plotted(curves(bounded, "over_pct", x="to"), x_label="positions to", **style, **what)
+            found += plotted(lines_of(bounded, "over_pct", across="to"), x_label="positions to", **style, **what)
         found += _needles(results, is_tuned, slug, suffix)
     return found
 

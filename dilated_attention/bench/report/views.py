@@ -26,7 +26,7 @@ def by(rows: Iterable[Row], key: str) -> Iterator[tuple[Any, list[Row]]]:
 def labelled(rows: Iterable[Row], name: str = "{name}", **case: str) -> list[Row]:
     """Formats names, and entries to add to the cases, from ``name`` and the case: ``labelled(rows, "{name}, {work}", at="{B} × {N:,}")``.
 
-    A row whose case lacks an entry, as of a group that failed, keeps its own.
+    A row whose case lacks an entry, such as that of a group that failed, keeps its own.
     """
     made = []
     for row in rows:
@@ -57,25 +57,6 @@ def failures(results: Results) -> list[Table]:
     """Returns a table of the groups of which not even the inputs fitted; [] if there are none."""
     body = [(row.case["group"], row.note) for row in results.rows if "group" in row.case]
     return [Table("Groups that failed", ("group", "why"), body)] if body else []
-
-
-def curves(rows: Iterable[Row], value: str, *, x: str = "N", scale: float = 1.0, rate: bool = False) -> list[Line]:
-    """Returns a line for each name of ``values[value] · scale`` over the case's ``x``.
-
-    Args:
-        rate: whether ``value`` is a number per second: it is shaded by the percentiles of the time.
-    """
-    lines = []
-    for name in dict.fromkeys(row.name for row in rows if value in row.values):
-        mine = sorted((row for row in rows if row.name == name and value in row.values), key=lambda row: row.case[x])
-        y = [scale * row.values[value] for row in mine]
-        # a rate is highest where the time is lowest
-        low, high = (
-            [one * row.values["ms"] / row.values[key] for one, row in zip(y, mine, strict=True)] if rate else None
-            for key in ("high_ms", "low_ms")
-        )
-        lines.append(Line(name, [row.case[x] for row in mine], y, low, high))
-    return lines
 
 
 def plotted(lines: list[Line], **plot: Any) -> list[Plot]:

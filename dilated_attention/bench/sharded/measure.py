@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dilated_attention.bench.accuracy.correctness import BOUNDS, RESULTS, Attend, relative, wrong
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused, release
-from dilated_attention.bench.measure.timing import peak_extra
+from dilated_attention.bench.measure.timing import captured, peak_extra
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.bench.sharded.cases import FLOPS, Setting, Way
 from dilated_attention.distributed import Layout, shard_sequence, spans
@@ -212,15 +212,7 @@ def _timed(contender: ShardedContender, together: RankSync, which: str, seconds:
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """Returns the call as one CUDA graph: what the GPU does, without the time of Python."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            call()
+        return captured(call)
     except RuntimeError as error:
         raise Refused(f"cannot be captured: {error}") from error
-    return graph.replay

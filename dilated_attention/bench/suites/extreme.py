@@ -16,10 +16,10 @@ import torch
 from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, wrong
 from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
 from dilated_attention.bench.measure.peak_call import called, planned, within
-from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import by, curves, failures, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
@@ -142,7 +142,7 @@ class Extreme(Suite):
     def plots(self, results: Results) -> list[Plot]:
         rows = _searches(results)
         x: dict[str, Any] = {"x_label": "tokens", "log_x": True}
-        memory, speed = curves(rows, "bytes_per_token"), curves(rows, "tokens_per_s")
+        memory, speed = lines_of(rows, "bytes_per_token"), lines_of(rows, "tokens_per_s")
         return [
             *plotted(memory, name="memory", title="Peak memory of one call, to the longest that fits", y_label="bytes per token", **x),
             *plotted(speed, name="throughput", title="Throughput, to the longest that fits", y_label="tokens per second", log_y=True, **x),

@@ -16,10 +16,10 @@ from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.models import model_memory
-from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, curves, failures, having, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
@@ -106,7 +106,7 @@ class Memory(Suite):
         found = []
         for which, rows in by(having(results, part="attention"), "pass"):
             title = f"Peak memory of {which}, causal attention"
-            lines = curves(rows, "peak_bytes", scale=2**-20)
+            lines = lines_of(rows, "peak_bytes", scale=2**-20)
             found += plotted(lines, name=f"peak-{which}", title=title, x_label="positions", y_label="MiB", log_x=True, log_y=True)
         return found
 

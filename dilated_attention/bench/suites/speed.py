@@ -21,6 +21,7 @@ import torch
 
 from dilated_attention.bench.measure.contest import duration, measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
+from dilated_attention.bench.measure.rank_sync import of_first_process
 from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
@@ -55,7 +56,7 @@ VALUES = (
     Value("tflops", "TFLOP/s", is_rate=True),
     Value("peak_bytes", "peak MiB beyond the inputs", scale=2**-20),
 )
-_TOLD = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+_PASS_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
 class _List(argparse.Action):
@@ -207,7 +208,7 @@ class Speed(Suite):
                 rows.append(Row(name=other.name, case=problem.case | extra, note=made.note))
             else:
                 contenders = [*contenders, made.value]
-        agree = functools.partial(_agreed, session.device) if session.world_size > 1 else None
+        agree = functools.partial(of_first_process, device=session.device) if session.world_size > 1 else None
         rows += measure(
             contenders,
             problem,
@@ -228,12 +229,12 @@ class Speed(Suite):
             for which in PASSES:
                 mine = _of_pass(rows, which)
                 if any(row.values for row in mine):
-                    tables += _tables(results, mine, f"{_TOLD[which]}, {family}, {dtype}, {mask}", which)
+                    tables += _tables(results, mine, f"{_PASS_NAMES[which]}, {family}, {dtype}, {mask}", which)
         compared = {row.name for row in results.rows}
-        told = {name: contender.what for name, contender in CONTENDERS.items()}
-        told |= {name: f"{target}, yours" for name, target in results.settings.get("others", {}).items()}
-        legend = [[name, what] for name, what in told.items() if name in compared]
-        return [*(tables or [pivot(results.rows, "ms", across="at", title="time, ms")]), Table("what is compared", ("", "what"), legend)]
+        legend = {name: contender.what for name, contender in CONTENDERS.items()}
+        legend |= {name: f"{target}, yours" for name, target in results.settings.get("others", {}).items()}
+        lines = [[name, what] for name, what in legend.items() if name in compared]
+        return [*(tables or [pivot(results.rows, "ms", across="at", title="time, ms")]), Table("what is compared", ("", "what"), lines)]
 
     def plots(self, results: Results) -> list[Plot]:
         plots = []
@@ -246,7 +247,7 @@ class Speed(Suite):
                     plots.append(
                         Plot(
                             name=name,
-                            title=f"{value.title}: {_TOLD[which]}, {family}, {dtype}, {mask}",
+                            title=f"{value.title}: {_PASS_NAMES[which]}, {family}, {dtype}, {mask}",
                             x_label="positions",
                             y_label=value.title,
                             lines=lines,
@@ -354,10 +355,3 @@ def _shape(rows: Iterable[Row]) -> str:
     ordered = sorted(batches.items(), key=lambda item: item[1])
     sizes = ", then ".join(f"{b} up to N = {n:,}" if i + 1 < len(ordered) else str(b) for i, (b, n) in enumerate(ordered))
     return ", ".join(f"{h} heads of {d}" for h, d in shapes) + f", batch {sizes}" if len(shapes) < 4 else "B x N x H x D"
-
-
-def _agreed(device: torch.device, value: float) -> float:
-    """Returns the first process's number."""
-    told = torch.tensor([value], dtype=torch.float64, device=device)
-    torch.distributed.broadcast(told, 0)
-    return float(told.item())

@@ -1,4 +1,4 @@
-"""Whole models: samples per second in training, tokens per second in generating, and slide encoders beside the code that they come from."""
+"""Whole models: samples per second in training, tokens per second in generating, and slide encoders and the code that they come from."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from dilated_attention.bench.models import slide_encoder, steps, torchscale
 from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape
-from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, curves, failures, having, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
@@ -91,8 +91,8 @@ class TrainInfer(Suite):
                 about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case))
                 caption = f"{_how(mine)}; {about}; (… ×): over dense"
                 rate = "samples_per_s" if task == "train" else "tokens_per_s"
-                told = f"{title}, {'sequences' if task == 'train' else 'tokens of all requests'} per second by sequences × positions"
-                found.append(pivot(placed, rate, across="place", title=told, caption=caption, baseline="dense", more_is_better=True))
+                what = f"{title}, {'sequences' if task == 'train' else 'tokens of all requests'} per second by sequences × positions"
+                found.append(pivot(placed, rate, across="place", title=what, caption=caption, baseline="dense", more_is_better=True))
                 for value, what, scale in _FURTHER:
                     if task != "prefill" and any(value in row.values for row in mine):
                         found.append(pivot(placed, value, across="place", title=f"{title}, {what}", scale=scale))
@@ -112,7 +112,7 @@ class TrainInfer(Suite):
                 several = len({row.case["B"] for row in mine}) > 1 and task != "train"
                 named = labelled(mine, "{name}, {B} requests") if several else mine
                 name, title = f"{task}-{model.split(' ')[0]}", f"{model}: {_DOING[task]}"
-                rates, peaks = curves(named, "tokens_per_s", rate=True), curves(named, "peak_bytes", scale=2.0**-30)
+                rates, peaks = lines_of(named, "tokens_per_s", rate=True), lines_of(named, "peak_bytes", scale=2.0**-30)
                 found += plotted(rates, name=name, title=title, y_label="tokens per second", log_y=True, **x)
                 found += plotted(peaks, name=f"memory-{name}", title=f"{title}, peak memory", y_label="GiB", **x)
         return found
