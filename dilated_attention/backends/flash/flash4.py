@@ -78,7 +78,6 @@ class Flash4Backend(WritingBackend):
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        # the kernel requires lse rows with stride 1
         rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         interface = _interface()
 
@@ -99,8 +98,8 @@ class Flash4Backend(WritingBackend):
         grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
     ) -> None:  # fmt: skip
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        lse = lse.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
+        lse = _with_rows(lse)
+        dlse = None if dlse is None else _with_rows(dlse)
         dq, dk, dv = grads
         interface = _interface()
 
@@ -117,6 +116,11 @@ class Flash4Backend(WritingBackend):
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
         settings = (options.scale, options.causal, left, right, options.softcap, dlse is not None)
         replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Returns lse, or its gradient, (P, G, L), with rows of stride 1, which the kernels require."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,15 +7,15 @@ Both run the same Plan on the same backends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.base import Mask, Options, accumulation_dtype
 from dilated_attention.engine.branches import branch_buffers as torch_merge
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
-from dilated_attention.engine.branches.launch_views import Call, View, launches_of, rows_of
+from dilated_attention.engine.branches.launch_views import Call, Layout, PlannedLaunch, planned_launches, rows_of
 from dilated_attention.engine.branches.merge import zero_key_share
 from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.sequential import without_padding
@@ -44,8 +44,6 @@ def forward(
     B, _, H, D = q.shape
     merged = not plan.single or buffers.zero_keys or direct is not None or saved_branch_outputs is not None
     first = 0 if direct is None else 1
-    parts: list[Tensor | None] = [None] * len(buffers.branches)
-    part_lses = parts
     if merged:
         flat = saved_branch_outputs if saved_branch_outputs is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
         flat_lse = torch.empty(B * H * buffers.rows(with_direct=True), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -60,17 +58,14 @@ def forward(
         assert direct_lse is not None
         direct(direct_lse[:, 0])
 
-    def run(problem: Problem) -> None:
-        part, part_lse = parts[first + problem.branch], part_lses[first + problem.branch]
-        queries, keys = rows_of(problem, 0, 0)
-        tensors: list[tuple[View, Tensor]] = [(queries, q), (keys, k), (keys, v)]
-        tensors += [(queries, x) if y is None else (_BufferRows(problem), y) for x, y in ((out, part), (lse, part_lse))]
-        for (q_, k_, v_, out_, lse_), options in launches_of(
-            problem, tensors, call, k.shape[:2], whole=call.backend.capabilities.writes_views
-        ):
-            call.backend.forward_into(q_, k_, v_, options, out_, lse_.transpose(1, 2))
+    layout = _ForwardLayout(buffers, first, merged, call.padding is not None)
+    views = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *_padding(call)]
 
-    _on_streams(plan, run, q.device, 1 if is_concurrent or not call.backend.capabilities.concurrent else CONCURRENT_LAUNCHES)
+    def run(launch: PlannedLaunch, views: list[Tensor]) -> None:
+        q_, k_, v_, out_, lse_, *padding = views
+        call.backend.forward_into(q_, k_, v_, _masked(launch.options, padding), out_, lse_.transpose(1, 2))
+
+    _on_streams(plan, layout, views, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
     if merged and q.device.type == "cuda":
         from dilated_attention.engine.branches import merge_triton
 
@@ -98,69 +93,131 @@ def backward(
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
-    layer_views: list[list[Tensor | None]] = [[None] * len(buffers.branches)] * 3
+    flats: list[Tensor] = []
     summed = onto or not plan.single
     first = 1 if onto else 0
     if summed:
         flats = [torch.empty(B * H * D * buffers.rows(with_direct=False), dtype=q.dtype, device=q.device) for _ in grads]
-        layer_views = [buffers.split(flat, B, head_dim=D, with_direct=False) for flat in flats]
     elif not plan.covered:
         for grad in grads:
             grad.zero_()
 
-    def run(problem: Problem) -> None:
-        # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
-        queries, keys = rows_of(problem, 0, 0)
-        buffer = _BufferRows(problem)
-        tensors: list[tuple[View, Tensor]] = [(queries, dout), (queries, q), (keys, k), (keys, v)]
-        tensors += [(queries, out) if own is None else (buffer, own[problem.branch]), (queries, lse)]
-        for grad, rows, layer in zip(grads, (queries, keys, keys), layer_views, strict=True):
-            part = layer[first + problem.branch]
-            tensors.append((rows, grad) if part is None else (buffer, part))
-        if dlse is not None:
-            tensors.append((queries, dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, tensors, call, k.shape[:2]):
-            dlse_ = rest[0].transpose(1, 2) if rest else None
-            if call.detached and own is None:
-                out_ = _own_output(problem, q_, k_, v_, options, call)
-            call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
+    has = (own is not None, dlse is not None, call.padding is not None)
+    views = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *_padding(call)]
 
-    _on_streams(plan, run, q.device, 1 if is_concurrent or not call.backend.capabilities.concurrent else CONCURRENT_LAUNCHES)
+    def run(launch: PlannedLaunch, views: list[Tensor]) -> None:
+        dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = views
+        dlse_ = None if dlse is None else rest.pop(0).transpose(1, 2)
+        options = _masked(launch.options, rest)
+        if call.detached and own is None:
+            out_ = _own_output(q_, k_, v_, options, call, launch.zero_keys)
+        call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
+
+    _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), views, call, run, is_concurrent)
     if summed and q.device.type == "cuda":
         from dilated_attention.engine.branches import merge_triton
 
         merge_triton.sum_buffers(buffers, grads, flats, is_concurrent=is_concurrent)
     elif summed:
-        for grad, layer in zip(grads, layer_views, strict=True):
-            torch_merge.sum_buffers(buffers, grad, layer)
+        for grad, flat in zip(grads, flats, strict=True):
+            torch_merge.sum_buffers(buffers, grad, buffers.split(flat, B, head_dim=D, with_direct=False))
 
 
-def _own_output(problem: Problem, q: Tensor, k: Tensor, v: Tensor, options: Options, call: Call) -> Tensor:
+def _own_output(q: Tensor, k: Tensor, v: Tensor, options: Options, call: Call, zero_keys: int) -> Tensor:
     """Computes a launch's own output (P, L, G, D), before any merge."""
     out, lse = call.backend.forward(q, k, v, options)
-    return out.mul_(zero_key_share(lse.transpose(1, 2), problem.zero_keys)[..., None]) if problem.zero_keys else out
+    return out.mul_(zero_key_share(lse.transpose(1, 2), zero_keys)[..., None]) if zero_keys else out
 
 
-def _on_streams(plan: Plan, run: Callable[[Problem], None], device: torch.device, count: int) -> None:
+def _padding(call: Call) -> tuple[Tensor, ...]:
+    """Returns the padding mask as a tensor whose rows are taken like those of the keys, (B, N, 1, 1), if there is one."""
+    return () if call.padding is None else (call.padding[..., None, None],)
+
+
+def _masked(options: Options, padding: list[Tensor]) -> Options:
+    """Returns the options with the launch's slice of the padding mask, (P, L, 1, 1), if there is one."""
+    return replace(options, mask=Mask(padding[0][..., 0, 0], options.mask.band), geometry=None) if padding else options
+
+
+def _on_streams(
+    plan: Plan, layout: Layout, tensors: Sequence[Tensor], call: Call, run: Callable[[PlannedLaunch, list[Tensor]], None],
+    is_concurrent: bool, *, whole: bool = False,
+) -> None:  # fmt: skip
     """Deals the problems out to the streams one by one, longest first, so that short problems fill the gaps that long ones leave."""
-    problems = sorted(plan.problems, key=lambda problem: -problem.pairs)
-    if count == 1 or len(problems) == 1:
-        for problem in problems:
-            run(problem)
-        return
-    with Streams(device, min(count, len(problems))) as streams:
+    problems = planned_launches(plan, layout, tensors, call, whole=whole)
+    offsets = [int(x.storage_offset()) for x in tensors]
+    count = 1 if is_concurrent or not call.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(problems))
+    with Streams(tensors[0].device, count) as streams:
         for stream in range(len(streams)):
             with streams.stream(stream):
-                for problem in problems[stream :: len(streams)]:
-                    run(problem)
+                for launches in problems[stream :: len(streams)]:
+                    for launch in launches:
+                        run(launch, launch.of(tensors, offsets))
 
 
 @dataclass(frozen=True, slots=True)
-class _BufferRows:
-    """The problem's rows of its branch's buffer, of out or gradients, or of lse."""
+class _ForwardLayout:
+    """Views of q, k, v, out, lse, then, if ``merged``, the buffers of out and of lse, then the padding mask, if there is one.
 
-    problem: Problem
+    ``first``: the buffer of the plan's first branch.
+    """
 
-    def of(self, x: Tensor) -> Tensor:
-        view = of_problem(self.problem, x)
-        return view if x.dim() == 5 else view.transpose(2, 3)
+    buffers: BranchBuffers
+    first: int
+    merged: bool
+    padding: bool
+
+    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        queries, keys = rows_of(problem, 0, 0)
+        found = [(0, queries.of(tensors[0])), (1, keys.of(tensors[1])), (2, keys.of(tensors[2]))]
+        B, _, _, D = tensors[0].shape
+        for index, head_dim in ((3, D), (4, 0)):
+            part = self._part(tensors[index + 2], B, head_dim, problem) if self.merged else None
+            found.append((index, queries.of(tensors[index])) if part is None else (index + 2, _buffer_rows(problem, part)))
+        return [*found, *_padding_rows(problem, tensors, self.padding)]
+
+    def _part(self, flat: Tensor, batch: int, head_dim: int, problem: Problem) -> Tensor | None:
+        return self.buffers.split(flat, batch, head_dim=head_dim, with_direct=head_dim == 0)[self.first + problem.branch]
+
+
+@dataclass(frozen=True, slots=True)
+class _BackwardLayout:
+    """Views of dout, q, k, v, out, lse, dq, dk, dv, then, if ``summed``, the buffers of the gradients, then what else there is:
+    the branches' own outputs, the gradient of lse and the padding mask.
+    """
+
+    buffers: BranchBuffers
+    first: int
+    summed: bool
+    own: bool
+    dlse: bool
+    padding: bool
+
+    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        queries, keys = rows_of(problem, 0, 0)
+        B, _, _, D = tensors[0].shape
+        own = (12 if self.summed else 9) + problem.branch
+        found = [(0, queries.of(tensors[0])), (1, queries.of(tensors[1])), (2, keys.of(tensors[2])), (3, keys.of(tensors[3]))]
+        found.append((own, _buffer_rows(problem, tensors[own])) if self.own else (4, queries.of(tensors[4])))
+        found.append((5, queries.of(tensors[5])))
+        for index, rows in ((6, queries), (7, keys), (8, keys)):
+            part = None
+            if self.summed:
+                part = self.buffers.split(tensors[index + 3], B, head_dim=D, with_direct=False)[self.first + problem.branch]
+            found.append((index, rows.of(tensors[index])) if part is None else (index + 3, _buffer_rows(problem, part)))
+        if self.dlse:
+            index = len(tensors) - 1 - self.padding
+            found.append((index, queries.of(tensors[index])))
+        return [*found, *_padding_rows(problem, tensors, self.padding)]
+
+
+def _padding_rows(problem: Problem, tensors: Sequence[Tensor], padding: bool) -> list[tuple[int, Tensor]]:
+    """Returns the rows of the padding mask, the last tensor, which all heads have in common."""
+    keys = replace(rows_of(problem, 0, 0)[1], head_start=0, head_step=1, heads=1)
+    return [(len(tensors) - 1, keys.of(tensors[-1]))] if padding else []
+
+
+def _buffer_rows(problem: Problem, x: Tensor) -> Tensor:
+    """Returns the problem's rows of its branch's buffer, of out or gradients, or of lse: (B, S, L, G, …)."""
+    view = of_problem(problem, x)
+    return view if x.dim() == 5 else view.transpose(2, 3)

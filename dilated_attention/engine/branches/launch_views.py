@@ -6,16 +6,16 @@ Their geometry is cached, since with short launches a GPU waits for the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Backend, Mask, Options
 from dilated_attention.backends.dropout import Dropout
-from dilated_attention.engine.branches.plan import Problem
+from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
@@ -82,7 +82,7 @@ class LaunchViews:
     """The views of one launch as (size, stride, offset), and a key that is unique to these shapes and strides."""
 
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
-    key: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    key: Hashable
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x.as_strided(size, stride, x.storage_offset() + at) for x, (size, stride, at) in zip(tensors, self.views, strict=True)]
@@ -153,10 +153,71 @@ def max_rows(problem: Problem, q: Tensor) -> int:
 @functools.lru_cache(maxsize=4096)
 def _launch_views(shapes: tuple[tuple[View, torch.Size, tuple[int, ...]], ...], limits: Limits) -> tuple[LaunchViews, ...]:
     """Returns the geometry of every launch on views (B, S, L, …) of tensors with these shapes and strides."""
-    views = [view.of(torch.empty_strided(shape, stride, device="meta")) for view, shape, stride in shapes]
+    return _cut([view.of(torch.empty_strided(shape, stride, device="meta")) for view, shape, stride in shapes], limits)
+
+
+def _cut(views: Sequence[Tensor], limits: Limits) -> tuple[LaunchViews, ...]:
     max_batch, max_extent, rows = limits
     made = []
     for group in launches(views, max_batch=max_batch, max_extent=max_extent, max_rows=rows):
-        key = tuple((tuple(x.shape), x.stride()) for x in group)
+        key = _key(tuple((tuple(x.shape), x.stride()) for x in group))
         made.append(LaunchViews(tuple((x.shape, x.stride(), int(x.storage_offset())) for x in group), key))
     return tuple(made)
+
+
+@functools.lru_cache(maxsize=8192)
+def _key(shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Hashable:
+    """Returns one object for equal shapes and strides: a backend looks it up at every launch, and hashing the shapes takes longer."""
+    return object()
+
+
+class Layout(Hashable, Protocol):
+    """Which views of a call's tensors a problem's launch takes."""
+
+    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """Returns views (B, S, L, G, …), each with the index of the tensor that it is of."""
+
+
+class PlannedLaunch(NamedTuple):
+    """A launch of a plan, before there are tensors: its views as (index of the tensor, size, stride, offset), and its options."""
+
+    views: tuple[tuple[int, torch.Size, tuple[int, ...], int], ...]
+    options: Options
+    zero_keys: int
+
+    def of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+        """Returns the views. ``offsets`` are the tensors' storage offsets."""
+        return [tensors[i].as_strided(size, stride, offsets[i] + at) for i, size, stride, at in self.views]
+
+
+def planned_launches(
+    plan: Plan, layout: Layout, tensors: Sequence[Tensor], call: Call, *, whole: bool = False
+) -> tuple[tuple[PlannedLaunch, ...], ...]:
+    """Returns the launches of every problem of a plan, the longest problem first. Masks are left to the caller; ``whole``: see above."""
+    capabilities = call.backend.capabilities
+    part_bytes = None if whole else PART_BYTES.get(tensors[0].device.type, PART_BYTES["cuda"])
+    shapes = tuple((x.shape, x.stride()) for x in tensors)
+    return _planned_launches(plan, layout, shapes, capabilities.max_batch, capabilities.max_extent, part_bytes, call.options)
+
+
+@functools.lru_cache(maxsize=512)
+def _planned_launches(
+    plan: Plan, layout: Layout, shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...], max_batch: int | None, max_extent: int | None,
+    part_bytes: int | None, options: Options,
+) -> tuple[tuple[PlannedLaunch, ...], ...]:  # fmt: skip
+    tensors = [torch.empty_strided(shape, stride, device="meta") for shape, stride in shapes]
+
+    def of_problem(problem: Problem) -> tuple[PlannedLaunch, ...]:
+        sources, views = zip(*layout.views(problem, tensors), strict=True)
+        rows = None if part_bytes is None else part_bytes // (4 * tensors[0].shape[-1] * problem.heads.count)
+        mine = replace(options, causal=problem.causal, mask=Mask(None, problem.band))
+        return tuple(
+            PlannedLaunch(
+                tuple((source, *view) for source, view in zip(sources, cut.views, strict=True)),
+                replace(mine, geometry=cut.key),
+                problem.zero_keys,
+            )
+            for cut in _cut(views, (max_batch, max_extent, rows))
+        )
+
+    return tuple(of_problem(problem) for problem in sorted(plan.problems, key=lambda problem: -problem.pairs))
