@@ -398,7 +398,7 @@ def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, lim
     truth = results(call, case, x, backend="math")
     counts = []
     original = launch_views.launches
-    launch_views._launch_views.cache_clear()
+    launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
     monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
     monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **limits))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at

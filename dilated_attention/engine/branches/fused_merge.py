@@ -7,15 +7,15 @@ Both run the same Plan on the same backends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.engine.branches import branch_buffers as torch_merge
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
-from dilated_attention.engine.branches.launch_views import Call, Layout, PlannedLaunch, planned_launches, rows_of
+from dilated_attention.engine.branches.launch_views import Call, Launch, Layout, launches_of, mask_views, masked, masks_of, rows_of
 from dilated_attention.engine.branches.merge import zero_key_share
 from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.sequential import without_padding
@@ -59,11 +59,11 @@ def forward(
         direct(direct_lse[:, 0])
 
     layout = _ForwardLayout(buffers, first, merged, call.padding is not None)
-    views = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *_padding(call)]
+    views = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *masks_of(call, q, k)]
 
-    def run(launch: PlannedLaunch, views: list[Tensor]) -> None:
-        q_, k_, v_, out_, lse_, *padding = views
-        call.backend.forward_into(q_, k_, v_, _masked(launch.options, padding), out_, lse_.transpose(1, 2))
+    def run(launch: Launch, views: list[Tensor]) -> None:
+        q_, k_, v_, out_, lse_, *masks = views
+        call.backend.forward_into(q_, k_, v_, masked(launch, masks, call), out_, lse_.transpose(1, 2))
 
     _on_streams(plan, layout, views, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
     if merged and q.device.type == "cuda":
@@ -103,14 +103,14 @@ def backward(
             grad.zero_()
 
     has = (own is not None, dlse is not None, call.padding is not None)
-    views = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *_padding(call)]
+    views = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *masks_of(call, q, k)]
 
-    def run(launch: PlannedLaunch, views: list[Tensor]) -> None:
+    def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = views
         dlse_ = None if dlse is None else rest.pop(0).transpose(1, 2)
-        options = _masked(launch.options, rest)
+        options = masked(launch, rest, call)
         if call.detached and own is None:
-            out_ = _own_output(q_, k_, v_, options, call, launch.zero_keys)
+            out_ = _own_output(q_, k_, v_, options, call, launch.problem.zero_keys)
         call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
     _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), views, call, run, is_concurrent)
@@ -129,30 +129,19 @@ def _own_output(q: Tensor, k: Tensor, v: Tensor, options: Options, call: Call, z
     return out.mul_(zero_key_share(lse.transpose(1, 2), zero_keys)[..., None]) if zero_keys else out
 
 
-def _padding(call: Call) -> tuple[Tensor, ...]:
-    """Returns the padding mask as a tensor whose rows are taken like those of the keys, (B, N, 1, 1), if there is one."""
-    return () if call.padding is None else (call.padding[..., None, None],)
-
-
-def _masked(options: Options, padding: list[Tensor]) -> Options:
-    """Returns the options with the launch's slice of the padding mask, (P, L, 1, 1), if there is one."""
-    return replace(options, mask=Mask(padding[0][..., 0, 0], options.mask.band), geometry=None) if padding else options
-
-
 def _on_streams(
-    plan: Plan, layout: Layout, tensors: Sequence[Tensor], call: Call, run: Callable[[PlannedLaunch, list[Tensor]], None],
+    plan: Plan, layout: Layout, tensors: Sequence[Tensor], call: Call, run: Callable[[Launch, list[Tensor]], None],
     is_concurrent: bool, *, whole: bool = False,
 ) -> None:  # fmt: skip
     """Deals the problems out to the streams one by one, longest first, so that short problems fill the gaps that long ones leave."""
-    problems = planned_launches(plan, layout, tensors, call, whole=whole)
-    offsets = [int(x.storage_offset()) for x in tensors]
+    problems = sorted(zip(plan.problems, launches_of(plan, layout, tensors, call, whole=whole), strict=True), key=lambda x: -x[0].pairs)
     count = 1 if is_concurrent or not call.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(problems))
     with Streams(tensors[0].device, count) as streams:
         for stream in range(len(streams)):
             with streams.stream(stream):
-                for launches in problems[stream :: len(streams)]:
+                for _, launches in problems[stream :: len(streams)]:
                     for launch in launches:
-                        run(launch, launch.of(tensors, offsets))
+                        run(launch, launch.of(tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +163,7 @@ class _ForwardLayout:
         for index, head_dim in ((3, D), (4, 0)):
             part = self._part(tensors[index + 2], B, head_dim, problem) if self.merged else None
             found.append((index, queries.of(tensors[index])) if part is None else (index + 2, _buffer_rows(problem, part)))
-        return [*found, *_padding_rows(problem, tensors, self.padding)]
+        return [*found, *mask_views(problem, tensors, self.padding, False)]
 
     def _part(self, flat: Tensor, batch: int, head_dim: int, problem: Problem) -> Tensor | None:
         return self.buffers.split(flat, batch, head_dim=head_dim, with_direct=head_dim == 0)[self.first + problem.branch]
@@ -208,13 +197,7 @@ class _BackwardLayout:
         if self.dlse:
             index = len(tensors) - 1 - self.padding
             found.append((index, queries.of(tensors[index])))
-        return [*found, *_padding_rows(problem, tensors, self.padding)]
-
-
-def _padding_rows(problem: Problem, tensors: Sequence[Tensor], padding: bool) -> list[tuple[int, Tensor]]:
-    """Returns the rows of the padding mask, the last tensor, which all heads have in common."""
-    keys = replace(rows_of(problem, 0, 0)[1], head_start=0, head_step=1, heads=1)
-    return [(len(tensors) - 1, keys.of(tensors[-1]))] if padding else []
+        return [*found, *mask_views(problem, tensors, self.padding, False)]
 
 
 def _buffer_rows(problem: Problem, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dilated_attention.engine.branches.heads import HeadGroup, Member, head_groups
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern, taken
@@ -71,6 +71,14 @@ class Plan:
     problems: tuple[Problem, ...]
     covered: bool
     single: bool
+    # launches are looked up by plan, and hashing its problems takes longer than the rest of the lookup
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.problems, self.covered, self.single)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def pairs(self) -> int:

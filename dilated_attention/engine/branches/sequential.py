@@ -9,14 +9,14 @@ Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options
-from dilated_attention.engine.branches.launch_views import Call, launches_of, rows_of
+from dilated_attention.engine.branches.launch_views import Call, launches_of, mask_views, masked, masks_of, rows_of
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan, Problem
 
@@ -66,12 +66,11 @@ def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tupl
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, call.padding_of(k))
-    positions = call.positions(q, k)
-    for problem in plan.problems:
-        queries, keys = rows_of(problem, call.query_offset, call.key_offset)
-        tensors = ((queries, q), (keys, k), (keys, v), (queries, out), (queries, lse))
-        for (q_, k_, v_, out_, lse_), options in launches_of(problem, tensors, call, positions):
-            part_out, part_lse = call.backend.forward(q_, k_, v_, options)
+    tensors = [q, k, v, out, lse, *masks_of(call, q, k)]
+    for problem, launches in zip(plan.problems, launches_of(plan, _layout((1, 2), 5, call), tensors, call), strict=True):
+        for launch in launches:
+            q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
+            part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call))
             part_lse = part_lse.transpose(1, 2)
             if problem.zero_keys:
                 part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
@@ -101,31 +100,51 @@ def run_backward(
             # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
             branch_out, _ = run_forward(part, q, k, v, call)
             problems = tuple(problem for problem in plan.problems if problem.branch == branch)
-            _add_shares(problems, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
+            _add_shares(replace(plan, problems=problems), (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
     else:
-        _add_shares(plan.problems, (dq, dk, dv), (dout, q, k_, v_, out, lse), call, dlse)
+        _add_shares(plan, (dq, dk, dv), (dout, q, k_, v_, out, lse), call, dlse)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _add_shares(
-    problems: tuple[Problem, ...], grads: tuple[Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...], call: Call, dlse: Tensor | None
+    plan: Plan, grads: tuple[Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...], call: Call, dlse: Tensor | None
 ) -> None:
-    dout, q, k, v, out, lse = tensors
-    dq, dk, dv = grads
-    for problem in problems:
-        queries, keys = rows_of(problem, call.query_offset, call.key_offset)
-        views = [(queries, dout), (queries, q), (keys, k), (keys, v), (queries, out), (queries, lse)]
-        views += [(queries, dq), (keys, dk), (keys, dv)]
-        if dlse is not None:
-            views.append((queries, dlse))
-        for (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest), options in launches_of(problem, views, call, call.positions(q, k)):
-            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, rest[0] if rest else None)
+    _, q, k, *_ = tensors
+    some = () if dlse is None else (dlse,)
+    views = [*tensors, *grads, *some, *masks_of(call, q, k)]
+    layout = _layout((2, 3, 7, 8), 9 + len(some), call)
+    for problem, launches in zip(plan.problems, launches_of(plan, layout, views, call), strict=True):
+        for launch in launches:
+            dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = launch.of(views)
+            dlse_ = rest.pop(0) if some else None
+            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), masked(launch, rest, call), dlse_)
             if problem.first:
                 dq_.copy_(part_dq)
             else:
                 dq_.add_(part_dq)
             dk_.add_(part_dk)
             dv_.add_(part_dv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The rows of queries of the first ``count`` tensors, or of keys of those at ``of_keys``; then the masks."""
+
+    of_keys: tuple[int, ...]
+    count: int
+    query_offset: int
+    key_offset: int
+    padding: bool
+    dropout: bool
+
+    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        queries, keys = rows_of(problem, self.query_offset, self.key_offset)
+        found = [(i, (keys if i in self.of_keys else queries).of(tensors[i])) for i in range(self.count)]
+        return found + mask_views(problem, tensors, self.padding, self.dropout)
+
+
+def _layout(of_keys: tuple[int, ...], count: int, call: Call) -> _Layout:
+    return _Layout(of_keys, count, call.query_offset, call.key_offset, call.padding is not None, call.dropout_p > 0)
 
 
 def shares(backend: Backend, tensors: tuple[Tensor, ...], options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
