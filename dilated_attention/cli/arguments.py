@@ -50,7 +50,7 @@ def gib(text: str) -> int:
 
 # function arguments whose command line option has another name, and those whose option has the same
 _FLAGS = {"num_positions": "--length", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "batch_size": "--batch"}
-_SAME = ("head_dim", "world_size", "weight_shards", "global_tokens", "random_blocks", "density_kind", "block_size")
+_SAME = ("head_dim", "world_size", "weight_shards", "global_tokens", "random_blocks", "density_kind", "block_size", "top_p")
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -64,7 +64,8 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
 def as_flags(text: str) -> str:
     """Rewrites a function's error in terms of the command line's options."""
     # these are also ordinary words, so they are replaced only at the start of an error
-    text = re.sub(r"^(?:length|heads|gpus?|batch|users|parameters|memory|window|seed)(?=\b.* is )", lambda found: f"--{found[0]}", text)
+    words = "length|heads|gpus?|batch|users|parameters|memory|window|seed|temperature"
+    text = re.sub(rf"^(?:{words})(?=\b.* is )", lambda found: f"--{found[0]}", text)
     text = re.sub(r"^ratio(?= is )", "--density", text)
     text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
     if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
@@ -75,22 +76,6 @@ def as_flags(text: str) -> str:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
-
-
-def add_shape(parser: argparse.ArgumentParser, *, length: int | None, heads: int) -> None:
-    """Adds ``args.length``, ``heads`` and ``causal``. Without a default, the length is required."""
-    text = "positions of the sequence: 65536, 64k, 1M" + ("" if length is None else f"; default: {length}")
-    parser.add_argument("--length", type=size, required=length is None, default=length, help=text)
-    parser.add_argument("--heads", type=size, default=heads, help=f"query heads; default: {heads}")
-    parser.add_argument("--causal", action="store_true", help="a position sees only itself and earlier ones")
-
-
-def add_tensors(parser: argparse.ArgumentParser, *, head_dim: int = 64) -> None:
-    """Adds ``args.kv_heads``, ``head_dim``, ``batch`` and ``dtype`` (None, or a name of ``DTYPES``), which a pattern does not define."""
-    parser.add_argument("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
-    parser.add_argument("--head-dim", type=size, default=head_dim, help=f"default: {head_dim}")
-    parser.add_argument("--batch", type=size, default=1, help="default: 1")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
 
 
 def add_pattern(parser: argparse.ArgumentParser, *kinds: str) -> None:

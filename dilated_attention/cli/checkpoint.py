@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.cli.arguments import DTYPES, UsageError
+from dilated_attention.cli.choices import DTYPES
+from dilated_attention.parsing import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +52,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
-        raise UsageError(
-            f"--device is {args.device!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>"
-        ) from error
+        raise UsageError(f"--device is {args.device!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device is {args.device!r}; expected cpu, cuda or cuda:<index>")
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import io
 import json
@@ -102,6 +103,14 @@ def _wrapped(line: str, columns: int) -> str:
     label = _LABEL.match(line)
     indent = label.end() if label and label.end() <= columns // 2 else len(line) - len(line.lstrip()) + 2
     return "\n".join(textwrap.wrap(line, columns, subsequent_indent=" " * min(indent, columns // 2), break_on_hyphens=False))
+
+
+def put_answer(args: argparse.Namespace, value: Any, text: object) -> None:
+    """Prints an answer as its command was asked to: ``value`` as JSON, or else ``text``."""
+    if args.json:
+        put_json(value)
+    else:
+        put(text)
 
 
 def put_json(value: Any, *, indent: int = 2) -> None:

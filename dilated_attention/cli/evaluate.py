@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilated_attention.cli.arguments import UsageError, add_json, size
 from dilated_attention.cli.checkpoint import add_checkpoint, computing, device_of, folder_of, load
-from dilated_attention.cli.console import put, put_json
+from dilated_attention.cli.console import put_answer
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +75,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.by_position:
         answer["by_position"] = [dataclasses.asdict(bucket) for bucket in found.by_position]
-    if args.json:
-        put_json(answer)
-    else:
-        put("\n".join(_lines(answer, found, vocabulary.unit)))
+    put_answer(args, answer, "\n".join(_lines(answer, found, vocabulary.unit)))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +51,7 @@ def run(args: argparse.Namespace) -> int:
         generator.seed()
     else:
         generator.manual_seed(args.seed)
-    try:
-        sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
-    except ValueError as error:
-        raise UsageError(re.sub(r"^\w+", lambda name: "--" + name[0].replace("_", "-"), str(error))) from error
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     model, vocabulary = load(args, device)
     with computing(model, args, device, autocast=False):
         prompt = _tokens(args, text, vocabulary)[None].to(device)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import dilated_attention
-from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, count, dtype_of, size
-from dilated_attention.cli.choices import MACHINES, PRECISIONS
-from dilated_attention.cli.console import put, put_json
+from dilated_attention.cli.arguments import UsageError, add_json, count, dtype_of, size
+from dilated_attention.cli.choices import DTYPES, MACHINES, PRECISIONS
+from dilated_attention.cli.console import put, put_answer, put_json
 
 if TYPE_CHECKING:
     from dilated_attention.factory import Explanation, Hardware
@@ -156,13 +156,8 @@ def _info_decode(args: argparse.Namespace, hardware: Hardware) -> int:
     dtype = dtype_of(args) or (torch.bfloat16 if hardware.device_type == "cuda" else torch.float32)
     shape = {"head_dim": args.head_dim, "num_heads": args.num_heads, "num_kv_heads": args.num_kv_heads}
     explained = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **shape)
-    if args.json:
-        rows = [
-            {"name": name, "usable": not reasons, "reasons": list(reasons), "source": source} for name, reasons, source in explained.rows
-        ]
-        put_json({"request": explained.what, "chosen": explained.chosen, "decoders": rows})
-    else:
-        put(explained)
+    rows = [{"name": name, "usable": not reasons, "reasons": list(reasons), "source": source} for name, reasons, source in explained.rows]
+    put_answer(args, {"request": explained.what, "chosen": explained.chosen, "decoders": rows}, explained)
     return 0 if explained.chosen else 1
 
 

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, add_shape, count, gib, pattern_from, size
+from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, count, gib, pattern_from, size
 from dilated_attention.cli.choices import MODEL_PRESETS
-from dilated_attention.cli.console import NARROWEST, put, put_json, width
+from dilated_attention.cli.console import NARROWEST, put, put_answer, put_json, width
 
 if TYPE_CHECKING:
     from dilated_attention.pattern import BlockPattern, DilatedPattern
 
-_Commands = argparse._SubParsersAction
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
 # of a drawing where the output is no terminal
@@ -24,7 +23,7 @@ _PICTURED_HEADS = 8
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
 
 
-def add(commands: _Commands[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
     )
@@ -35,7 +34,9 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
     ):
         parser = shown.add_parser(kind, usage=f"%(prog)s {usage} [options]", help=text)
         add_pattern(parser, kind)
-        add_shape(parser, length=length, heads=4)
+        parser.add_argument("--length", type=size, default=length, help=f"positions of the sequence: 65536, 64k, 1M; default: {length}")
+        parser.add_argument("--heads", type=size, default=4, help="query heads; default: 4")
+        parser.add_argument("--causal", action="store_true", help="a position sees only itself and earlier ones")
         parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
         parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
         parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
@@ -54,10 +55,7 @@ def _model(args: argparse.Namespace) -> int:
     from dilated_attention.factory import create_model
 
     summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=args.memory)
-    if args.json:
-        put_json(summary.as_dict())
-    else:
-        put(summary)
+    put_answer(args, summary.as_dict(), summary)
     return 0
 
 

@@ -94,7 +94,7 @@ class ProfiledBlock:
 
     def _watch(self, requirement: MemoryRequirement) -> None:
         if requirement.device.type == self._device.type:
-            kind = (requirement.op, requirement.is_backward, requirement.shapes)
+            kind = (requirement.op, requirement.pass_name, requirement.shapes)
             self._seen[kind] = (requirement, self._seen.get(kind, (requirement, 0))[1] + 1)
 
     def _of_cpu(self) -> dict[str, Any]:

@@ -130,8 +130,8 @@ def _advice(profile: MemoryProfile) -> Iterator[str]:
     has_backward = any(op.name.endswith(_BACKWARD) for op in profile.ops)
     recomputed = any(op.name.startswith("dilated_attention::") and op.name.endswith(" (backward)") for op in profile.ops)
     waiting = sum(op.at_peak for op in profile.ops if not op.name.endswith(_BACKWARD) and op.name != OUTSIDE)
-    forwards = sum(count for call, count in profile.seen if call.needs_grad and not call.is_backward)
-    backwards = sum(count for call, count in profile.seen if call.is_backward)
+    forwards = sum(count for call, count in profile.seen if call.needs_grad and call.pass_name == "forward")
+    backwards = sum(count for call, count in profile.seen if call.pass_name == "backward")
     share = f"{size_text(waiting)} of {peak} at the peak are results of forwards"
     if waiting >= threshold and forwards and not has_backward:
         yield f"torch.no_grad() or torch.inference_mode() if no backward follows: {forwards} attention calls prepared for one, and {share}"

@@ -216,7 +216,7 @@ def call(size: int) -> tuple[MemoryRequirement, int]:
     """A call that needs ``size`` bytes."""
     setting = Setting(batch=1, length=100, dtype=torch.bfloat16)
     plain = MemoryRequirement(
-        op="dilated_attention", is_backward=False, device=torch.device("cuda"), shapes="q", held=0, setting=setting,
+        op="dilated_attention", pass_name="forward", device=torch.device("cuda"), shapes="q", held=0, setting=setting,
         terms=lambda x: (("all", size),),
     )  # fmt: skip
     return plain, 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,15 +36,15 @@ def memory_info(device: torch.device) -> MemoryInfo:
         free, bound = min((free, "the driver's figure"), (max(0, allowed - reserved), limit))
         return MemoryInfo(free, bound, allocated, reserved - allocated)
     found = machine_memory()
-    bounds = [(found["MemAvailable"], "available on the machine")] if "MemAvailable" in found else []
-    if sys.platform == "linux":
-        import resource
+    if "MemAvailable" not in found:
+        return MemoryInfo(None, "the system does not report it", found.get("VmRSS", 0))
+    # a module of systems with these figures alone
+    import resource
 
-        allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if allowed != resource.RLIM_INFINITY:
-            bounds.append((max(0, allowed - found["VmSize"]), f"the limit of {size_text(allowed)} of address space, RLIMIT_AS"))
-    left, bound = min(bounds, default=(None, "the system does not report it"))
-    return MemoryInfo(left, bound, found.get("VmRSS", 0))
+    bounds, allowed = [(found["MemAvailable"], "available on the machine")], resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY:
+        bounds.append((max(0, allowed - found["VmSize"]), f"the limit of {size_text(allowed)} of address space, RLIMIT_AS"))
+    return MemoryInfo(*min(bounds), found["VmRSS"])
 
 
 def machine_memory() -> dict[str, int]:
@@ -71,14 +70,11 @@ def explanation(error: RuntimeError, requirement: MemoryRequirement, arguments: 
     memory = memory_info(requirement.device)
     held = "the process has" if requirement.device.type == "cpu" else f"{size_text(memory.cached)} are cached, tensors hold"
     free = "unknown" if memory.free is None else size_text(memory.free)
-    lines = [
-        f"the {requirement.pass_name} of {requirement.op} ran out of memory",
-        f"  call: {requirement.shapes}",
-        f"  memory: {requirement.device}: {held} {size_text(memory.allocated)}, free: {free} ({memory.bound})",
-    ]
+    lines = [f"the {requirement.pass_name} of {requirement.op} ran out of memory", f"  call: {requirement.shapes}"]
     if requirement.terms is not None:
         terms = ", ".join(f"{what} {size_text(size)}" for what, size in requirement.terms(requirement.setting))
-        lines.insert(2, f"  needs: {requirement.size_text()}: {terms}; of that {size_text(requirement.held)} existed before the call")
+        lines.append(f"  needs: {requirement.size_text()}: {terms}; of that {size_text(requirement.held)} existed before the call")
+    lines.append(f"  memory: {requirement.device}: {held} {size_text(memory.allocated)}, free: {free} ({memory.bound})")
     if requirement.terms is not None and memory.free is not None:
         # the call's own tensors count as free: their size changes with the setting, or they are gone with the failed call
         own = requirement.held + _allocated(error, arguments, requirement.device)
@@ -89,20 +85,17 @@ def explanation(error: RuntimeError, requirement: MemoryRequirement, arguments: 
 def what_fits(requirement: MemoryRequirement, memory: MemoryInfo, own: int) -> str:
     """Returns the setting closest to the call's that fits into what is free, with the call's ``own`` bytes free again."""
     assert memory.free is not None
-    is_gpu = requirement.device.type == "cuda"
     there = int(MARGIN * (memory.free + memory.cached + own))
-    pieces = memory.cached > memory.free and "expandable_segments:True" not in allocator_settings()
-    if is_gpu and pieces and requirement.bytes_at() <= there:
+    in_pieces = memory.cached > memory.free and "expandable_segments:True" not in allocator_settings()
+    if in_pieces and requirement.bytes_at() <= there:
         return "this call, with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: the cached memory is in pieces"
-    batch, length, _ = requirement.setting
-    step, after = max(1, length // 256), ", after torch.cuda.empty_cache()" if is_gpu else ""
-    batches = [{"batch": size} for size in range(1, batch)]
-    lengths = [{"length": size} for size in range(step, length, step)] if requirement.positions else []
-    for changes, now, what in ((batches, batch, "sequences at once"), (lengths, length, requirement.positions)):
-        number = bisect.bisect_right(changes, there, key=lambda change: requirement.bytes_at(**change))
-        if number:
-            (size,) = changes[number - 1].values()
-            return f"{size:,} in place of {now:,} {what}: {requirement.size_text(**changes[number - 1])}{after}"
+    now, after = requirement.setting, ", after torch.cuda.empty_cache()" if requirement.device.type == "cuda" else ""
+    lengths = range(0, now.length, max(1, now.length // 256))[1:] if requirement.positions else range(0)
+    for name, sizes, what in (("batch", range(1, now.batch), "sequences at once"), ("length", lengths, requirement.positions)):
+        changes = [{name: size} for size in sizes]
+        if number := bisect.bisect_right(changes, there, key=lambda change: requirement.bytes_at(**change)):
+            found = changes[number - 1]
+            return f"{found[name]:,} in place of {getattr(now, name):,} {what}: {requirement.size_text(**found)}{after}"
     return f"no part of this call, while other tensors hold {size_text(max(0, memory.allocated - own))}: free some of that"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ class MemoryRequirement:
     """
 
     op: str
-    is_backward: bool
+    pass_name: Literal["forward", "backward"]
     device: torch.device
     shapes: str
     held: int
@@ -48,10 +48,6 @@ class MemoryRequirement:
     least: bool = False
     needs_grad: bool = False
     positions: str = "positions"
-
-    @property
-    def pass_name(self) -> str:
-        return "backward" if self.is_backward else "forward"
 
     def bytes_at(self, **changes: Any) -> int:
         """Returns the bytes that the call needs at its own setting, or with ``changes`` to it."""
@@ -80,7 +76,7 @@ def requirement(op: str, x: Mapping[str, Any], shapes: str = "", **more: Any) ->
     named = ", ".join(f"{name} {tuple(one.shape)}" for name, one in inputs.items())
     return MemoryRequirement(
         op=op,
-        is_backward=not {"dout", "dys"}.isdisjoint(x),
+        pass_name="forward" if {"dout", "dys"}.isdisjoint(x) else "backward",
         device=first.device,
         shapes=f"{named} in {str(first.dtype).removeprefix('torch.')}{shapes}",
         # fewer than the shape implies where a tensor is expanded
@@ -102,13 +98,9 @@ def dilated_requirement(x: Mapping[str, Any]) -> MemoryRequirement:
     pattern = pattern_of(x["branches"])
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= Nk
     # on a GPU the estimate covers only the fused engine; a table of tiles needs about as much forward, and less backward
-    plain = on_cpu or not (x["window"] or x["dropout_p"] or x["cu_seqlens"] is not None)
-    exact = plain and Nq == Nk and not x["query_offset"]
-    rest = results(x)
+    exact = Nq == Nk and not x["query_offset"] and (on_cpu or not (x["window"] or x["dropout_p"] or x["cu_seqlens"] is not None))
 
     def terms(setting: Setting) -> Terms:
-        if not exact:
-            return rest(setting)
         found = attention_memory(
             pattern, setting.length, H, D, batch_size=setting.batch, num_kv_heads=Hk, dtype=setting.dtype, needs_grad=needs_grad,
             device_type="cpu" if on_cpu else "cuda", is_causal=is_causal, key_padding_mask=with_mask,
@@ -119,7 +111,7 @@ def dilated_requirement(x: Mapping[str, Any]) -> MemoryRequirement:
     shapes += "".join(f", {name}={x[name]}" for name in ("is_causal", "dropout_p", "window") if x[name])
     # outputs of branches that detached mixing saves on a GPU are not counted
     least = not exact or bool(x["dropout_p"]) or (x["detached"] and not on_cpu)
-    return requirement("attention" if is_dense else "dilated_attention", x, shapes, terms=terms, least=least)
+    return requirement("attention" if is_dense else "dilated_attention", x, shapes, terms=terms if exact else results(x), least=least)
 
 
 def blocks_requirement(x: Mapping[str, Any]) -> MemoryRequirement:
