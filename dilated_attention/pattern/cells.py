@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from dilated_attention.pattern.blocks.base import BlockPattern
 from dilated_attention.pattern.blocks.kept_blocks import block_pairs
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
 from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
-from dilated_attention.pattern.drawing import LETTERS_PER_INCH, caption, checked_panels, need_matplotlib, save
+from dilated_attention.pattern.drawing import checked_panels, finished, panels
 
 # up to this length, the pattern's definition is evaluated for every pair
 _DENSE_POSITIONS = 1024
@@ -63,32 +62,22 @@ def cell_sizes(num_positions: int, cell: int) -> torch.Tensor:
 
 def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:
     """Same as ``drawing.draw``, for longer sequences: the color is the mean multiplicity of the pairs of ``cell`` × ``cell`` positions."""
-    need_matplotlib()
     num_heads = checked_panels(num_heads)
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
     pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
     mean = pairs / cell_sizes(num_positions, cell)
     # the square root makes cells with few pairs visible
     norm = PowerNorm(0.5, vmin=0.0, vmax=max(1.0, float(mean.max()) if mean.numel() else 1.0))
-    figure = Figure(figsize=(3.2 * num_heads + 1.4, 3.9), layout="constrained")
-    panels = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]
-    edge = pairs.shape[-1] * cell
-    for head, panel in enumerate(panels):
-        image = panel.imshow(mean[head].numpy(), cmap="Blues", norm=norm, interpolation="nearest", extent=(0, edge, edge, 0))
-        panel.set_title(f"head {head}")
-        panel.set_xlabel("key position")
+    edge, label = pairs.shape[-1] * cell, f"mean multiplicity of {cell} × {cell} positions"
+    figure = panels(mean, 1.4, label, cmap="Blues", norm=norm, extent=(0, edge, edge, 0))
+    ticks = [0, num_positions // 4, num_positions // 2, 3 * num_positions // 4, num_positions]
+    for panel in figure.axes[:num_heads]:
         panel.set_xlim(0, num_positions)
         panel.set_ylim(num_positions, 0)
-        ticks = [0, num_positions // 4, num_positions // 2, 3 * num_positions // 4, num_positions]
         panel.set_xticks(ticks[::2], [f"{tick:,}" for tick in ticks[::2]])
         panel.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-    panels[0].set_ylabel("query position")
-    figure.colorbar(image, ax=list(panels), label=f"mean multiplicity of {cell} × {cell} positions", shrink=0.8)
-    figure.suptitle(textwrap.fill(caption(pattern, num_positions, num_heads, is_causal), int(LETTERS_PER_INCH * figure.get_figwidth())))
-    save(figure, path)
-    return figure
+    return finished(figure, pattern, num_positions, num_heads, is_causal, path)
 
 
 def _summed(mask: torch.Tensor, cell: int) -> torch.Tensor:

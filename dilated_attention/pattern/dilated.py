@@ -236,29 +236,6 @@ class DilatedPattern(Pattern):
         rows = num_positions * num_heads
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
 
-    def bytes_moved(
-        self, num_positions: int, num_heads: int, head_dim: int, itemsize: int, num_kv_heads: int | None = None
-    ) -> tuple[int, int]:
-        """Returns the fewest bytes of device memory traffic for one sequence, (forward, backward), if each branch reads its own rows.
-
-        In the forward, a branch reads q, k, v and its row of the output and writes that row. In the backward, it reads q, k, v, out, dout
-        and adds to dq, dk, dv. The log-sum-exp takes 4 bytes per row.
-        """
-        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
-        head_dim, itemsize = (
-            as_int(name, x, minimum=1, maximum=MAX_LENGTH) for name, x in (("head_dim", head_dim), ("itemsize", itemsize))
-        )
-        kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1, maximum=MAX_HEADS)
-        forward = backward = 0
-        for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
-            full, rest = divmod(num_positions, length)
-            counts = Counter(row_of_offsets)
-            rows = sum(n * (full * taken(length, rate, o) + taken(rest, rate, o)) for o, n in counts.items() if o != NOT_IN_BRANCH)
-            kv_rows = rows * kv_heads // num_heads
-            forward += rows * (3 * head_dim * itemsize + 8) + 2 * kv_rows * head_dim * itemsize
-            backward += rows * (5 * head_dim * itemsize + 4) + 6 * kv_rows * head_dim * itemsize
-        return forward, backward
-
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask.
 

@@ -203,29 +203,6 @@ def test_zero_keys_fill_torchscale_places(n: int) -> None:
                     assert plain.zero_keys(0, n, len(real)) == 0
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_of_a_dense_branch() -> None:
-    n, heads, dim, size = 512, 8, 64, 2
-    forward, backward = DilatedPattern((512,), (1,)).bytes_moved(n, heads, dim, size)
-    rows = n * heads
-    # q, k, v read, out read and written, lse read and written; backward q, k, v, out, dout, lse read, dq, dk, dv added to
-    assert forward == rows * (5 * dim * size + 8)
-    assert backward == rows * (11 * dim * size + 4)
-
-
-def test_bytes_shrink_with_rate_and_kv_heads() -> None:
-    dense = DilatedPattern((512,), (1,)).bytes_moved(2048, 8, 64, 2)
-    dilated = DilatedPattern((512,), (4,)).bytes_moved(2048, 8, 64, 2)
-    grouped = DilatedPattern((512,), (1,)).bytes_moved(2048, 8, 64, 2, num_kv_heads=2)
-    assert all(4 * d == f for d, f in zip(dilated, dense, strict=True))
-    assert all(g < f for g, f in zip(grouped, dense, strict=True))
-    both = DilatedPattern((512, 512), (1, 4)).bytes_moved(2048, 8, 64, 2)
-    assert all(b == f + d for b, f, d in zip(both, dense, dilated, strict=True))
-    assert DilatedPattern((512,), (1,)).bytes_moved(0, 8, 64, 2) == (0, 0)
-
-
 # --- large N: closed forms must not build masks ------------------------------------------------------------------------------------------
 
 

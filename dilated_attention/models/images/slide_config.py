@@ -54,10 +54,7 @@ class SlideEncoderConfig(ModelConfig):
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        # in a configuration read from a file, this is a dict
-        if isinstance(self.encoder, dict):
-            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
-        check_encoder(self.encoder, "a slide encoder")
+        object.__setattr__(self, "encoder", checked_encoder(self.encoder, "a slide encoder"))
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
         for name in ("in_dim", "grid_size", "tile_size", "num_classes"):
@@ -98,10 +95,13 @@ class SlideEncoderConfig(ModelConfig):
         return cls(encoder=encoder, tile_size=tile_size, **others)
 
 
-def check_encoder(encoder: Any, what: str) -> None:
-    """Raises an error if a configuration is not that of a plain encoder."""
+def checked_encoder(encoder: Any, what: str) -> LongNetConfig:
+    """Returns the configuration of a plain encoder, which is a dict if it was read from a file; raises if it is another's."""
+    if isinstance(encoder, dict):
+        encoder = LongNetConfig.from_dict(encoder)
     if not isinstance(encoder, LongNetConfig):
         raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
     for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
         if getattr(encoder, name) is not wanted:
             raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")
+    return encoder

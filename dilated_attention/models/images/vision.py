@@ -13,7 +13,7 @@ from torch import nn
 from dilated_attention.distributed.sharding.layout import LAYOUTS, positions_of
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.class_tokens import sum_runs
-from dilated_attention.models.images.slide_config import check_encoder
+from dilated_attention.models.images.slide_config import checked_encoder
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.modules import RingSettings
@@ -64,10 +64,7 @@ class VisionConfig(ModelConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        # in a configuration read from a file, this is a dict
-        if isinstance(self.encoder, dict):
-            object.__setattr__(self, "encoder", LongNetConfig.from_dict(self.encoder))
-        check_encoder(self.encoder, "LongViT")
+        object.__setattr__(self, "encoder", checked_encoder(self.encoder, "LongViT"))
         for name in ("image_size", "patch_size", "in_channels", "num_classes"):
             if name != "num_classes" or self.num_classes is not None:
                 object.__setattr__(self, name, as_size(name, getattr(self, name)))

@@ -47,7 +47,7 @@ class Sparsity(BlockPattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("kind", self.kind, KINDS)
-        ratio = checked_ratio("ratio", self.ratio)
+        ratio = checked_ratio(self.ratio)
         if ratio == 0:
             raise ValueError("ratio is 0: nothing would be kept; expected a number above 0 and at most 1")
         object.__setattr__(self, "seed", checked_seed(self.seed))

@@ -36,7 +36,7 @@ class RandomBlocks(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", checked_ratio("ratio", self.ratio))
+        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
         object.__setattr__(self, "seed", checked_seed(self.seed))
         check_bool("per_head", self.per_head)
         check_bool("own_block", self.own_block)
@@ -127,11 +127,11 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def checked_ratio(name: str, value: float) -> float:
+def checked_ratio(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number from 0 to 1")
+        raise TypeError(f"ratio is {shown(value)} ({type(value).__name__}); expected a number from 0 to 1")
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
+        raise ValueError(f"ratio is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
     return float(value)
 
 
