@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.pattern.checks import MAX_LENGTH, as_int, shown
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 from dilated_attention.pattern.checks import check_bool as check_bool
 
 _STRIDED = torch.strided
@@ -93,8 +93,7 @@ def _is_spread(x: torch.Tensor) -> bool:
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale is {shown(scale)} ({type(scale).__name__}); expected a positive number, or None for 1/sqrt(head_dim)")
+    check_number("scale", scale, "a positive number, or None for 1/sqrt(head_dim)")
     # some kernels treat values below the smallest normal number as 0, and 0 times the −inf of a masked pair is NaN
     held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     lowest, highest = held.tiny, held.max * math.log(2)
@@ -107,16 +106,14 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
 
 
 def check_probability(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number in [0, 1)")
+    check_number(name, value, "a number in [0, 1)")
     if not 0 <= value < 1:
         raise ValueError(f"{name} is {shown(value)}; expected a probability in [0, 1)")
     return float(value)
 
 
 def check_positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number > 0")
+    check_number(name, value, "a number > 0")
     if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} is {shown(value)}; expected a finite number > 0")
     return float(value)

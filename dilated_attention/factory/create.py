@@ -82,10 +82,7 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     >>> create_attention("multihead_dilated", embed_dim=256, num_heads=8,
     ...                  segment_lengths=[512, 2048], dilation_rates=[1, 4])
     """
-    if not isinstance(kind, str):
-        raise TypeError(f"kind is {shown(kind)} ({type(kind).__name__}); expected one of {_listed(KINDS)}")
-    if kind not in KINDS:
-        raise ValueError(f"kind is {shown(kind)}; expected one of {_listed(KINDS)}")
+    one_of("kind", kind, tuple(KINDS))
     module = KINDS[kind]
     parameters = inspect.signature(module).parameters
     _refuse_unknown(f"create_attention({kind!r})", config, parameters)
@@ -122,10 +119,7 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     >>> # segments 2048, 8192, 32768, 131072 with rates 1, 4, 16, 64
     >>> create_model("longnet-15m", context_length=131072)
     """
-    if not isinstance(preset, str):
-        raise TypeError(f"preset is {preset!r} ({type(preset).__name__}); expected one of {_listed(MODEL_PRESETS)}")
-    if preset not in MODEL_PRESETS:
-        raise ValueError(f"preset is {preset!r}; expected one of {_listed(MODEL_PRESETS)}")
+    one_of("preset", preset, tuple(MODEL_PRESETS))
     config = MODEL_PRESETS[preset]
     model = MODELS[type(config)]
     options = [name for name in inspect.signature(model).parameters if name != "config"]
@@ -177,7 +171,3 @@ def _refuse_unknown(what: str, given: Iterable[str], accepted: Iterable[str]) ->
     unknown = [name for name in given if name not in accepted]
     if unknown:
         raise TypeError(f"{what} got {', '.join(unknown)}, which it does not know; it accepts {', '.join(accepted)}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

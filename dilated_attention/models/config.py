@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dilated_attention.files import parse_json, write_text
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_number, one_of
 from dilated_attention.pattern.spec import OBJECT
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
 
@@ -204,8 +204,7 @@ class LongNetConfig(ModelConfig):
         self._check_heads()
         for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0), ("layer_norm_eps", 0.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number > {above:g}")
+            check_number(name, value, f"a number > {above:g}")
             # an integer may be larger than any float
             if not above < value <= sys.float_info.max:
                 raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")

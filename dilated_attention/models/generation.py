@@ -19,7 +19,7 @@ from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.text.kmer_embedding import KmerEmbedding, following_codes
 from dilated_attention.models.tokens import check_ids, check_tokens
 from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.pattern.checks import as_int, check_number
 
 
 class LanguageModel(Protocol):
@@ -58,15 +58,13 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise TypeError(f"temperature is {self.temperature!r} ({type(self.temperature).__name__}); expected a number ≥ 0")
+        check_number("temperature", self.temperature, "a number ≥ 0")
         if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature is {self.temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
         if self.top_k is not None:
             as_int("top_k", self.top_k, minimum=1)
         if self.top_p is not None:
-            if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)):
-                raise TypeError(f"top_p is {shown(self.top_p)} ({type(self.top_p).__name__}); expected a number in (0, 1]")
+            check_number("top_p", self.top_p, "a number in (0, 1]")
             if not 0 < self.top_p <= 1:
                 raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1]: the share of probability that is drawn from")
 

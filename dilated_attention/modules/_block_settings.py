@@ -11,7 +11,7 @@ from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.modules._settings import DilatedSettings, KernelSettings
 from dilated_attention.pattern import BlockPattern, with_sparsity
 from dilated_attention.pattern.blocks.density import KINDS
-from dilated_attention.pattern.checks import one_of, shown
+from dilated_attention.pattern.checks import check_number, one_of, shown
 
 
 class BlockSettings(KernelSettings):
@@ -72,10 +72,7 @@ def _chosen_pattern(given: Mapping[str, Any]) -> BlockPattern:
         )
     if sparsity_ratio is not None:
         one_of("sparsity", sparsity, KINDS)
-        if isinstance(sparsity_ratio, bool) or not isinstance(sparsity_ratio, (int, float)):
-            raise TypeError(
-                f"sparsity_ratio is {shown(sparsity_ratio)} ({type(sparsity_ratio).__name__}); expected a number above 0 and at most 1"
-            )
+        check_number("sparsity_ratio", sparsity_ratio, "a number above 0 and at most 1")
         if not 0 < sparsity_ratio <= 1:
             raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the fraction of all pairs to compute, above 0 and at most 1")
         return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)

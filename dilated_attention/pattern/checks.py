@@ -50,6 +50,12 @@ def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset:
     return queries, keys, heads, offset
 
 
+def check_number(name: str, value: Any, expected: str) -> None:
+    """Raises TypeError if a value is no int or float, as a bool is not; ``expected`` says which numbers are."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected {expected}")
+
+
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected True or False")

@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Grid
 from dilated_attention.pattern.blocks.kept_blocks import WORD, unpacked
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_number, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -90,9 +90,9 @@ class TopBlocks(BlockPattern):
         for name, amount in given.items():
             if name == "blocks":
                 object.__setattr__(self, name, as_int(name, amount, minimum=1))
-            elif isinstance(amount, bool) or not isinstance(amount, (int, float)):
-                raise TypeError(f"{name} is {shown(amount)} ({type(amount).__name__}); expected a number in (0, 1]")
-            elif not 0 < amount <= 1:
+                continue
+            check_number(name, amount, "a number in (0, 1]")
+            if not 0 < amount <= 1:
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
         for name in ("always", "within"):
             object.__setattr__(self, name, self._checked_static(name, values[name]))

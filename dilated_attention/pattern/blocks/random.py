@@ -8,7 +8,7 @@ import torch
 
 from dilated_attention.pattern.blocks.base import Grid, MaskMod, checked_positions, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, check_number, shown
 
 # SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -128,8 +128,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def checked_ratio(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"ratio is {shown(value)} ({type(value).__name__}); expected a number from 0 to 1")
+    check_number("ratio", value, "a number from 0 to 1")
     if not 0 <= value <= 1:
         raise ValueError(f"ratio is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
     return float(value)
