@@ -63,7 +63,7 @@ def attend(
     window = _joint_window(mask, sliding_window)
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        bounds, is_guess = _bounds_of(cu_seq_lens_q, cu_seq_lens_k), False
+        bounds, is_guess = packed_bounds(cu_seq_lens_q, cu_seq_lens_k), False
     elif bounds is None and not settings.is_shared:
         refusals.check_untold_packing(name, module, mask, kwargs.get("position_ids"))
     if window is not None and settings.kind != "ring":
@@ -232,7 +232,8 @@ def _joint_window(mask: KeyMask, sliding_window: int | None) -> tuple[int | None
     return (size if left is None else min(left, size)), 0 if mask.is_causal else (size if right is None else min(right, size))
 
 
-def _bounds_of(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
+def packed_bounds(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
+    """Returns the bounds of packed documents, int32, of which queries and keys must have the same."""
     same = of_queries is of_keys
     if not same and of_queries is not None and of_keys is not None and of_queries.shape == of_keys.shape:
         # in a compiled model values cannot be read, so only shapes are compared

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, REGISTERED, configs_of, name_of, settings_to_save
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, REGISTERED, base_of, configs_of, name_of, settings_to_save
 
 _NAME = "attn_implementation"
 
@@ -90,8 +90,7 @@ def _is_ours(config: Any) -> bool:
 
 def _note(model: Any) -> None:
     """Notes a base model's attention in the configs of its adapters, of which ``to_dict`` writes it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = next((each for each in configs_of(getattr(base, "config", None)) if _is_ours(each)), None)
+    config = next((each for each in configs_of(getattr(base_of(model), "config", None)) if _is_ours(each)), None)
     for adapter in model.peft_config.values():
         vars(adapter).pop(CONFIG_KEY, None)
         if config is not None:
@@ -129,8 +128,7 @@ def _auto_from_pretrained(original: Callable[..., Any], cls: Any, path: Any, *ar
 
 
 def _load_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(model, *args, **kwargs)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    result, base = original(model, *args, **kwargs), base_of(model)
     for adapter, peft_config in model.peft_config.items():
         noted = vars(peft_config).get(CONFIG_KEY)
         if noted and hasattr(base, "config"):

@@ -208,6 +208,11 @@ def name_of(config: Any) -> str:
     return STANDS_FOR.get(name, name) if isinstance(name, str) else ""
 
 
+def base_of(model: Any) -> Any:
+    """Returns a model without the adapters that PEFT put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def configs_of(config: Any) -> list[Any]:
     """Returns a config and those nested in it."""
     found = [config]

@@ -56,10 +56,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     if name is None:
         if kind is not None:
             raise ValueError(f"kind is {kind!r} without a name; expected register({kind!r}, …) or register(name, kind={kind!r}, …)")
-        known = {option for options_of in OPTIONS.values() for option in options_of}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")
+        _refuse_unknown(options)
         wanted = {each: {option: value for option, value in options.items() if option in OPTIONS[each]} for each in KINDS}
         kinds = {each: each for each in KINDS}
     else:
@@ -107,13 +104,17 @@ def configure(model_or_config: Any, **options: Any) -> None:
     config = getattr(model_or_config, "config", model_or_config)
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
     told = {option: value for option, value in told.items() if value is not None}
-    known = {option for options_of in OPTIONS.values() for option in options_of}
-    unknown = sorted(set(told) - known)
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")
+    _refuse_unknown(told)
     plain: dict[str, Any] = {}
     for kind in KINDS:
         mine = {option: value for option, value in told.items() if option in OPTIONS[kind]}
         plain |= Settings(kind=kind).with_options(mine).plain(mine)
     for each in configs_of(config):
         setattr(each, CONFIG_KEY, dict(plain))
+
+
+def _refuse_unknown(options: Iterable[str]) -> None:
+    known = {option for options_of in OPTIONS.values() for option in options_of}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.integrations._hf_attend import packed_bounds
 from dilated_attention.integrations._hf_settings import configs_of
 from dilated_attention.integrations._hf_shards import shard_inputs
 
@@ -94,10 +95,7 @@ def bounds_of(given: dict[str, Any]) -> torch.Tensor | None:
         ValueError: if several rows hold documents.
     """
     if "cu_seq_lens_q" in given or "cu_seq_lens_k" in given:
-        bounds, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-        if bounds is None or keys is None or not torch.equal(bounds, keys):
-            raise ValueError(f"cu_seq_lens_q is {bounds} and cu_seq_lens_k is {keys}; expected equal bounds")
-        return bounds.to(torch.int32)
+        return packed_bounds(given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
     positions = given.get("position_ids")
     if positions is None or "attention_mask" in given:
         return None

@@ -23,6 +23,7 @@ from dilated_attention.integrations._hf_settings import (
     REGISTERED,
     STANDS_FOR,
     Settings,
+    base_of,
     configs_of,
     interfaces,
     name_of,
@@ -61,7 +62,7 @@ class ContextParallel:
         members = members_of(place)
         self._place, self._members = place, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
-        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.base = base_of(model)
         cut.check_model(model, self.base)
         self.timeout, self.whole_logits = timeout, False
         self.chunk: int | None = None
