@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from dilated_attention.bench import Group, Results, Row, Session, Suite, run
-from dilated_attention.bench.accuracy.correctness import keys_of
 from dilated_attention.bench.measure import contest as measuring
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.skip import Refused, attempt
@@ -27,7 +26,6 @@ from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHE
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.cli import main
 from dilated_attention.parsing import size
-from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
 
 CPU = torch.device("cpu")
 TINY = Problem(num_positions=96, num_heads=2, head_dim=16)
@@ -252,27 +250,6 @@ def test_every_contender_that_can_is_right_and_timed(is_causal: bool) -> None:
             pairs = next(c for c in (*DENSE, *MODULES, *MULTIHEAD) if c.name == name).pairs(problem)
             assert pairs is not None
             assert row.values["tflops"] == pytest.approx(14 * pairs * 16 / row.values["ms"] / 1e9)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        DilatedPattern((32, 128), (1, 4)),
-        LocalWindow((20, 3), block_size=64),
-        BigBird(16, 8, random_blocks=1, block_size=64),
-        RandomBlocks(0.4, block_size=64),
-        RandomBlocks(0.5, per_head=True, block_size=64),
-    ],
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_keys_of_a_row_are_those_of_the_definition(pattern: Any, is_causal: bool) -> None:
-    problem = Problem(num_positions=300, num_heads=4, head_dim=8, is_causal=is_causal)
-    m = pattern.dense_mask(300, 300, 4).int()
-    if is_causal:
-        m = m.tril()
-    for position, head in ((0, 0), (63, 1), (64, 2), (170, 3), (299, 1)):
-        counts = torch.bincount(keys_of(pattern, problem, position, head), minlength=300)
-        assert torch.equal(counts.int(), m[head, position].int())
 
 
 def test_turns_are_fair() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
+from dilated_attention.bench.accuracy.correctness import sampled_errors
 from dilated_attention.bench.measure.skip import Attempt, Refused
 from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
 from dilated_attention.bench.runner import write
@@ -92,7 +92,7 @@ def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> N
     leaves = problem.qkv()
     results = [x.detach() for x in extreme.attend_of("dense", 64, problem)(*leaves)]
     whole = sampled_errors(dense_pattern(problem), problem, leaves, results)
-    monkeypatch.setattr("dilated_attention.bench.accuracy.sampled_rows._PIECE", 7)
+    monkeypatch.setattr("dilated_attention.bench.accuracy.truth._STRETCH", 7)
     assert sampled_errors(dense_pattern(problem), problem, leaves, results) == pytest.approx(whole, rel=1e-6)
 
 

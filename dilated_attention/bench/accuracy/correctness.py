@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from dilated_attention.bench.accuracy.truth import BOUNDS, RESULTS, Pattern, Truth, pairs_of
+from dilated_attention.bench.accuracy.truth import BOUNDS, RESULTS, Pattern, Truth
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.engine.blocks.lists import block_lists
-from dilated_attention.engine.reference_rows import partners
-from dilated_attention.pattern import DilatedPattern
 
 __all__ = ["BOUNDS", "FP8_BOUND", "RESULTS", "WHOLE", "Attend", "Pattern"]
 Attend = Callable[..., torch.Tensor]
@@ -30,24 +27,24 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradients: bool = True) -> dict[str, float]:
-    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of ``problem``. It takes N² work, so N must be small."""
-    leaves, dout = problem.qkv(7), problem.dout(101)
+    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of two heads. It takes N² work, so N must be small."""
+    truth = Truth(problem, pattern, whole=True, gradients=gradients)
     with torch.set_grad_enabled(gradients):
-        out = attend(*leaves)
-    grads = torch.autograd.grad(out, leaves, dout) if gradients else ()
-    return Truth(problem, pattern, leaves=leaves, dout=dout, whole=True, everywhere=True).errors(out, grads)
+        out = attend(*truth.leaves)
+    return truth.errors(out, torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ())
 
 
-def true_results(pattern: Pattern, problem: Problem, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-    """Returns [out, dq, dk, dv] of ``leaves`` q, k, v in float64."""
-    return Truth(problem, pattern, leaves=leaves, dout=dout, whole=True, everywhere=True).results()
+def sampled_errors(
+    pattern: Pattern, problem: Problem, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], *, count: int = 8
+) -> dict[str, float]:
+    """Returns the relative errors of an extremely long call over ``count`` rows of two heads, and the largest absolute error of lse.
 
-
-def keys_of(pattern: Pattern, problem: Problem, position: int, head: int) -> torch.Tensor:
-    """Returns the positions that (position, head) attends to, with multiplicity, on the problem's device."""
-    if isinstance(pattern, DilatedPattern):
-        keys = partners(pattern, position, head, problem.num_heads, problem.num_positions)
-        return (keys[keys <= position] if problem.is_causal else keys).to(problem.device)
-    lists = block_lists(pattern, problem.num_positions, problem.num_heads, is_causal=problem.is_causal, device=problem.device)
-    row = torch.tensor([position], device=problem.device)
-    return pairs_of(lists, head, row, torch.arange(problem.num_positions, device=problem.device))[0].nonzero()[:, 0]
+    Args:
+        inputs: q, k, v and, with gradients, dout.
+        results: out, lse and, with gradients, dq, dk, dv. dk and dv of a key are computed from the given out and lse of all rows that see
+            it; those are compared in the sampled rows.
+    """
+    out, lse, *grads = results
+    dout = inputs[3] if grads else None
+    truth = Truth(problem, pattern, leaves=inputs[:3], dout=dout, given=[(out, lse)], whole=False, count=count, gradients=bool(grads))
+    return truth.errors(out, grads, lse=lse)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, wrong
-from dilated_attention.bench.accuracy.sampled_rows import sampled_errors
+from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, sampled_errors, wrong
 from dilated_attention.bench.measure.peak_call import called, planned, within
 from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
