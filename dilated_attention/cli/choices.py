@@ -32,8 +32,8 @@ USE_CASES = {
 # bench.suites.SUITES, with what each says about itself
 SUITES = {
     "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",
-    "accuracy": "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance",
-    "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape; fragmentation of torch's allocator",
+    "accuracy": "errors against float64 by dtype, backend and length, loss by dtype",
+    "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape",
     "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
     "scaling": "time and memory per token by length, by batch, and over processes (torchrun)",

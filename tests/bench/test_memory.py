@@ -1,4 +1,4 @@
-"""bench memory: measured peaks and predicted ones, models extrapolated from a few of their layers, the allocator's fragmentation."""
+"""bench memory: measured peaks and predicted ones, models extrapolated from a few of their layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dilated_attention.bench.models import model_memory
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import memory
-from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
 
@@ -91,32 +90,21 @@ def test_a_model_is_extrapolated_from_a_few_of_its_layers(tmp_path: Path, monkey
         assert abs(v["off"]) < 0.15
 
 
-def test_a_cpus_allocator_reports_the_bytes_in_tensors_alone() -> None:
-    """The same steps as on a GPU, in a process of its own."""
-    (row,) = fragmentation.measure("dense", [fragmentation.LONGEST_FIRST], 2, 256, CPU)
-    # q, k, v, out and dout of the longest in bfloat16
-    assert row.values["peak_allocated"] >= 5 * 256 * 16 * 64 * 2 and "fragmentation" not in row.values
-    assert "does not report" in row.note
-
-
 def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
-    attention, models, fragments = [], [], []
+    attention, models = [], []
     for i, name in enumerate(memory.CONTENDERS):
         for n in (4096, 8192, 2**18):
             case = {"part": "attention", "pass": "training", "N": n}
-            values = {"peak_bytes": n * 16384 * (1 + i), "bytes_per_token": 16384.0 * (1 + i), "predicted_bytes": n * 16000, "off": 0.02}
+            values = {"peak_bytes": n * 16384 * (1 + i), "predicted_bytes": n * 16000, "off": 0.02}
             too_long = name == "standard" and n > 8192
             attention.append(Row(name=name, case=case, values={} if too_long else values, note="out of memory" if too_long else ""))
     values = {"few_bytes": 2e10, "layer_bytes": 3.5e9, "all_bytes": 1.2e11, "predicted_few_bytes": 2.1e10, "off": -0.05}
     case = {"part": "model", "N": 4096, "work": "training, checkpointed", "shape": "Llama-7B's shape"}
     models.append(Row(name="dense", case=case, values=values | {"predicted_bytes": 1.25e11, "off_all": -0.04}))
-    for setting in fragmentation.SETTINGS:
-        figures = {"peak_allocated": 2**30, "peak_reserved": 3 * 2**30, "fragmentation": 3.0}
-        fragments.append(Row(name="dense", case={"part": "fragmentation", "setting": setting, "lengths": "200 lengths"}, values=figures))
     failed = Row(name="all", case={"group": "attention N=1G"}, note="out of memory")
-    results = Results("memory", machine(CPU), {}, {"a": attention, "m": models, "f": fragments, "x": [failed]})
+    results = Results("memory", machine(CPU), {}, {"a": attention, "m": models, "x": [failed]})
     written = write(memory.Memory(), results, tmp_path)
     assert [path.name for path in written if path.suffix == ".png"] == ["memory-peak-training.png"]
     text = (tmp_path / "memory.md").read_text()
-    for part in ("[1] out of memory", "| dense, training, checkpointed |", "| dense, longest first |", "| attention N=1G | out of"):
+    for part in ("[1] out of memory", "| dense, training, checkpointed |", "| attention N=1G | out of"):
         assert part in text

@@ -33,7 +33,6 @@ KNOWN_UPWARDS = {
 KNOWN_PAIRS = {
     "bench.accuracy bench.measure",
     "bench.accuracy bench.workloads",
-    "bench.measure bench.report",
     "bench.measure bench.workloads",
     "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import WHOLE, Attend
+from dilated_attention.bench.accuracy.correctness import WHOLE, Attend, relative
 from dilated_attention.bench.accuracy.truth import SEED, Truth
 from dilated_attention.bench.measure.forward_backward import inputs_of
 from dilated_attention.bench.workloads.contenders import Contender, OfEmbedded
@@ -30,7 +30,6 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
     describes, is compared with itself on plain PyTorch in float64 instead, on at most ``WHOLE`` positions.
     """
     gradients = contender.trains if gradients is None else gradients
-    attend = whole(attend)
     pattern = contender.pattern(problem)
     if isinstance(pattern, TopBlocks):
         problem = replace(problem, batch_size=1)
@@ -46,7 +45,7 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
     truth = _truths[key]
     torch.manual_seed(SEED)
     with torch.set_grad_enabled(gradients):
-        out = attend(*truth.leaves)
+        out = _whole(attend)(*truth.leaves)
     grads = torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ()
     return truth.errors(out, grads, contender.until(problem))
 
@@ -54,30 +53,24 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
 @functools.lru_cache(maxsize=256)
 def _against_itself(contender: Contender, problem: Problem) -> tuple[tuple[str, float], ...]:
     """Returns the errors of out and of the input gradients against the same module in float64; computed once per process."""
-    attend = whole(contender.make(problem))
-    exact = replace(problem, dtype=torch.float64, device=torch.device("cpu"))
+    attend = _whole(contender.make(problem))
     leaves = inputs_of(contender, problem, 7)
-    dout = torch.randn_like(leaves[0]).detach()
     copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    reference = (contender.reference or contender.make)(exact)
-    module = module_of(attend)
-    if module is not None and isinstance(reference, OfEmbedded):
-        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in module.state_dict().items()})
+    dout = torch.randn_like(leaves[0]).detach()
+    reference = (contender.reference or contender.make)(replace(problem, dtype=torch.float64, device=torch.device("cpu")))
+    # the module with projections behind a function of this process's part
+    inner = getattr(attend, "__self__", attend)
+    inner = getattr(inner, "part", inner)
+    if isinstance(inner, OfEmbedded) and isinstance(reference, OfEmbedded):
+        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in inner.module.state_dict().items()})
     found, true = attend(*leaves), reference(*copies)
     grads, true_grads = torch.autograd.grad(found, leaves, dout), torch.autograd.grad(true, copies, dout.cpu().double())
     names = ("out", "dx") if contender.inputs == "x" else ("out", "dq", "dk", "dv")
     pairs = zip(names, (found, *grads), (true, *true_grads), strict=True)
-    return tuple((name, float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm())) for name, a, b in pairs)
+    return tuple((name, relative(a.detach().cpu(), b.detach())) for name, a, b in pairs)
 
 
-def whole(attend: Attend) -> Attend:
+def _whole(attend: Attend) -> Attend:
     """Returns ``attend`` as a function of whole sequences, where it is one of this process's part."""
     found: Attend = getattr(attend, "whole", attend)
     return found
-
-
-def module_of(attend: Attend) -> torch.nn.Module | None:
-    """Returns the module with projections behind ``attend``, if there is one."""
-    inner = getattr(attend, "__self__", attend)
-    inner = getattr(inner, "part", inner)
-    return inner.module if isinstance(inner, OfEmbedded) else None

@@ -1,6 +1,6 @@
 """Accuracy by dtype, backend and length.
 
-Errors against float64, a tiny model's loss by dtype, repeated runs, and changes to the inputs that must not change the results.
+Errors against float64, and a tiny model's loss by dtype. Tests hold repeated runs and invariances bit for bit.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.repeatability import KINDS, backends, invariances, repeats
+from dilated_attention.backends import registry
 from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, figure, pivot
+from dilated_attention.bench.report.tables import Table, pivot
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size
 
-PARTS = ("error", "loss", "repeat", "invariance")
-RUNS = 20
+KINDS = ("dense", "dilated")
+PARTS = ("error", "loss")
 # plain softmax attention, every operation rounded to the inputs' dtype: what others are compared with
 PLAIN = "math"
 # the backend that materializes the scores is measured up to here
@@ -35,10 +36,10 @@ _MOST_PLAIN_POSITIONS = 16384
 
 
 class Accuracy(Suite):
-    """Measures how rounding affects results, and whether they are repeatable."""
+    """Measures how rounding affects results."""
 
     name = "accuracy"
-    about = "errors against float64 by dtype, backend and length, loss by dtype, repeated runs, invariance"
+    about = "errors against float64 by dtype, backend and length, loss by dtype"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 256 1k 4k 16k 64k; on a CPU 64 256 1k")
@@ -62,7 +63,6 @@ class Accuracy(Suite):
         # by default those that models are trained in, whatever the device's default dtype is
         dtypes = session.dtypes if getattr(options, "dtypes", None) else (torch.float32, torch.float16, torch.bfloat16)
         lengths = options.lengths or ([256, 1024, 4096, 16384, 65536] if session.full else [64, 256, 1024])
-        usual = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), dtypes[0])
         make = functools.partial(Problem, device=session.device, head_dim=options.head_dim)
         groups: list[Group] = []
         if "error" in options.parts:
@@ -71,98 +71,40 @@ class Accuracy(Suite):
                 groups.append(Group(f"error {kind} {problem.label}", functools.partial(errors, kind, problem, options.backends)))
         if "loss" in options.parts:
             n, steps = 4096 if session.full else 256, self.steps(session)
-            groups.append(Group(f"loss of {n} tokens, {steps} steps", functools.partial(losses, n, steps, session.device, {})))
-        # enough to fill a GPU, where the order of summation may differ from run to run
-        n, heads = (4096, 8) if session.full else (256, 4)
-        problem = make(num_positions=n, dtype=usual, batch_size=2, num_heads=heads)
-        for kind in options.kinds:
-            if "repeat" in options.parts:
-                groups.append(
-                    Group(f"repeat {kind} {problem.label}", functools.partial(repeats, kind, problem, RUNS, chosen=options.backends))
-                )
-            if "invariance" in options.parts:
-                groups.append(
-                    Group(f"invariance {kind} {problem.label}", functools.partial(invariances, kind, problem, chosen=options.backends))
-                )
+            groups.append(Group(f"loss of {n} tokens, {steps} steps", functools.partial(losses, n, steps, session.device)))
         return groups
 
     def tables(self, results: Results) -> list[Table]:
         tables: list[Table] = []
-        for (part, kind, dtype, mask), rows in _parts(results).items():
-            what = f"{kind}, {dtype}, {mask}"
-            if part == "error":
-                plain = {(row.case["N"], key): row.values[key] for row in rows if row.name == PLAIN for key in row.values}
-                for key in RESULTS:
-                    base = {n: value for (n, name), value in plain.items() if name == key}
-                    tables.append(
-                        pivot(
-                            rows,
-                            key,
-                            across="N",
-                            title=f"relative error of {key} against float64, {what}",
-                            baseline=base,
-                            caption=f"In brackets: that of {PLAIN}, plain softmax in the same dtype, ÷ this one.",
-                        )
-                    )
-            elif part == "repeat":
-                runs = next((int(row.values["runs"]) for row in rows if row.values), RUNS)
-                each = [(row, key, f"{key}, deterministic" if row.case["deterministic"] else key) for row in rows for key in RESULTS]
-                for value, title in (("equal_runs", f"of {runs} runs, equal to the first bit by bit"), ("spread", "largest difference")):
-                    mine = [
-                        replace(row, case={"of": of}, values={value: row.values[f"{key}_{value}"]} if row.values else {})
-                        for row, key, of in each
-                    ]
-                    tables.append(pivot(mine, value, across="of", title=f"{title}, {what}"))
-            elif part == "invariance":
-                tables.append(
-                    pivot(
-                        rows,
-                        "difference",
-                        across="change",
-                        title=f"largest difference of out where there should be none, {what}",
-                        caption="0: equal bit by bit.",
-                    )
-                )
-            else:
-                tables.append(_loss_table(rows))
-        return tables
+        caption = f"In brackets: that of {PLAIN}, plain softmax in the same dtype, ÷ this one."
+        for (what, rows), key in itertools.product(_by_kind(results), RESULTS):
+            title = f"relative error of {key} against float64, {what}"
+            tables.append(pivot(rows, key, across="N", title=title, baseline=PLAIN, caption=caption))
+        for n, rows in by(having(results, part="loss"), "N"):
+            tables += listing(rows, _LOSSES, title=f"loss by dtype, {n:,} tokens", caption=_LOSS_CAPTION)
+        return [*tables, *failures(results)]
 
     def plots(self, results: Results) -> list[Plot]:
         plots: list[Plot] = []
-        for (part, kind, dtype, mask), rows in _parts(results).items():
-            for key in ("out", "dk") if part == "error" else ():
-                lines = lines_of(rows, key)
-                if lines:
-                    plots.append(
-                        Plot(
-                            name=f"growth-{kind}-{dtype}-{mask}-{key}",
-                            title=f"Error of {key}, {kind}, {dtype}, {mask}",
-                            x_label="positions",
-                            y_label="relative error against float64",
-                            lines=lines,
-                            log_x=True,
-                            log_y=True,
-                        )
-                    )
-        steps = [
-            replace(row, values={"off": abs(row.values["difference"])})
-            for row in results.rows
-            if row.case.get("part") == "loss" and row.values and row.name != "float32"
-        ]
-        if steps:
-            note = "autocast with float32 weights; fp8: the forward of the float32 run's weights"
-            plots.append(
-                Plot(
-                    name="loss",
-                    title="A tiny model's loss against float32's",
-                    x_label="step",
-                    y_label="|difference|, nats per token",
-                    lines=lines_of(steps, "off", across="step"),
-                    log_y=True,
-                    note=note,
-                )
-            )
+        labels = {"x_label": "positions", "y_label": "relative error against float64"}
+        for (what, rows), key in itertools.product(_by_kind(results), ("out", "dk")):
+            name, title = f"growth-{what.replace(', ', '-')}-{key}", f"Error of {key}, {what}"
+            plots += plotted(lines_of(rows, key), name=name, title=title, log_x=True, log_y=True, **labels)
         return plots
+
+
+_LOSSES = {"first loss": ("first", 1.0), "last loss": ("last", 1.0), "mean difference": ("mean", 1.0), "largest": ("largest", 1.0)}
+_LOSS_CAPTION = (
+    "nats per token. The model of preset longnet-tiny from the same weights on the same data. float16 and bfloat16: by autocast with "
+    "float32 weights. Differences from float32 grow as the trainings diverge."
+)
+
+
+def backends(chosen: Sequence[str] | None = None) -> list[str]:
+    """Returns every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured separately."""
+    if chosen is not None:
+        return list(chosen)
+    return ["auto", *(name for name in registry.names() if "fp8" not in registry.get(name).capabilities.precisions)]
 
 
 def errors(kind: str, problem: Problem, chosen: Sequence[str] | None) -> list[Row]:
@@ -175,34 +117,7 @@ def errors(kind: str, problem: Problem, chosen: Sequence[str] | None) -> list[Ro
     return [replace(row, values=dict(row.errors)) for row in rows]
 
 
-def _parts(results: Results) -> dict[tuple[str, str, str, str], list[Row]]:
-    parts: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in results.rows:
-        if "part" in row.case:
-            is_loss = row.case["part"] == "loss"
-            key = ("loss", "", "", "") if is_loss else (row.case["part"], row.case["kind"], row.case["dtype"], _mask(row))
-            parts.setdefault(key, []).append(row)
-    return parts
-
-
-def _mask(row: Row) -> str:
-    return "causal" if row.case["causal"] else "full"
-
-
-def _loss_table(rows: list[Row]) -> Table:
-    body = []
-    for name in dict.fromkeys(row.name for row in rows):
-        mine = sorted((row for row in rows if row.name == name and row.values), key=lambda row: row.case["step"])
-        if mine:
-            off = [abs(row.values["difference"]) for row in mine]
-            body.append(
-                [name, *(f"{row.values['loss']:.5f}" for row in (mine[0], mine[-1])), figure(sum(off) / len(off)), figure(max(off))]
-            )
-        else:
-            body.append([name, *(next(row.note for row in rows if row.name == name), "–", "–", "–")])
-    caption = (
-        "nats per token. The model of preset longnet-tiny from the same weights on the same data. float16 and bfloat16: by autocast with "
-        "float32 weights. fp8: no training, the forward of the float32 run's weights. Differences grow as the trainings diverge."
-    )
-    columns = ["dtype", "first loss", "last loss", "mean difference", "largest difference"]
-    return Table(f"loss by dtype, {rows[0].case['N']:,} tokens", columns, body, caption)
+def _by_kind(results: Results) -> Iterator[tuple[str, list[Row]]]:
+    """Yields the rows of errors, by kind of attention, dtype and mask."""
+    for is_causal, mask in ((False, "full"), (True, "causal")):
+        yield from by(labelled(having(results, part="error", causal=is_causal), what=f"{{kind}}, {{dtype}}, {mask}"), "what")

@@ -1,4 +1,4 @@
-"""Peak memory, predicted and measured: attention by implementation and length, layers of Llama-7B's shape, and torch's allocator.
+"""Peak memory, predicted and measured: attention by implementation and length, layers of Llama-7B's shape.
 
 A peak is the same on every run. The longest sequence that fits is measured by suite ``extreme`` and estimated by ``plan``.
 """
@@ -21,14 +21,13 @@ from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
 from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads import fragmentation
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, TopBlocks
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
-PARTS = ("attention", "model", "fragmentation")
+PARTS = ("attention", "model")
 # bytes beyond which a call is not run on a CPU, whose memory is needed for other things
 _MOST_ON_CPU = 2 * 2**30
 
@@ -37,20 +36,17 @@ class Memory(Suite):
     """Measures bytes instead of time."""
 
     name = "memory"
-    about = "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape; fragmentation of torch's allocator"
+    about = "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--parts", nargs="+", choices=PARTS, default=["attention", "model"], help="default: attention model")
+        parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 256k; on a CPU 1k … 4k")
         parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
         parser.add_argument("--model-lengths", type=size, nargs="+", help="default: 4k 32k; on a CPU 512")
-        parser.add_argument("--kinds", nargs="+", choices=list(fragmentation.KINDS), help="of fragmentation; default: all")
-        parser.add_argument("--allocator", nargs="+", choices=list(fragmentation.SETTINGS), help="settings of fragmentation; default: all")
-        parser.add_argument("--count", type=size, default=200, help="random lengths of fragmentation; default: 200")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch."), "count": session.options.count}
+        return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch.")}
 
     def problems(self, session: Session) -> list[Problem]:
         lengths = session.options.lengths or ([2**i for i in range(12, 19)] if session.full else [1024, 2048, 4096])
@@ -74,11 +70,6 @@ class Memory(Suite):
             groups += [
                 Group(f"model N={n} {work}", functools.partial(_models, n, work, session)) for n in lengths for work in model_memory.WORK
             ]
-        if "fragmentation" in options.parts:
-            longest, settings = 131_072 if session.full else 2048, tuple(options.allocator or fragmentation.SETTINGS)
-            for kind in options.kinds or fragmentation.KINDS:
-                run = functools.partial(fragmentation.measure, kind, settings, options.count, longest, session.device)
-                groups.append(Group(f"fragmentation {kind}", run))
         return groups
 
     def tables(self, results: Results) -> list[Table]:
@@ -88,7 +79,6 @@ class Memory(Suite):
             caption = "Inputs, results and everything in between; causal, one sequence. (… ×): less than standard."
             mib = f"peak memory, MiB, {title}"
             found.append(pivot(rows, "peak_bytes", across="N", scale=_MIB, title=mib, caption=caption, baseline=standard))
-            found.append(pivot(rows, "bytes_per_token", across="N", title=f"peak memory, bytes a token, {title}"))
             found.append(pivot(rows, "off", across="N", scale=100, title=f"measured against predicted, percent, {title}"))
         for n, rows in by(labelled(having(results, part="model"), "{name}, {work}"), "N"):
             caption = (
@@ -96,10 +86,6 @@ class Memory(Suite):
                 "Training: AdamW in float32, its moments included."
             )
             found += listing(rows, _MODEL, title=f"memory of a model of {rows[0].case['shape']} at {n:,} positions", caption=caption)
-        for lengths, rows in by(having(results, part="fragmentation"), "lengths"):
-            caption = f"{lengths}, forward and backward; reserved / in tensors at their peaks"
-            found.append(pivot(rows, "fragmentation", across="setting", title="fragmentation of torch's allocator", caption=caption))
-            found += listing(labelled(rows, "{name}, {setting}"), _FRAGMENTS, title="the allocator", caption=lengths)
         return [*found, *failures(results)]
 
     def plots(self, results: Results) -> list[Plot]:
@@ -115,8 +101,6 @@ _MIB = 2.0**-20
 _MODEL = {"4 layers, MiB": ("few_bytes", _MIB), "predicted": ("predicted_few_bytes", _MIB), "off, %": ("off", 100.0)}
 _MODEL |= {"each layer": ("layer_bytes", _MIB), f"{model_memory.LAYERS} layers": ("all_bytes", _MIB)}
 _MODEL |= {"predicted, all": ("predicted_bytes", _MIB), "off, all, %": ("off_all", 100.0)}
-_FRAGMENTS = {"in tensors, MiB": ("peak_allocated", _MIB), "reserved": ("peak_reserved", _MIB), "ratio": ("fragmentation", 1.0)}
-_FRAGMENTS |= {"unused pieces": ("peak_inactive_split", _MIB), "GPU asked": ("device_allocs", 1.0), "retries": ("retries", 1.0)}
 
 
 def _attention(contenders: Iterable[Contender], problem: Problem, which: str) -> list[Row]:
@@ -134,7 +118,7 @@ def _attention(contenders: Iterable[Contender], problem: Problem, which: str) ->
         if found.value is None:
             rows.append(replace(row, note=found.note))
             continue
-        values: dict[str, float] = {"peak_bytes": found.value, "bytes_per_token": found.value / problem.num_positions / problem.batch_size}
+        values: dict[str, float] = {"peak_bytes": found.value}
         if predicted is not None:
             values |= {"predicted_bytes": predicted, "off": found.value / predicted - 1}
         rows.append(replace(row, values=values))
