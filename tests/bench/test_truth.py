@@ -134,6 +134,7 @@ def test_sampled_and_whole_errors_see_a_shifted_row() -> None:
     lse = (torch.einsum("bihd,bjhd->bhij", *leaves[:2]) / 4).logsumexp(-1)
     assert sampled_errors(pattern, problem, leaves, [out, lse])["out"] < 1e-6
     assert sampled_errors(pattern, problem, leaves, [out.roll(1, 1), lse])["out"] > 0.1
+    assert math.isnan(sampled_errors(pattern, problem, leaves, [out, lse.masked_fill(lse > 0, math.nan)])["lse"])
     assert max(whole_errors(right, pattern, problem).values()) < 1e-5
     # rows without keys are 0 and have no gradient, here and there
     gaps = DilatedPattern((96,), (4,), "zero")

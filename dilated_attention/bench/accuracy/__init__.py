@@ -1,1 +1,1 @@
-"""Checks of results against float64, and of their repeatability."""
+"""Checks of results against float64, and a small training by dtype."""

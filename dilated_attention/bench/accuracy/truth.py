@@ -28,8 +28,9 @@ SEED = 20
 # every row of some heads is compared up to this length, ROWS of each head beyond it
 ALL_ROWS = {"cuda": 10_240, "cpu": 256}
 ROWS = 64
-# numbers of a tile of rows and keys, 128 MiB in float64; and rows of 128 numbers at a time, 64 MiB
-_TILE, _STRETCH = 2**24, 2**16
+# numbers of a tile of rows and keys, 128 MiB in float64; and rows of 128 numbers at a time, likewise: a call of the longest sequence that
+# fits leaves little memory
+_TILE, _STRETCH = 2**24, 2**17
 # out (B, N, H, D) and lse (B, H, N) of each softmax
 Given = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -109,7 +110,8 @@ class Truth:
         With ``until``, of rows before it alone, and not of dk and dv.
         """
         squares: dict[str, list[float]] = {}
-        largest, group = 0.0, self.problem.num_heads // self.problem.kv_heads
+        lse_errors: list[torch.Tensor] = []
+        group = self.problem.num_heads // self.problem.kv_heads
         for true in self._heads:
             rows = true.rows if until is None else true.rows[true.rows < until]
             at = rows - self.problem.offset
@@ -119,12 +121,12 @@ class Truth:
                     _add(squares, name, found.detach()[true.batch, at, head], exact[i, : len(rows)])
                 if lse is not None:
                     found_lse, true_lse = lse.detach()[true.batch, head, at], true.lse[i, : len(rows)]
-                    largest = max(largest, float(torch.where(found_lse == true_lse, 0.0, found_lse - true_lse).abs().max()))
+                    lse_errors.append(torch.where(found_lse == true_lse, 0.0, found_lse - true_lse).abs())
             for name, found, keys in zip(("dk", "dv"), grads[1:], (true.dk, true.dv), strict=False):
                 if keys is not None and until is None:
                     _add(squares, name, found[true.batch, true.keys, true.kv_head], keys)
         errors = {name: (off / true) ** 0.5 if true else float(off > 0) for name, (off, true) in squares.items()}
-        return errors if lse is None else errors | {"lse": largest}
+        return errors if lse is None else errors | {"lse": float(torch.cat(lse_errors).max())}
 
     def _own(self) -> Given | None:
         """Returns what this library's forward gives, a softmax at a time; None where it does not run."""
@@ -249,6 +251,8 @@ class Truth:
 
     def _documents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the first position and the size of the document of each position."""
+        if self.problem.bounds is None:
+            return torch.zeros_like(x), torch.full_like(x, self.problem.num_positions)
         number = torch.searchsorted(self._bounds, x, right=True)
         return self._bounds[number - 1], self._bounds[number] - self._bounds[number - 1]
 
