@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 import re
@@ -27,9 +28,6 @@ from dilated_attention.pattern import (
 
 # positions of a block: larger ones have too few rows and columns to keep a twentieth of a short sequence
 BLOCK = 64
-# a density is solved for in these steps
-_STEPS = 10_000
-_UNKNOWN = re.compile(r'"(\w+)"\s*:\s*"\?"')
 # a share of pairs that is farther from the target than this part of it is not equal
 TOLERANCE = 0.05
 
@@ -48,7 +46,7 @@ class Case:
         return max(1, min(64, int(self.share * self.length / 8)))
 
 
-# the pattern of a kind for a case and a number from 0 to ``length``, or to _STEPS for a density; the pairs grow or fall with it
+# the pattern of a kind for a case and a number from 1 to ``length``, of which a density is a share; the pairs grow or fall with it
 Family = Callable[[Case, int], Pattern]
 
 
@@ -70,7 +68,7 @@ def _prefix_strided(case: Case, x: int) -> Pattern:
 
 def _dilated(case: Case, x: int) -> Pattern:
     # from the share of two branches on, branches that grow slower come closer to the target
-    return DilatedPattern(*geometric_branches(case.length, max(1, x), 4 if case.share < 1 / 3 else 2))
+    return DilatedPattern(*geometric_branches(case.length, x, 4 if case.share < 1 / 3 else 2))
 
 
 def _dilated_near(case: Case, x: int) -> Pattern:
@@ -82,38 +80,29 @@ METHODS: dict[str, tuple[Family, str]] = {
     "window": (lambda case, x: LocalWindow(x, block_size=BLOCK), "the last keys"),
     "global-local": (lambda case, x: GlobalLocal(x, case.first, block_size=BLOCK), "the first keys and the last ones"),
     "big-bird": (_big_bird, "first, last and random blocks"),
-    "random-blocks": (
-        lambda case, x: RandomBlocks(max(1, x) / _STEPS, own_block=True, block_size=BLOCK),
-        "random blocks and the own one",
-    ),
+    "random-blocks": (lambda case, x: RandomBlocks(x / case.length, own_block=True, block_size=BLOCK), "random blocks and the own one"),
     "prefix-strided": (_prefix_strided, "the first keys, the last ones and every n-th block"),
     "prefix-dilated": (_prefix_dilated, "the first keys, the last ones, and before those every 2nd block, then every 4th, then every 8th"),
-    "top-blocks": (lambda case, x: TopBlocks(density=max(1, x) / _STEPS, block_size=BLOCK), "blocks chosen by content"),
+    "top-blocks": (lambda case, x: TopBlocks(density=x / case.length, block_size=BLOCK), "blocks chosen by content"),
     "dilated": (_dilated, "branches up to the whole length, each 4 times as long and dilated (2 times from a third of the pairs on)"),
     "dilated-near": (_dilated_near, "branches of rates 1, 2, 4, 8 with segments in proportion"),
 }
-_DENSITIES = {"random-blocks", "top-blocks"}
 
 
-def family_of(spec: str) -> tuple[Family, int | None]:
-    """Reads a pattern's ``spec()`` with one number written as ``"?"``, and returns its family and its largest number, None for the length.
-
-    Raises:
-        ValueError: the spec has no "?", more than one, or is that of no pattern.
-    """
-    unknown = _UNKNOWN.findall(spec)
+def family_of(spec: str) -> Family:
+    """Reads a pattern's ``spec()`` with one number written as ``"?"``. Raises ValueError where there is none, or no such pattern."""
+    unknown = re.findall(r'"(\w+)"\s*:\s*"\?"', spec)
     if len(unknown) != 1 or unknown == ["mass"]:
         raise ValueError(
             f'the pattern is {spec!r}; expected what spec() returns, with one number written as "?" that decides how many pairs are kept, '
             'and no mass, whose share depends on the text: {"pattern":"TopBlocks","density":"?"}'
         )
-    is_share = unknown[0] in ("density", "ratio")
 
     def family(case: Case, x: int) -> Pattern:
-        return pattern_from_spec(_UNKNOWN.sub(rf'"\1":{max(1, x) / _STEPS if is_share else max(1, x)}', spec))
+        return pattern_from_spec(spec.replace('"?"', str(x / case.length if unknown[0] in ("density", "ratio") else x)))
 
     family(Case(1024, 1, 0.5), 8)
-    return family, _STEPS if is_share else None
+    return family
 
 
 def share_of(pattern: Pattern, length: int, heads: int) -> float:
@@ -125,10 +114,10 @@ def share_of(pattern: Pattern, length: int, heads: int) -> float:
         draw = torch.Generator().manual_seed(0)
         q, k = (torch.randn(1, length, heads, 8, generator=draw) for _ in range(2))
         pattern = pattern.choose(q, k, is_causal=True)
-    return pattern.pairs(length, heads, is_causal=True) / (heads * length * (length + 1) / 2)
+    return 2 * length / (length + 1) * pattern.density(length, heads, is_causal=True)
 
 
-def solve(family: Family, most: int | None, case: Case) -> Pattern:
+def solve(family: Family, case: Case) -> Pattern:
     """Returns the pattern whose share of pairs is nearest to ``case.share``.
 
     Raises:
@@ -139,18 +128,11 @@ def solve(family: Family, most: int | None, case: Case) -> Pattern:
     def off(x: int) -> float:
         return share_of(family(case, x), case.length, case.heads) / case.share - 1
 
-    low, high = 0, case.length if most is None else most
-    grows = off(low) <= off(high)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if (off(middle) < 0) == grows else (low, middle)
-    best = min((x for x in (low - 1, low) if x >= 0), key=lambda x: abs(off(x)))
+    sign = 1 if off(1) <= off(case.length) else -1
+    # the numbers on both sides of the target
+    at = bisect.bisect_left(range(1, case.length + 1), 0, key=lambda x: sign * off(x))
+    best = min((x for x in (at, at + 1) if 1 <= x <= case.length), key=lambda x: abs(off(x)))
     if abs(off(best)) > TOLERANCE:
         nearest = 100 * case.share * (1 + off(best))
         raise Refused(f"none keeps {100 * case.share:g} % of the pairs of {case.length:,} positions; the nearest keeps {nearest:.1f} %")
     return family(case, best)
-
-
-def of(name: str, case: Case) -> Pattern:
-    """Returns the pattern of ``METHODS[name]`` for a case. Raises Refused as ``solve`` does."""
-    return solve(METHODS[name][0], _STEPS if name in _DENSITIES else None, case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -31,22 +30,21 @@ def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
         ModuleNotFoundError: transformers is missing, or what it reads a .gguf file with.
         ValueError: there is no such model, or it makes logits of more than its last hidden states and its output layer.
     """
+    if not (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
+        raise ValueError(f"--model is {path}; expected a folder that save_pretrained wrote, or a .gguf file: {GET_ONE}")
+    place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
-    except ImportError as missing:
-        raise ModuleNotFoundError('suite quality needs transformers: pip install "dilated-attention[hf]"') from missing
-    if not (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
-        raise ValueError(f"--model is {path}; expected a folder that save_pretrained wrote, or a .gguf file: {GET_ONE}")
-    # a bar for every model that is loaded would be between the suite's own lines
-    logging.disable_progress_bar()
-    place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    try:
+
+        # a bar for every model that is loaded would be between the suite's own lines
+        logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file)
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
     except ImportError as missing:
         # transformers names the packages that a format needs
-        raise ModuleNotFoundError(f"transformers cannot read {path.name} here: {str(missing).strip()}") from missing
+        why = f'suite quality needs transformers: pip install "dilated-attention[hf]"; reading {path.name} failed: {str(missing).strip()}'
+        raise ModuleNotFoundError(why) from missing
     cast(model.to(device).eval(), dtype)
     ids = torch.arange(8, device=device)[None]
     with torch.no_grad():
@@ -67,7 +65,7 @@ def cast(model: Any, dtype: torch.dtype) -> None:
 def use(model: Any, pattern: Pattern | None) -> None:
     """Makes all layers attend by ``pattern``; None: dense, by torch's own attention."""
     if isinstance(pattern, DilatedPattern):
-        register(_NAME, kind="dilated", segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates)
+        register(_NAME, segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates)
     elif pattern is not None:
         register(_NAME, pattern=pattern)
     model.set_attn_implementation("sdpa" if pattern is None else _NAME)
@@ -123,8 +121,7 @@ def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed:
     """Trains all weights, float32, with AdamW on passages (P, N) for ``seconds``, or four passes through them if that is shorter.
 
     Each step takes 4 passages one after another, on a GPU under autocast to bfloat16. The learning rate rises in a line to ``lr`` and
-    falls in a line to 0, by the time or the steps, whichever is farther. Returns what it took: ``tuning_s``, ``tuning_steps``,
-    ``tuning_tokens``.
+    falls in a line to 0, by the time or the steps, whichever is farther. Returns what it took: ``tuning_s``, ``tuning_tokens``.
 
     Raises:
         ValueError: there are no passages, or the loss is not finite.
@@ -133,24 +130,24 @@ def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed:
         raise ValueError("the texts hold no passage to tune on; expected --length tokens of them: give more --texts")
     on_gpu = model.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=on_gpu)
-    draw, order, steps, begun = torch.Generator().manual_seed(seed), list[int](), 0, time.perf_counter()
-    most = max(1, _PASSES * len(passages) // _BATCH)
+    draw, tokens, begun = torch.Generator().manual_seed(seed), 0, time.perf_counter()
+    steps = torch.cat([torch.randperm(len(passages), generator=draw) for _ in range(_PASSES)]).split(_BATCH)
     model.train()
-    while (progress := max((time.perf_counter() - begun) / seconds, steps / most)) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (progress + 1e-3) / _WARMUP) * (1 - progress)
-        for _ in range(_BATCH):
-            order = order or torch.randperm(len(passages), generator=draw).tolist()
-            ids = passages[order.pop()][None].to(model.device)
-            with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
+    for i, chosen in enumerate(steps):
+        progress = max((time.perf_counter() - begun) / seconds, i / len(steps))
+        if progress >= 1:
+            break
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (progress + 1e-3) / _WARMUP) * (1 - progress)
+        for ids in passages[chosen].to(model.device).split(1):
+            with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
                 loss = _bits(model, _hidden(model, ids)[:, :-1], ids[:, 1:]).mean()
-            (loss * math.log(2) / _BATCH).backward()
+            (loss * math.log(2) / len(chosen)).backward()
+            tokens += ids.numel()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         if not bool(norm.isfinite()):
-            raise ValueError(f"the gradient is {norm} after {steps} steps of tuning; expected a finite one: give less than --lr {lr:g}")
+            raise ValueError(f"the gradient is {norm} after {i} steps of tuning; expected a finite one: give less than --lr {lr:g}")
         optimizer.step()
         optimizer.zero_grad()
-        steps += 1
     synchronise(model.device)
     model.eval()
-    return {"tuning_s": time.perf_counter() - begun, "tuning_steps": steps, "tuning_tokens": steps * _BATCH * passages.shape[1]}
+    return {"tuning_s": time.perf_counter() - begun, "tuning_tokens": tokens}

@@ -18,8 +18,6 @@ _INSTALLED = {"site-packages", "dist-packages"}
 SUFFIXES = (".py", ".txt", ".md", ".rst")
 # tables of numbers and codes have fewer letters and spaces; nearly all text and code has more
 _LETTERS = 0.8
-# no tokenizer of text takes fewer bytes for a token on average, so smaller files are not read as tokens
-_BYTES_PER_TOKEN = 2
 # per file, so that no single one decides a score
 _PASSAGES_PER_FILE = 3
 _NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
@@ -31,9 +29,6 @@ def split(places: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
     Args:
         places: files and folders, of which all files with one of ``SUFFIXES`` are taken except tables of data and second copies;
             none for the sources of Python's standard library.
-
-    Raises:
-        ValueError: a place does not exist.
     """
     found: dict[str, Path] = {}
     for place in places or (Path(sysconfig.get_path("stdlib")),):
@@ -53,9 +48,8 @@ def split(places: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
 
 def passages(tokenizer: Any, files: Sequence[Path], length: int, count: int) -> torch.Tensor:
     """Returns (count, length) int64, each of one file, of as many files as there are. Raises ValueError where they hold fewer passages."""
-    long = [file for file in files if file.stat().st_size >= _BYTES_PER_TOKEN * length]
     of_file = functools.cache(lambda file: packed(tokenizer, [file], length))
-    every = (of_file(file)[i] for i in range(_PASSAGES_PER_FILE) for file in long if len(of_file(file)) > i)
+    every = (of_file(file)[i] for i in range(_PASSAGES_PER_FILE) for file in files if len(of_file(file)) > i)
     found = list(itertools.islice(every, count))
     if len(found) < count:
         raise ValueError(
@@ -84,13 +78,7 @@ def needles(tokenizer: Any, texts: torch.Tensor, length: int, depth: float, coun
     """Hides "The pass key of Ada is 48213." at ``depth``, 0 the beginning and 1 the end of a text, and asks for it at the end.
 
     Returns (count, length) tokens, and how many last tokens are the key's digits. The same arguments give the same keys. Digits are
-    random, so whoever does not attend to the key guesses one of ten.
-
-    Args:
-        texts: (passages, at least length) int64 to hide keys in.
-
-    Raises:
-        ValueError: ``length`` leaves no text around the key.
+    random, so whoever does not attend to the key guesses one of ten. ``texts``, (passages, at least length), are what keys are hidden in.
     """
     draw = random.Random(f"{seed} {length} {depth}")
     made: list[torch.Tensor] = []
