@@ -57,18 +57,17 @@ def test_two_layers_are_compared_with_float64(kind: str) -> None:
 @pytest.mark.slow
 def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "train-infer", "--output", str(tmp_path), "--models", "gpt2-124m", "llama-7b", "--contexts", "64", "96"]
-    command += ["--batches", "1", "2", "--tokens", "192", "--prompts", "150", "--seconds", "0.001", "--no-plots", "--quiet"]
+    command += ["--batches", "1", "2", "--seconds", "0.001", "--no-plots", "--quiet"]
     assert main(command) == 0
     text = capsys.readouterr().out
     before = (tmp_path / "train-infer.json").read_text()
     rows = Results.load(tmp_path / "train-infer.json").rows
-    # two prompts of 96 are more than 150 tokens
-    assert {(row.case["N"], row.case["B"]) for row in rows if row.note} == {(96, 2)}
+    assert not any(row.note for row in rows)
     trained = [row for row in rows if row.case["task"] == "train"]
     assert len(trained) == 2 * 2 * 3
     for row in trained:
         values, case = row.values, row.case
-        assert case["B"] == 192 // case["N"] and case["optimizer"] == "AdamW" and case["checkpointed"] is False
+        assert case["B"] == 2048 // case["N"] and case["optimizer"] == "AdamW" and case["checkpointed"] is False
         assert values["samples_per_s"] == pytest.approx(1000 * case["B"] / values["ms"], rel=1e-3)
         assert values["tokens_per_s"] == pytest.approx(case["N"] * values["samples_per_s"], rel=1e-3)
         assert 0 < values["low_ms"] <= values["ms"] <= values["high_ms"]
@@ -76,17 +75,16 @@ def test_the_command_trains_and_generates(tmp_path: Path, capsys: pytest.Capture
         assert 1 < values["loss"] < math.log(1024) + 0.8
         assert set(row.errors) == {"logits", "gradient"}
     written = [row for row in rows if row.case["task"] == "decode"]
-    assert len(written) == len([row for row in rows if row.case["task"] == "prefill" and row.values]) == 2 * 3 * 3
+    assert len(written) == len([row for row in rows if row.case["task"] == "prefill"]) == 2 * 3 * 4
     for row in written:
         assert row.values["tokens_per_s"] == pytest.approx(1000 * row.case["B"] / row.values["ms"], rel=1e-3)
     cached = {
         (row.name, row.case["N"], row.case["B"]): row.values["cache_bytes"] for row in written if row.case["model"].startswith("gpt2")
     }
-    # 2 layers of keys and values of 128 floats, for the prompt, what comes behind it, and 4 more
-    assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 4 + 5 * 8)
+    # 2 layers of keys and values of 128 floats, for the prompt and what comes behind it
+    assert cached["dense", 64, 2] == 2 * 2 * 128 * 4 * 2 * (64 + 8)
     assert "gpt2-124m cut to 2 × 128: training, sequences per second" in text and "llama-7b cut to 2 × 128: writing after a prompt" in text
-    assert "block_sparse: the last 256 keys" in text and "dilated: segments/rates 256/1, 1,024/4" in text
-    assert "prompts of more than 150 tokens in total are left out" in text
+    assert "block_sparse: LocalWindow(block_size=(64, 64), window=(255, 0))" in text and "dilated: segments/rates 256/1, 1,024/4" in text
     assert main(command) == 0
     assert (tmp_path / "train-infer.json").read_text() == before
 
@@ -156,11 +154,10 @@ def test_activations_are_recomputed_where_they_do_not_fit() -> None:
     assert found == {24: True, 80: True, 141: False}
     assert is_checkpointed(llama, 32768, torch.bfloat16, 141 * 2**30)
     assert not is_checkpointed(Shape("gpt2-124m"), 32768, torch.bfloat16, 80 * 2**30)
-    assert not is_checkpointed(llama, 8192, torch.float32, None)
 
 
 def test_cut_models_say_so() -> None:
-    assert Shape("llama-7b").name == "llama-7b" and Shape("llama-7b").parameters == 6_738_415_616
+    assert Shape("llama-7b").name == "llama-7b"
     assert Shape("llama-7b", {"num_layers": 8}).name == "llama-7b cut to 8 × 4096"
     assert SMALL.name == "gpt2-124m cut to 2 × 32"
 
@@ -197,7 +194,9 @@ def synthetic() -> Results:
                 for batch in (1, 8):
                     for task in ("prefill", "decode"):
                         rates = {
-                            "ms": 5.0, "low_ms": 4.9, "high_ms": 5.1,
+                            "ms": 5.0,
+                            "low_ms": 4.9,
+                            "high_ms": 5.1,
                             "tokens_per_s": rate * batch / (1 if task == "prefill" else 100),
                             "cache_bytes": n * batch * 2**18,
                         }
@@ -218,7 +217,7 @@ def test_results_of_a_gpu_are_told_and_drawn(tmp_path: Path) -> None:
     assert "[1] out of memory" in tables["llama-7b: training, sequences per second by sequences × positions"].caption
     assert tables["Groups that failed"].rows == [("train llama-7b N=65536 B=1 bfloat16", "out of memory")]
     pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]
-    assert len(pictures) == 2 * 4 and all(path.stat().st_size > 5000 for path in pictures)
+    assert len(pictures) == 2 * 3 and all(path.stat().st_size > 5000 for path in pictures)
 
 
 @pytest.mark.gpu

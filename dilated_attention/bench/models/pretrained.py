@@ -107,14 +107,13 @@ def score(model: Any, passages: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 @torch.no_grad()
-def find(model: Any, needles: torch.Tensor, num_digits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns whether each digit is the likeliest token after the right ones before it, and its bits; both (count, digits)."""
-    right, bits = [], []
+def find(model: Any, needles: torch.Tensor, num_digits: int) -> torch.Tensor:
+    """Returns whether each digit is the likeliest token after the right ones before it, (count, digits)."""
+    right = []
     for ids in _batches(model, needles):
-        hidden, digits = _hidden(model, ids)[:, -1 - num_digits : -1], ids[:, -num_digits:]
-        right.append((model.get_output_embeddings()(hidden).argmax(-1) == digits).cpu())
-        bits.append(_bits(model, hidden, digits).cpu())
-    return torch.cat(right), torch.cat(bits)
+        logits = model.get_output_embeddings()(_hidden(model, ids)[:, -1 - num_digits : -1])
+        right.append((logits.argmax(-1) == ids[:, -num_digits:]).cpu())
+    return torch.cat(right)
 
 
 def tune(model: Any, passages: torch.Tensor, *, seconds: float, lr: float, seed: int = 0) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.peak_call import within
+from dilated_attention.bench.measure.skip import Attempt
 from dilated_attention.bench.measure.subprocess_runner import Peak
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, use_kernel
@@ -30,15 +31,14 @@ _AUTOCAST, _HALF = {"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
         "bf16 autocast": _AUTOCAST,
-        "bf16 autocast, no dropout": _AUTOCAST | {"dropout": 0.0, "drop_path": 0.0},
         "bf16 autocast, activation checkpointing": _AUTOCAST | {"checkpoint_activations": True},
         "bf16 autocast, plain layers": _AUTOCAST | {"plain": True},
         "bf16 weights": _HALF,
         "bf16 weights, CUDA graph": _HALF | {"graph": True},
-        "bf16 weights, torch.compile": _HALF | {"compiled": True},
     },
     "cpu": {"float32": {}, "float32, activation checkpointing": {"checkpoint_activations": True}, "float32, plain layers": {"plain": True}},
 }
+_THEIRS = {"cuda": torch.float16}
 KERNELS = {"cuda": ("sdpa_flash", "sdpa_cudnn"), "cpu": ("sdpa_cpu",)}
 CAPTION = "forward in training mode and backward, no optimiser; peaks include weights and gradients; original: float16 autocast on a GPU"
 
@@ -60,8 +60,7 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
     """
     case = {"task": "slides", "tiles": tiles}
     runs: dict[str, Callable[[], dict[str, float]]] = {}
-    errors: dict[str, float] = {}
-    note = ""
+    errors, note = dict[str, float](), ""
     if gigapath is not None:
         gigapath = find(gigapath, GIGAPATH)
         for kernel in KERNELS[device.type]:
@@ -69,36 +68,31 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
             runs[name] = functools.partial(_original, gigapath, grid, kernel, tiles, device, seconds)
         compared = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
         errors = compared.value or {}
-
-        bound = correctness.BOUNDS[torch.float16 if device.type == "cuda" else torch.float32]
-        note = compared.note or correctness.wrong(errors, bound)
+        note = compared.note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
     for label, settings in VARIANTS[device.type].items():
         runs[f"ours, {label}"] = functools.partial(_ours, settings, changes, tiles, device, seconds)
     for name, run in runs.items():
-        row = Row(name=name, case=case, errors=errors if name.startswith("original") else {}, note=note)
         # a speed-up on another result would be none
-        found = None if note else within(run, device)
-        yield row if found is None else Row(name=name, case=case, values=found.value or {}, errors=row.errors, note=found.note)
+        found = Attempt(None, note) if note else within(run, device)
+        yield Row(name=name, case=case, values=found.value or {}, errors=errors if name.startswith("original") else {}, note=found.note)
 
 
 def _ours(settings: dict[str, Any], changes: dict[str, Any], tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
-    options = {key: value for key, value in settings.items() if key not in ("autocast", "dtype", "plain", "graph", "compiled")}
-    dtype = settings.get("dtype", torch.float32)
+    options, dtype = dict(settings), settings.get("dtype", torch.float32)
+    autocast, is_plain, is_graph = (options.pop(name, None) for name in ("autocast", "plain", "graph"))
     peak = Peak(device)
     torch.manual_seed(0)
-    model: Any = create_model("gigapath-12l768d", **changes | options, device=device, dtype=dtype).train()
-    if settings.get("compiled"):
-        model.encoder.compile()
+    model: Any = create_model("gigapath-12l768d", **{"dtype": dtype} | changes | options, device=device).train()
     x, coords = slide(tiles, device)
-    with plain_layers() if settings.get("plain") else contextlib.nullcontext():
-        return _timed(model, model, (x.to(dtype), coords), settings.get("autocast"), peak, seconds, is_graph="graph" in settings)
+    with plain_layers() if is_plain else contextlib.nullcontext():
+        return _timed(model, model, (x.to(dtype), coords), autocast, peak, seconds, is_graph=bool(is_graph))
 
 
 def _original(gigapath: Path, grid: int, kernel: str, tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
     peak = Peak(device)
     with imported(gigapath, gigapath / "gigapath") as load:
         module = _loaded(load, grid, kernel, device).train()
-        return _timed(module, lambda *x: module(*x)[0], slide(tiles, device), _their_autocast(device), peak, seconds)
+        return _timed(module, lambda *x: module(*x)[0], slide(tiles, device), _THEIRS.get(device.type), peak, seconds)
 
 
 def _loaded(load: Any, grid: int, kernel: str, device: torch.device) -> nn.Module:
@@ -107,17 +101,13 @@ def _loaded(load: Any, grid: int, kernel: str, device: torch.device) -> nn.Modul
     return module
 
 
-def _their_autocast(device: torch.device) -> torch.dtype | None:
-    return torch.float16 if device.type == "cuda" else None
-
-
 def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> dict[str, float]:
     """Returns how far the slide's vector of the original, as it runs, is off this library's in float32 with the same weights."""
     x = slide(min(tiles, 5308), device)
     with imported(gigapath, gigapath / "gigapath") as load, torch.no_grad():
         module = _loaded(load, grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
-        with _autocast(device, _their_autocast(device)):
+        with _autocast(device, _THEIRS.get(device.type)):
             return {"output": correctness.relative(module(*x)[0].float(), exact)}
 
 
@@ -137,15 +127,13 @@ def _timed(
             loss = model(*x).float().sum()
         loss.backward()
 
-    # kernels are chosen and compiled
-    for _ in range(3 if device.type == "cuda" else 0):
-        step()
-    call: Callable[[], Any] = step
-    if is_graph:
-        call = captured(step)
+    call, least = step, 1
     if device.type == "cuda":
-        # what compiling took does not count
+        # kernels are chosen and compiled, which does not count
+        for _ in range(3):
+            step()
+        call, least = captured(step) if is_graph else step, 5
         torch.cuda.reset_peak_memory_stats(device)
-    values = in_turns({"step": call}, device, seconds=seconds, least=5 if device.type == "cuda" else 1)["step"].values()
+    values = in_turns({"step": call}, device, seconds=seconds, least=least)["step"].values()
     # a graph's memory is its own, and not counted
     return values if is_graph else values | {"peak_bytes": peak.bytes()}

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,48 +90,33 @@ def use_kernel(name: str) -> None:
     module.flash_attn_func = functools.partial(flash_attn_func, name)
 
 
-def _unchanged(thing: Any, *args: Any, **kwargs: Any) -> Any:
-    return thing
-
-
 def drop_path(x: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-    """Drops each sample's branch as a whole and scales the others by 1/(1 − p), as timm does."""
-    if not training or not probability:
-        return x
-    kept = x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(1 - probability)
-    return x * kept.div_(1 - probability)
+    """Drops each sample's branch as a whole and scales the others by 1/(1 − p), as timm does: samples are channels of one sample."""
+    return nn.functional.dropout1d(x.flatten(1)[None], probability, training).view_as(x)
 
 
-_STAND_INS: dict[str, dict[str, Any]] = {
-    "fairscale": {},
-    "fairscale.nn": {"checkpoint_wrapper": _unchanged, "wrap": _unchanged},
-    "timm": {"create_model": None},
-    "timm.models": {},
-    "timm.models.layers": {"drop_path": drop_path, "trunc_normal_": nn.init.trunc_normal_},
-    "timm.models.registry": {"register_model": _unchanged},
-    "huggingface_hub": {},
-    # LongViT's own helpers import much more than its model needs
-    "utils": {"trunc_normal_": nn.init.trunc_normal_, "get_rank": lambda: 0},
-}
+# packages that neither model needs, by the few names that are read of any; LongViT's own "utils" import much more than its model needs
+_REPLACED = ("fairscale", "fairscale.nn", "timm", "timm.models", "timm.models.layers", "timm.models.registry", "huggingface_hub", "utils")
+_STAND_IN: Any = SimpleNamespace(
+    wrap=lambda module: module, checkpoint_wrapper=lambda module: module, register_model=lambda function: function, create_model=None,
+    drop_path=drop_path, trunc_normal_=nn.init.trunc_normal_, get_rank=lambda: 0, __path__=[],
+)  # fmt: skip
 
 
 @contextlib.contextmanager
 def imported(*folders: Path) -> Iterator[Callable[[str], Any]]:
     """Yields a function like importlib.import_module that finds the packages of ``folders`` first. On leaving, nothing of them is left."""
     modules, path = dict(sys.modules), list(sys.path)
-    for name in [name for name in modules if name.split(".")[0] in {"torchscale", "gigapath", "longvit"}]:
-        del sys.modules[name]
-    for name, members in _STAND_INS.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        vars(module).update(members)
-        sys.modules[name] = module
+    for name in modules:
+        if name.split(".")[0] in {"torchscale", "gigapath", "longvit"}:
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(_REPLACED, _STAND_IN))
     sys.path[:0] = [str(folder) for folder in folders]
 
     def load(name: str) -> Any:
         module: Any = importlib.import_module(name)
         use_kernel("sdpa_cpu")
-        if name == GIGAPATH.with_suffix("").as_posix().replace("/", "."):
+        if hasattr(module, "LongNetViT"):
             lengths = module.LongNetViT.get_optimal_segment_length
             # numpy ≥ 2 writes np.int64(1024), which their own parser does not know
             module.LongNetViT.get_optimal_segment_length = lambda *sizes: re.sub(r"np\.int64\((\d+)\)", r"\1", lengths(*sizes))
@@ -144,7 +129,7 @@ def imported(*folders: Path) -> Iterator[Callable[[str], Any]]:
             yield load
     finally:
         sys.path[:] = path
-        for name in [name for name in sys.modules if name not in modules]:
+        for name in set(sys.modules) - set(modules):
             del sys.modules[name]
         sys.modules.update(modules)
 
@@ -172,8 +157,7 @@ def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None,
         with imported(gigapath, gigapath / "gigapath") as load:
             module = load("gigapath.slide_encoder")
             for pooled in (False, True):
-                made = functools.partial(module.gigapath_slide_enc12l768d, slide_ngrids=grid, global_pool=pooled)
-                theirs, ours = _randomised(made()), None
+                theirs, ours = _randomised(module.gigapath_slide_enc12l768d(slide_ngrids=grid, global_pool=pooled)), None
                 if weights is not None:
                     theirs.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True)["model"], strict=False)
                     ours = load_torchscale(weights, grid_size=grid, global_pool=pooled)
@@ -188,8 +172,8 @@ def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None,
 def _sequence(load: Any, N: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Row:
     longnet, config = load("torchscale.model.LongNet"), load("torchscale.architecture.config")
     role, width = "decoder" if causal else "encoder", heads * 8
-    fields: dict[str, Any] = {"embed_dim": width, "attention_heads": heads, "ffn_embed_dim": 2 * width, "layers": 2}
-    fields = {f"{role}_{name}": value for name, value in fields.items()}
+    sizes = {"embed_dim": width, "attention_heads": heads, "ffn_embed_dim": 2 * width, "layers": 2}
+    fields: dict[str, Any] = {f"{role}_{name}": value for name, value in sizes.items()}
     fields |= {"flash_attention": True, "segment_length": str(list(segments)), "dilated_ratio": str(list(rates))}
     label = f"{role}{' with XPOS' if causal else ''}: N {N}, {heads} heads, w {list(segments)}, r {list(rates)}"
     if causal:

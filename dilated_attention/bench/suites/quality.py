@@ -26,22 +26,14 @@ from dilated_attention.pattern import Pattern
 
 # bins of the loss by position
 BINS = 8
-# needles' depths in %, needles of each depth and length: what options do not say
-_FULL = {
-    "length": 8192,
-    "passages": 100,
-    "densities": (50, 25, 10, 5),
-    "methods": tuple(METHODS),
-    "depths": (5, 25, 50, 75, 95),
-    "needles": 16,
-}
-_SMALL = {
-    "length": 2048,
-    "passages": 3,
-    "densities": (50, 25),
-    "methods": ("global-local", "top-blocks", "dilated"),
-    "depths": (10, 50),
-    "needles": 1,
+# by size, on a GPU and on a CPU: what options set, needles' depths in %, and needles of each depth and length
+_SIZES: dict[str, tuple[Any, Any]] = {
+    "length": (8192, 2048),
+    "passages": (100, 3),
+    "densities": ((50, 25, 10, 5), (50, 25)),
+    "methods": (tuple(METHODS), ("global-local", "top-blocks", "dilated")),
+    "depths": ((5, 25, 50, 75, 95), (10, 50)),
+    "needles": (16, 1),
 }
 
 
@@ -54,14 +46,14 @@ class Quality(Suite):
     in_all = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add, small = parser.add_argument, ", ".join(_SMALL["methods"])
+        add, defaults = parser.add_argument, {name: f"default: {full}, on a CPU {small}" for name, (full, small) in _SIZES.items()}
         add("--model", type=Path, required=True, help="folder that save_pretrained wrote, with its tokenizer, or a .gguf file")
         add("--texts", type=Path, nargs="+", default=[], metavar="PATH", help="files or folders; default: Python's standard library")
-        add("--length", type=size, help=f"tokens of a passage; default: {_FULL['length']}, on a CPU {_SMALL['length']}")
-        add("--passages", type=size, help=f"to score; default: {_FULL['passages']}, on a CPU {_SMALL['passages']}")
+        add("--length", type=size, help=f"tokens of a passage; {defaults['length']}")
+        add("--passages", type=size, help=f"to score; {defaults['passages']}")
         percent = functools.partial(below, most=100, otherwise="not a density; expected a share of the pairs in percent, below 100")
-        add("--densities", type=percent, nargs="+", metavar="PERCENT", help="of the causal pairs; default: 50 25 10 5, on a CPU 50 25")
-        add("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {small}")
+        add("--densities", type=percent, nargs="+", metavar="PERCENT", help=f"of the causal pairs; {defaults['densities']}")
+        add("--methods", nargs="*", choices=METHODS, help=f"default: all, on a CPU {', '.join(_SIZES['methods'][1])}")
         about = 'another one: its spec() with "?" for the number that decides how many pairs are kept; repeatable'
         add("--pattern", type=_named, action="append", default=[], metavar="NAME=SPEC", help=about)
         add("--needle-lengths", type=size, nargs="*", help="default: a quarter, half and all of --length; on a CPU all")
@@ -129,7 +121,7 @@ def _named(text: str) -> tuple[str, str]:
 def _given(session: Session, name: str) -> Any:
     """Returns an option, or its default by size."""
     found = getattr(session.options, name, None)
-    return (_FULL if session.full else _SMALL)[name] if found is None else found
+    return _SIZES[name][0 if session.full else 1] if found is None else found
 
 
 def _needle_lengths(session: Session) -> list[int]:
@@ -213,6 +205,5 @@ class _Work:
         count, seed = _given(self.session, "needles"), self.session.options.seed
         for depth in _given(self.session, "depths"):
             made = texts.needles(self.tokenizer, self.passages, case["length"], depth / 100, count, seed)
-            right, bits = pretrained.find(model, *made)
-            figures = {"digits_pct": 100 * float(right.double().mean()), "keys_pct": 100 * float(right.all(1).double().mean())}
-            yield Row(name=name, case=case | {"depth_pct": depth}, values=figures | {"bits_per_digit": float(bits.mean())})
+            right = pretrained.find(model, *made)
+            yield Row(name=name, case=case | {"depth_pct": depth}, values={"digits_pct": 100 * float(right.double().mean())})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,20 +21,16 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import UsageError, size
 
 MODELS = ("gpt2-124m", "llama-7b")
-# task → what it does; the first two are the default
-TASKS = {
-    "train": "training",
-    "generate": "reading a prompt and writing after it",
-    "decode": "writing after a context of random keys and values",
-    "slides": "training steps of Prov-GigaPath's slide encoder",
-    "parity": "models loaded from TorchScale's, by --torchscale and --gigapath",
-}
-# contexts for training, tokens per training step unless the context is longer, total tokens of all prompts: the second entry applies from
-# this number of parameters on
+# task → contexts on a CPU, for tasks of language models; the first two are the default
+TASKS: dict[str, tuple[int, ...]] = {"train": (512, 1024, 2048), "generate": (512, 2048), "decode": (2048,), "slides": (), "parity": ()}
+# on a GPU: contexts, tokens of a training step unless the context is longer, and most tokens of several prompts; the second entry applies
+# from this number of parameters on
 _LARGE = 10**9
 _CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
 _TOKENS, _PROMPTS = (32768, 8192), (131072, 65536)
-_SMALL_CONTEXTS = {"train": (512, 1024, 2048), "generate": (512, 2048), "decode": (2048,)}
+_DOING = {"train": "training", "prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
+_FURTHER = [("tflops", "TFLOP/s that the model needs", 1.0), ("peak_bytes", "peak memory, GiB", 2.0**-30)]
+_FURTHER += [("cache_bytes", "keys and values cached, MiB", 2.0**-20)]
 
 
 class TrainInfer(Suite):
@@ -49,9 +45,9 @@ class TrainInfer(Suite):
         parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *MORE_KINDS), default=list(KINDS), help=f"default: {', '.join(KINDS)}")
         parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["train", "generate"], help="default: train generate")
         parser.add_argument("--contexts", type=size, nargs="+", help="default: 1k … 128k, of large models 2k … 32k; on a CPU 512 … 2k")
-        parser.add_argument("--batches", type=size, nargs="+", help="requests that are continued together; default: 1 8; on a CPU 1 4")
-        parser.add_argument("--prompts", type=size, help="maximum tokens of all requests; default: 128k, from 1G parameters on 64k")
-        parser.add_argument("--tokens", type=size, help="of a training step; default: 32k, from 1G parameters on 8k; on a CPU 2k")
+        parser.add_argument(
+            "--batches", type=size, nargs="+", help="requests continued together; default: 1 and, where they fit, 8; on a CPU 4"
+        )
         parser.add_argument("--layers", type=size, help="use only this many layers; the model's name then says cut")
         parser.add_argument("--gigapath", type=Path, metavar="PATH", help="your own copy of Prov-GigaPath, for slides and parity")
         parser.add_argument("--torchscale", type=Path, metavar="PATH", help="your own copy of TorchScale, for parity")
@@ -60,22 +56,17 @@ class TrainInfer(Suite):
         parser.add_argument("--grid", type=size, help="side of the original's table of positions; default: 1000 for slides, else 100")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        kept = ("layers", "tokens", "prompts", "kinds", "grid")
-        return super().settings(session) | {name: getattr(session.options, name) for name in kept}
+        return super().settings(session) | {name: getattr(session.options, name) for name in ("layers", "kinds", "grid")}
 
     def groups(self, session: Session) -> Sequence[Group]:
-        options, groups = session.options, []
-        for preset in options.models:
-            shape = _shape(preset, session)
-            for task in options.tasks:
-                small = _SMALL_CONTEXTS.get(task, ())
-                contexts = options.contexts or (_CONTEXTS[shape.parameters > _LARGE] if session.full else small)
-                for context in contexts if task in _SMALL_CONTEXTS else ():
-                    groups += _groups(session, shape, task, context)
+        options, groups = session.options, list[Group]()
+        for preset, task in itertools.product(options.models, options.tasks):
+            if TASKS[task]:
+                groups += _groups(session, preset, task)
         if "slides" in options.tasks:
             changes: dict[str, Any] = {} if session.full else {"num_layers": options.layers or 2}
+            grid = options.grid or (1000 if session.full else 100)
             for tiles in options.tiles or ((5308, 10001, 45681) if session.full else (500,)):
-                grid = options.grid or (1000 if session.full else 100)
                 run = functools.partial(slide_encoder.measure, tiles, options.gigapath, grid, changes, session.device, session.seconds)
                 groups.append(Group(f"slides L={tiles}{' and the original' if options.gigapath else ''}", run))
         if "parity" in options.tasks:
@@ -88,8 +79,9 @@ class TrainInfer(Suite):
         for model, rows in by(results.rows, "model"):
             for task, mine in by(rows, "task"):
                 title, placed = f"{model}: {_DOING[task]}", labelled(mine, place="{B} × {N:,}")
-                about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case))
-                caption = f"{_how(mine)}; {about}; (… ×): over dense"
+                about = [f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case]
+                how = [row.case["dtype"] + ", activations recomputed" * row.case.get("checkpointed", False) for row in mine]
+                caption = f"{' or '.join(dict.fromkeys(how))}; {'; '.join(dict.fromkeys(about))}; (… ×): over dense"
                 rate = "samples_per_s" if task == "train" else "tokens_per_s"
                 what = f"{title}, {'sequences' if task == 'train' else 'tokens of all requests'} per second by sequences × positions"
                 found.append(pivot(placed, rate, across="place", title=what, caption=caption, baseline="dense", more_is_better=True))
@@ -107,34 +99,15 @@ class TrainInfer(Suite):
     def plots(self, results: Results) -> list[Plot]:
         found = []
         for model, rows in by(results.rows, "model"):
-            x = {"x_label": "positions of the context", "log_x": True, "note": model}
             for task, mine in by(rows, "task"):
                 several = len({row.case["B"] for row in mine}) > 1 and task != "train"
-                named = labelled(mine, "{name}, {B} requests") if several else mine
-                name, title = f"{task}-{model.split(' ')[0]}", f"{model}: {_DOING[task]}"
-                rates, peaks = lines_of(named, "tokens_per_s", rate=True), lines_of(named, "peak_bytes", scale=2.0**-30)
-                found += plotted(rates, name=name, title=title, y_label="tokens per second", log_y=True, **x)
-                found += plotted(peaks, name=f"memory-{name}", title=f"{title}, peak memory", y_label="GiB", **x)
+                lines = lines_of(labelled(mine, "{name}, {B} requests") if several else mine, "tokens_per_s", rate=True)
+                axes = {"x_label": "positions of the context", "y_label": "tokens per second", "log_x": True, "log_y": True}
+                found += plotted(lines, name=f"{task}-{model.split(' ')[0]}", title=f"{model}: {_DOING[task]}", note=model, **axes)
         return found
 
     def verdict(self, results: Results) -> int:
         return int(any(row.note.startswith("wrong") for row in having(results, task="parity")))
-
-
-_DOING = {"train": "training", "prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
-_FURTHER = [("tflops", "TFLOP/s that the model needs", 1.0), ("peak_bytes", "peak memory, GiB", 2.0**-30)]
-_FURTHER += [("cache_bytes", "keys and values cached, MiB", 2.0**-20)]
-
-
-def _how(rows: Sequence[Row]) -> str:
-    """Describes dtype, optimiser and what is recomputed."""
-    how = dict.fromkeys(
-        f"{row.case['dtype']}, step of {row.case['optimizer']}{', activations recomputed' if row.case['checkpointed'] else ''}"
-        if "optimizer" in row.case
-        else row.case["dtype"]
-        for row in rows
-    )
-    return " or ".join(how)
 
 
 def _shape(preset: str, session: Session) -> Shape:
@@ -147,39 +120,32 @@ def _shape(preset: str, session: Session) -> Shape:
         changes |= {"num_kv_heads": 1} if config.num_kv_heads else {}
     if session.options.layers:
         changes["num_layers"] = session.options.layers
-    known = {field.name for field in fields(config)}
-    changed = {name: value for name, value in changes.items() if name in known and value != getattr(config, name)}
-    return Shape(preset, changed, not session.full)
+    return Shape(preset, {name: value for name, value in changes.items() if value != getattr(config, name)}, not session.full)
 
 
-def _groups(session: Session, shape: Shape, task: str, context: int) -> list[Group]:
-    options, large = session.options, shape.parameters > _LARGE
-    dtype, kinds = str(session.dtype).removeprefix("torch."), tuple(options.kinds)
+def _groups(session: Session, preset: str, task: str) -> Iterator[Group]:
+    options, full, shape = session.options, session.full, _shape(preset, session)
+    large = shape.model("dense", device="meta").num_parameters > _LARGE
     where: dict[str, Any] = {"device": session.device, "dtype": session.dtype, "seconds": session.seconds}
-    if task == "train":
-        batch = max(1, (options.tokens or (_TOKENS[large] if session.full else 2048)) // context)
-        run: Any = functools.partial(steps.train, shape, kinds, context, batch, **where)
-        return [Group(f"train {shape.name} N={context} B={batch} {dtype}", run)]
-    most = options.prompts or _PROMPTS[large]
-    where |= {"new_tokens": (16 if task == "decode" else 32) if session.full else 8, "is_random": task == "decode"}
-    groups = []
-    for batch in options.batches or ((1, 8) if session.full else (1, 4)):
-        run = functools.partial(steps.generate, shape, kinds, context, batch, **where)
-        if batch > 1 and batch * context > most and task == "generate":
-            note = f"prompts of more than {most:,} tokens in total are left out; --prompts raises that"
-            case = {"task": "prefill", "model": shape.name, "N": context, "B": batch, "dtype": dtype}
-            run = functools.partial(list, [Row(name=kind, case=case, note=note) for kind in kinds])
-        groups.append(Group(f"{task} {shape.name} N={context} B={batch} {dtype}", run))
-    return groups
+    if task != "train":
+        where |= {"new_tokens": (16 if task == "decode" else 32) if full else 8, "is_random": task == "decode"}
+    for context in options.contexts or (_CONTEXTS[large] if full else TASKS[task]):
+        if task == "train":
+            batches = [max(1, (_TOKENS[large] if full else 2048) // context)]
+        else:
+            several = 8 if full else 4
+            batches = options.batches or ([1] if task == "generate" and several * context > _PROMPTS[large] else [1, several])
+        for batch in batches:
+            measure: Any = steps.train if task == "train" else steps.generate
+            run = functools.partial(measure, shape, tuple(options.kinds), context, batch, **where)
+            yield Group(f"{task} {shape.name} N={context} B={batch} {str(session.dtype).removeprefix('torch.')}", run)
 
 
 def _parity(options: argparse.Namespace) -> Iterator[Row]:
     tiles, grid = (options.tiles or [1201])[0], options.grid or 100
     if options.torchscale is None and options.gigapath is None:
-        raise UsageError(f"--tasks parity compares with nothing; expected --torchscale PATH, --gigapath PATH or both: git clone {_URL}")
+        where = torchscale.URLS[torchscale.TORCHSCALE]
+        raise UsageError(f"--tasks parity compares with nothing; expected --torchscale PATH, --gigapath PATH or both: git clone {where}")
     if tiles > grid**2:
         raise UsageError(f"--tiles {tiles} do not fit on a grid of {grid} × {grid}: raise --grid")
     return torchscale.parity(options.torchscale, options.gigapath, options.weights, tiles, grid)
-
-
-_URL = torchscale.URLS[torchscale.TORCHSCALE]
