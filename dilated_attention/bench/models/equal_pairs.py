@@ -130,7 +130,7 @@ def solve(family: Family, case: Case) -> Pattern:
 
     sign = 1 if off(1) <= off(case.length) else -1
     # the numbers on both sides of the target
-    at = bisect.bisect_left(range(1, case.length + 1), 0, key=lambda x: sign * off(x))
+    at = bisect.bisect_left(range(1, case.length + 1), True, key=lambda x: sign * off(x) >= 0)
     best = min((x for x in (at, at + 1) if 1 <= x <= case.length), key=lambda x: abs(off(x)))
     if abs(off(best)) > TOLERANCE:
         nearest = 100 * case.share * (1 + off(best))
