@@ -1,4 +1,4 @@
-"""The scaling suite: laws of growth, and processes that measure, fail and resume together."""
+"""The scaling suite: what is counted, and processes that measure, fail and resume together."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ import torch
 
 import dilated_attention as da
 from dilated_attention.bench import Results, Row, Session
-from dilated_attention.bench.accuracy.truth import Truth
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.report.merge_results import joined
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.sharded import competitors
-from dilated_attention.bench.sharded.cases import CASES, Setting
-from dilated_attention.bench.sharded.measure import _results, _row_errors
+from dilated_attention.bench.sharded.cases import CASES
+from dilated_attention.bench.sharded.measure import row_errors
 from dilated_attention.bench.suites import SUITES, scaling
-from dilated_attention.bench.suites.scaling_report import exponent
+from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
 from dilated_attention.distributed.comm.comm_volume import CommSizes, dense_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.scripts import free_port
 
-TINY = ["--heads", "2", "2", "16", "--check-tokens", "256", "--seconds", "0.001", "--no-plots", "--quiet"]
+TINY = ["--heads", "2", "2", "16", "--seconds", "0.001", "--no-plots", "--quiet"]
 NAMED = {case.name: case for case in CASES}
 # a package of ring-flash-attention's name: its zigzag forgets all other ranks, its ring raises
 WRONG_PACKAGE = """
@@ -71,13 +70,11 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["bench", "scaling", "--output", str(folder), *TINY, *more]
 
 
-def setting(name: str, N: int, *, heads: int = 2, size: int = 1) -> Setting:
-    case = NAMED[name]
-    problem = Problem(num_positions=N, num_heads=heads, head_dim=16, is_causal=case.causal)
-    return Setting(case=case, problem=problem, size=size, unit=16)
+def problem_of(name: str, N: int) -> Problem:
+    return NAMED[name].problem(N, unit=16, heads=(2, 2, 16))
 
 
-def test_one_process_measures_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_measures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = command(tmp_path, "--cases", "dense-*", "longnet-*")
     assert main(wanted) == 0
     text = capsys.readouterr().out
@@ -88,52 +85,34 @@ def test_one_process_measures_growth(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = Results.load(tmp_path / "scaling.json").rows
     assert not [row for row in rows if row.note] and {row.name for row in rows} == {"one process", "ring"}
     assert all(0 <= error < 1e-5 for row in rows for error in row.errors.values())
-    alone = [row for row in rows if row.name == "one process" and row.case["case"].startswith("dense") and row.case["B"] == 1]
-    assert {row.case["N"]: row.values["pairs"] for row in alone}[1024] == 2 * 1024 * 1025 / 2
+    alone = [row for row in rows if row.name == "one process" and row.case["case"].startswith("dense")]
+    assert {row.case["N"]: row.values["pairs"] for row in alone}[512] == 2 * 512 * 513 / 2
     for row in rows:
-        assert row.values["tokens_per_s"] == pytest.approx(1000 * row.case["B"] * row.case["N"] / row.values["ms"], rel=1e-3)
+        assert row.values["tokens_per_s"] == pytest.approx(1000 * row.case["N"] / row.values["ms"], rel=1e-3)
         assert row.values["tflops"] == pytest.approx(
             (4 if row.case["pass"] == "forward" else 14) * row.values["pairs"] * 16 / row.values["ms"] / 1e9, rel=1e-3
         )
-    assert "nanoseconds per token, by positions" in text and "tokens per second by batch" in text
-    line = next(line for line in text.splitlines() if line.split()[:2] == ["dense", "causal"])
-    assert float(line.split()[-1]) == pytest.approx(2, abs=0.02)
+    assert "of the kernel" not in text and "efficiency, %: time of one process on the whole sequence" in text
 
 
-def test_an_exponent_is_fitted_to_the_longest_lengths() -> None:
-    points = [(2.0**i, 3 * 2.0 ** (1.5 * i)) for i in range(8, 12)]
-    assert exponent([(16.0, 1e9), *points]) == pytest.approx(1.5)
-    assert exponent([(1024.0, 5.0)]) is None
-
-
-def test_work_is_counted_by_pairs_and_grows_with_the_length() -> None:
-    for name in ("longnet", "local"):
-        shorter, longer = (setting(name, n).pairs() for n in (4096, 16384))
+def test_work_is_counted_by_pairs() -> None:
+    for name, kind in (("longnet", "dilated"), ("local", "blocks")):
+        shorter, longer = (of_backend("auto", kind).pairs(problem_of(name, n)) or 0 for n in (4096, 16384))
         assert longer / shorter == pytest.approx(4, rel=0.05)
-    packed = setting("packed", 500)
-    bounds = packed.bounds
+    packed, whole = problem_of("packed", 500), problem_of("dense", 500)
+    bounds, dense = packed.bounds or (), dense_pattern(packed)
     assert bounds[0] == 0 and bounds[-1] == 500 and max(b - a for a, b in itertools.pairwise(bounds)) <= 125
-    assert packed.pairs() == 2 * sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(bounds))
-    assert sum(packed.pairs(a, b) for a, b in ((0, 77), (77, 300), (300, 500))) == packed.pairs() < setting("dense", 500).pairs()
-
-
-@pytest.mark.parametrize("name", ["dense", "longnet", "gigapath", "16x128", "random", "bigbird", "local", "extreme"])
-def test_float64_is_that_of_the_definition(name: str) -> None:
-    of = setting(name, 128)
-    inputs = [*of.problem.qkv(7), of.problem.draw(2, 101)]
-    found = _results(of.attend(shared=False, backend="math"), [x.double() for x in inputs])
-    pattern = of.pattern or da.DilatedPattern((128,), (1,))
-    errors = Truth(of.problem, pattern, leaves=inputs[:3], dout=inputs[3], whole=True).errors(found[0], found[1:])
-    assert len(errors) == 4 and max(errors.values()) < 1e-12
+    assert packed.pairs(dense) == 2 * sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(bounds))
+    assert sum(packed.pairs(dense, rows) for rows in ((0, 77), (77, 300), (300, 500))) == packed.pairs(dense) < whole.pairs(dense)
 
 
 def test_sampled_rows_find_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = setting("extreme-training", 256)
-    assert all(0 < error < 1e-5 for error in _row_errors(of).values())
+    of = problem_of("extreme-training", 256)
+    assert all(0 < error < 1e-5 for error in row_errors(of, True).values())
     right = da.ring_dilated_attention
     monkeypatch.setattr(da, "ring_dilated_attention", lambda q, k, v, *x, **options: right(q, k, 1.1 * v, *x, **options))
-    errors = _row_errors(of)
-    assert errors["out (rows)"] == pytest.approx(0.1, rel=1e-3) and errors["dv (rows)"] == pytest.approx(0.1, rel=1e-3)
+    errors = row_errors(of, True)
+    assert errors["out"] == pytest.approx(0.1, rel=1e-3) and errors["dv"] == pytest.approx(0.1, rel=1e-3)
 
 
 def test_the_stand_in_runs_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +214,7 @@ def test_two_processes_measure_fail_and_resume_together(tmp_path: Path) -> None:
     sizes = CommSizes(heads=2, kv_heads=2, head_dim=16, batch=1, itemsize=4, sum_itemsize=4)
     for row in timed:
         assert row.case["W"] == 2 and 0 < row.values["ms"] <= row.values["high_ms"] and row.values["host_ms"] > 0
-        assert all(error < 1e-5 for error in row.errors.values()) and "dk" in row.errors
-        assert ("dv (whole)" in row.errors) == (row.case["kind"] == "ring")
+        assert all(error < 1e-5 for error in row.errors.values()) and set(row.errors) == {"out", "dq", "dk", "dv"}
         if row.name == "ring" and row.case["case"] == "dense-64":
             counted = [dense_bytes(128, 2, rank, "zigzag", sizes, is_causal=True) for rank in range(2)]
             forward = max(one.forward_received for one in counted)
@@ -353,18 +331,11 @@ def test_results_of_gpus_are_shown_and_drawn(tmp_path: Path) -> None:
                     "pass": which,
                 }
                 rows.append(Row(name=name, case=case, values={"ms": factor * ms, "host_ms": 0.5, "tflops": 600.0, "peak_bytes": 2**33}))
-        for N in (4096, 16384, 65536):
-            case = {"case": f"longnet-{N}", "mask": "full", "W": 1, "kernel": "auto", "kind": "one process", "N": N, "B": 1, "pass": which}
-            rows.append(Row(name="one process", case=case, values={"ms": factor * N, "pairs": N * N, "peak_bytes": 8192 * N}))
-            case = case | {"case": f"longnet-{N // 4096}x4096", "N": 4096, "B": N // 4096}
-            rows.append(Row(name="one process", case=case, values={"ms": factor * N, "tokens_per_s": 1e6}))
     rows.append(Row(name="ring", case=rows[2].case | {"W": 8}, note="process 3: out of memory"))
     failed = Row(name="all", case={"group": "dense-of-65536 causal W=8 torch"}, note="process 2: RingError: …")
     results = Results("scaling", here, {}, {"all": rows, "dense-of-65536 causal W=8 torch": [failed]})
     suite = SUITES["scaling"]()
     tables = {table.title: table for table in suite.tables(results)}
-    time = tables["forward: nanoseconds per token, by positions"]
-    assert next(row for row in time.rows if row[0] == "longnet full")[-2:] == ["1.00", "2.00"]
     assert ["dense-of-65536 causal ring", "88.9", "88.9", "88.9", "[1]"] in [
         list(row) for row in tables["forward: efficiency by processes, %"].rows
     ]
@@ -376,7 +347,7 @@ def test_results_of_gpus_are_shown_and_drawn(tmp_path: Path) -> None:
     assert tables["not measured"].rows == [["dense-of-65536 causal W=8 torch", "process 2: RingError: …"]]
     results.machine["hardware"]["devices"] = 1
     pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]
-    assert len(pictures) == 2 * 4 and all(path.stat().st_size > 3000 for path in pictures)
+    assert len(pictures) == 2 and all(path.stat().st_size > 3000 for path in pictures)
     assert json.loads((tmp_path / "scaling.json").read_text())["suite"] == "scaling"
 
 

@@ -23,55 +23,59 @@ import torch.nn.functional as F
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.base import Bounds
 from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.sharded.cases import Setting, Way
+from dilated_attention.bench.workloads.contenders import Contender, dense_pattern
+from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import OnShards, local_part
 
-Competitor = tuple[str, str, Callable[[Setting], Way]]
 
-
-def competitors(setting: Setting, path: str, kernels: list[str], group: Any) -> list[Competitor]:
-    """Returns (name, kernel, way) of what has a form of the setting's kind of attention.
+def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> list[tuple[str, Contender]]:
+    """Returns (kernel, contender) of what has a form of dense attention on the problem's documents.
 
     Args:
         path: the folder of ring-flash-attention's source; empty to leave it out.
         kernels: backends that take the place of flash-attn.
         group: the processes, whose exchanges have a time limit; None for none.
     """
-    found: list[Competitor] = []
-    problem = setting.problem
-    if setting.pattern is not None or problem.batch_size > 1 or group is None:
+    found: list[tuple[str, Contender]] = []
+    if group is None:
         return found
-    if not setting.case.packed:
+    is_packed, grouped = problem.bounds is not None, problem.num_heads // problem.kv_heads
+    if not is_packed:
+        # its balance is zigzag; without a causal mask it must be off, and the order natural
+        layout = "zigzag" if problem.is_causal else "contiguous"
         for rotate, kernel, repeats in itertools.product(("allgather", "alltoall"), ("sdpa_cudnn", "sdpa_flash"), (False, True)):
-            if not repeats or problem.kv_heads != problem.num_heads:
+            if not repeats or grouped > 1:
                 name = f"torch context_parallel {rotate} ({kernel}{', K and V repeated' if repeats else ''})"
-                found.append((name, kernel, functools.partial(_torch, rotate, kernel, repeats, group)))
-    schedules = dict.fromkeys(f"llama3 {heads}" for heads in (problem.kv_heads, 1)) if setting.case.packed else ("zigzag", "ring")
-    for name in kernels if path else ():
+                make = functools.partial(_torch, layout, rotate, kernel, grouped if repeats else 1, group)
+                found.append((kernel, _contender(name, make, layout)))
+    schedules = dict.fromkeys(f"llama3 {heads}" for heads in (problem.kv_heads, 1)) if is_packed else ("zigzag", "ring")
+    for backend in kernels if path else ():
         request = AttentionRequest(hardware=detect(problem.device.type), dtype=problem.dtype, head_dim=problem.head_dim, needs_grad=True)
-        kernel = registry.select(request, name).name
+        kernel = registry.select(request, backend).name
         for schedule in schedules:
-            way = functools.partial(_ring_flash_attention, schedule, kernel, path, group)
-            found.append((f"ring-flash-attention {schedule} ({kernel})", kernel, way))
+            layout = "zigzag" if schedule == "zigzag" else "contiguous"
+            make = functools.partial(_ring_flash_attention, layout, schedule, kernel, path, group)
+            found.append((kernel, _contender(f"ring-flash-attention {schedule} ({kernel})", make, layout)))
     return found
 
 
-def _torch(rotate: str, kernel: str, repeats: bool, group: Any, setting: Setting) -> Way:
-    problem = setting.problem
+def _contender(name: str, make: Callable[[Problem], OnShards], layout: str) -> Contender:
+    return Contender(name=name, what="", make=make, pattern=dense_pattern, local=functools.partial(local_part, layout))
+
+
+def _torch(layout: str, rotate: str, kernel: str, repeats: int, group: Any, problem: Problem) -> OnShards:
     if problem.device.type != "cuda":
         raise Refused("torch's context_parallel dispatches CUDA kernels only")
-    grouped = problem.num_heads // problem.kv_heads
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        if repeats:
-            k, v = (x.repeat_interleave(grouped, dim=1) for x in (k, v))
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         # looked up at each call: context_parallel replaces it
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, enable_gqa=grouped > 1 and not repeats)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, enable_gqa=k.shape[1] != q.shape[1])
         return out.transpose(1, 2)
 
-    # its balance is zigzag; without a causal mask it must be off, and the order natural
-    layout = "zigzag" if problem.is_causal else "contiguous"
-    return Way(attend=attend, layout=layout, context=functools.partial(_context_parallel, group, rotate, kernel, problem.is_causal))
+    return OnShards(attend, layout, functools.partial(_context_parallel, group, rotate, kernel, problem.is_causal))
 
 
 @contextlib.contextmanager
@@ -102,24 +106,22 @@ def _context_parallel(group: Any, rotate: str, kernel: str, is_causal: bool) -> 
         module._cp_options.rotate_method = before
 
 
-def _ring_flash_attention(schedule: str, kernel: str, path: str, group: Any, setting: Setting) -> Way:
+def _ring_flash_attention(layout: str, schedule: str, kernel: str, path: str, group: Any, problem: Problem) -> OnShards:
     """Its zigzag (causal only), its basic ring, or its llama3 form for packed documents with so many key/value heads at a time."""
-    problem = setting.problem
     if not problem.is_causal and schedule != "ring":
         raise Refused(f"its {schedule} form is compared for causal attention alone")
     package, _stand_in["kernel"] = _imported(path), kernel
-    if not setting.case.packed:
+    if problem.bounds is None:
         function = getattr(package, {"zigzag": "zigzag_ring_flash_attn_func", "ring": "ring_flash_attn_func"}[schedule])
-        attend = functools.partial(function, causal=problem.is_causal, group=group)
-        return Way(attend=attend, layout="zigzag" if schedule == "zigzag" else "contiguous")
-    bounds = torch.tensor(setting.bounds, dtype=torch.int32, device=problem.device)
+        return OnShards(functools.partial(function, causal=problem.is_causal, group=group), layout)
+    bounds = torch.tensor(problem.bounds, dtype=torch.int32, device=problem.device)
     *of_rank, rows = package.llama3_flash_attn_prepare_cu_seqlens(bounds, True, dist.get_rank(group), dist.get_world_size(group))
     options = {"heads_k_stride": int(schedule.split()[1]), "local_k_slice": rows, "causal": True, "group": group}
 
     def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return package.llama3_flash_attn_varlen_func(q[0], k[0], v[0], *of_rank, **options)[None]  # type: ignore[no-any-return]
 
-    return Way(attend=packed, layout="contiguous")
+    return OnShards(packed, layout)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Measures a contender on a sequence that processes share: correctness first, then time.
 
-A contender is first held to float64 in plain PyTorch on a short sequence. This library's rings are then held to one process's result on
-the whole sequence, or, where no process can hold it, to float64 in sampled rows. What is wrong has no time.
+It is held to float64 as a function of the whole sequence, or, where no process can hold that, in sampled rows. What is wrong has no time.
 """
 
 from __future__ import annotations
@@ -14,105 +13,88 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, RESULTS, Attend, relative, wrong
+from dilated_attention.bench.accuracy.contender_check import check, forget
+from dilated_attention.bench.accuracy.correctness import RESULTS, Attend, relative, wrong
+from dilated_attention.bench.measure.forward_backward import FLOPS, call_of
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.measure.timing import captured, peak_extra
 from dilated_attention.bench.report.rows import Row
-from dilated_attention.bench.sharded.cases import FLOPS, Setting, Way
-from dilated_attention.distributed import Layout, shard_sequence, spans
+from dilated_attention.bench.workloads.contenders import Contender, dense_pattern
+from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import OnShards, pattern_of, ring_call
+from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.group import members_of
-from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.engine.reference_rows import sampled_gradients, sampled_rows
+from dilated_attention.fork import cached_property
 from dilated_attention.pattern import DilatedPattern
 
 Errors = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedContender:
-    """One way to compute a setting.
+class Entry:
+    """A contender on one problem.
 
     Args:
-        way: raises ``Refused`` where it cannot compute a setting.
+        at: N → the problem of that length.
         case: what its rows have in common.
-        kernel: the backend.
         kind: ``"ring"``; ``"one process"`` on the whole sequence while the others wait; ``"kernel"``, alone on as many tokens as a process
             has, on all processes at once; or ``"foreign"``, third-party code.
+        fits: whether one process can hold the whole sequence.
     """
 
-    name: str
-    setting: Setting
-    way: Callable[[Setting], Way]
+    contender: Contender
+    at: Callable[[int], Problem]
+    num_positions: int
     case: dict[str, Any]
-    kernel: str
     kind: str
+    passes: tuple[str, ...]
+    fits: bool = True
 
     @property
     def who(self) -> dict[str, Any]:
         return {"ranks": 1 if self.kind == "one process" else None, "foreign": self.kind == "foreign"}
 
-    def check(self, together: RankSync, tokens: int) -> list[Errors]:
-        """Returns each process's errors."""
-        setting, N = self.setting, self.setting.problem.num_positions
-        found = self._compared(setting.of_length(min(N, tokens), scaled=True), together, exact=True)
-        if self.kind != "ring":
-            return found
-        fits = setting.case.fits
-        more = self._compared(setting, together, exact=False) if fits else together.everywhere(lambda: _row_errors(setting))
-        return [a | b for a, b in zip(found, more, strict=True)]
+    @cached_property
+    def problem(self) -> Problem:
+        return self.at(self.num_positions)
 
-    def _compared(self, setting: Setting, together: RankSync, *, exact: bool) -> list[Errors]:
-        """Compares with float64 in plain PyTorch (``exact``) or with one process's result, over all rows that a process holds."""
-        problem, true, inputs = setting.problem, [], []
+    @cached_property
+    def attend(self) -> Attend:
+        return self.contender.make(self.problem)
 
-        def truth() -> None:
-            inputs.extend([*problem.qkv(7), problem.draw(problem.num_heads, 101)])
-            attend = setting.attend(shared=False, backend="math" if exact else self.kernel)
-            true.extend(_results(attend, [x.double() if exact else x for x in inputs]))
+    def check(self, together: RankSync, most: int) -> list[Errors]:
+        """Returns each process's errors, on at most this many positions."""
+        trains = "both" in self.passes
+        if self.kind == "ring" and not self.fits:
+            return together.everywhere(lambda: row_errors(self.problem, trains))
+        problem = self.at(min(self.num_positions, most))
 
         def errors() -> Errors:
-            way = self.way(setting)
-            mine, wanted = (xs if way.layout is None else shard_sequence(None, xs, [1] * 4, layout=way.layout) for xs in (inputs, true))
-            names = RESULTS if exact else [f"{name} (whole)" for name in RESULTS]
-            return {name: relative(a, b.double()) for name, a, b in zip(names, _results(way.attend, mine), wanted, strict=True)}
+            try:
+                return check(self.contender, problem, self.contender.make(problem), gradients=trains)
+            finally:
+                forget()
 
-        try:
-            together.everywhere(truth)
-        except Refused:
-            if exact:
-                raise
-            # what one process cannot compute is compared on the short sequence alone
-            return [{}] * together.size
         return together.everywhere(errors, **self.who)
 
     def call(self, which: str) -> tuple[Callable[[], Any], dict[str, float]]:
         """Returns a call on this process's part, and figures that need no measurement."""
-        way, problem, members = self.way(self.setting), self.setting.problem, members_of(None)
-        figures: dict[str, float] = {"pairs": self.setting.pairs()}
-        figures["flops"] = FLOPS[which] * figures["pairs"] * problem.head_dim
-        if way.layout is not None:
-            N, layout, size = problem.num_positions, way.layout, members.size
+        problem, attend = self.problem, self.attend
+        pairs = self.contender.pairs(problem) or 0
+        figures: dict[str, float] = {"pairs": pairs, "flops": FLOPS[which] * pairs * problem.head_dim}
+        if isinstance(attend, OnShards):
+            size = members_of(None).size
             figures["flops"] /= size
-            problem = replace(problem, num_positions=local_length(N, members.rank, size, layout))
-            if self.setting.case.packed:
-                held = [sum(self.setting.pairs(start, stop) for start, stop, _ in spans(N, rank, size, layout)) for rank in range(size)]
+            if problem.bounds is not None:
+                runs = [spans(problem.num_positions, rank, size, attend.layout) for rank in range(size)]
+                held = [sum(problem.pairs(dense_pattern(problem), (start, stop)) for start, stop, _ in mine) for mine in runs]
                 figures["imbalance"] = max(held) * size / sum(held)
-            elif isinstance(layout, Layout):
-                figures["imbalance"] = layout.imbalance
-        leaves, dout = problem.qkv(members.rank), problem.draw(problem.num_heads, 101)
-        if which == "forward":
-            leaves = [x.detach() for x in leaves]
-            return lambda: way.attend(*leaves), figures
-        return lambda: torch.autograd.grad(way.attend(*leaves), leaves, dout), figures
-
-
-def _results(attend: Attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns out, dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].detach())]
+            elif isinstance(attend.layout, Layout):
+                figures["imbalance"] = attend.layout.imbalance
+        return call_of(self.contender, attend, problem, which, {}), figures
 
 
 class Sharded:
@@ -134,28 +116,27 @@ class Sharded:
         return rows
 
 
-def _row_errors(setting: Setting) -> Errors:
+def row_errors(problem: Problem, trains: bool) -> Errors:
     """Compares sampled rows of head 0 with float64; their keys come from the processes that hold them."""
-    problem, pattern, trains = setting.problem, setting.pattern, "both" in setting.case.passes
-    N, rank = problem.num_positions, members_of(None).rank
-    if N % setting.size or problem.num_heads != problem.kv_heads or not isinstance(pattern, DilatedPattern):
-        raise Refused(f"{N} positions on {setting.size} processes, pattern {pattern}; sampled rows need equal shards, heads and branches")
-    local, options = replace(problem, num_positions=N // setting.size), {"is_causal": problem.is_causal}
-    leaves, dout = [x.requires_grad_(trains) for x in local.qkv(rank)], local.draw(problem.num_heads, 101 + rank)
-    out, lse = setting.attend(shared=True, return_lse=True)(*leaves)
+    members, N, pattern = members_of(None), problem.num_positions, pattern_of(problem)
+    if N % members.size or problem.num_heads != problem.kv_heads or not isinstance(pattern, DilatedPattern):
+        raise Refused(f"{N} positions on {members.size} processes, pattern {pattern}; sampled rows need equal shards, heads and branches")
+    local, options = replace(problem, num_positions=N // members.size), {"is_causal": problem.is_causal}
+    leaves, dout = [x.requires_grad_(trains) for x in local.qkv(members.rank)], local.draw(problem.num_heads, 101 + members.rank)
+    out, lse = ring_call(problem, *leaves, return_lse=True)
     found = [out, *(torch.autograd.grad(out, leaves, dout) if trains else ())]
     # the ends of the whole and of a shard, and any
     chosen = torch.randint(N, (20,), generator=torch.Generator().manual_seed(7))
-    positions = torch.cat([torch.tensor([0, N - 1, N // setting.size - 1]), chosen])
+    positions = torch.cat([torch.tensor([0, N - 1, N // members.size - 1]), chosen])
     rows: Any = [(position, 0) for position in positions.tolist()]
     q, k, v, douts, outs = (Sharded(x) for x in (*leaves, dout, out))
     true = [sampled_rows(pattern, q, k, v, rows, **options)[0]]  # type: ignore[arg-type]
     if trains:
         true += sampled_gradients(pattern, (douts, q, k, v, outs, Sharded(lse, 2)), rows, **options)  # type: ignore[arg-type]
-    return {f"{name} (rows)": relative(Sharded(x)[0, positions, 0], y) for name, x, y in zip(RESULTS, found, true, strict=False)}
+    return {name: relative(Sharded(x)[0, positions, 0], y) for name, x, y in zip(RESULTS, found, true, strict=False)}
 
 
-def measure(contender: ShardedContender, together: RankSync, *, seconds: float, check_tokens: int, graphs: bool) -> list[Row]:
+def measure(entry: Entry, together: RankSync, *, seconds: float, check_tokens: int, graphs: bool) -> list[Row]:
     """Returns a row for each pass of a contender, or one with a note where it fails or is wrong.
 
     Values: those of ``RankSync.called``, ``graph_ms``, ``tflops`` of one process, ``tokens_per_s``, and of the process with the most
@@ -163,31 +144,30 @@ def measure(contender: ShardedContender, together: RankSync, *, seconds: float, 
     """
     rows: list[Row] = []
     errors: Errors = {}
-    which = None
+    name, case = entry.contender.name, entry.case
     with contextlib.ExitStack() as stack:
         try:
-            together.everywhere(lambda: bool(stack.enter_context(contender.way(contender.setting).context())), **contender.who)
-            found = contender.check(together, check_tokens)
+            together.everywhere(lambda: bool(stack.enter_context(getattr(entry.attend, "context", contextlib.nullcontext)())), **entry.who)
+            found = entry.check(together, check_tokens)
             # NaN is the largest
-            errors = {name: max((one[name] for one in found), key=lambda error: (error != error, error)) for name in found[0]}
-            if note := wrong(errors, BOUNDS[contender.setting.problem.dtype]):
+            errors = {key: max((one[key] for one in found), key=lambda error: (error != error, error)) for key in found[0]}
+            if note := wrong(errors, entry.contender.allowed(entry.problem)):
                 raise Refused(note)
-            for which in contender.setting.case.passes:
+            for which in entry.passes:
+                case = entry.case | {"pass": which}
                 release()
-                values = _timed(contender, together, which, seconds, graphs)
-                rows.append(Row(name=contender.name, case=contender.case | {"pass": which}, values=values, errors=errors))
+                rows.append(Row(name=name, case=case, values=_timed(entry, together, which, seconds, graphs), errors=errors))
         except Refused as refused:
-            case = contender.case | ({} if which is None else {"pass": which})
-            rows.append(Row(name=contender.name, case=case, errors=errors, note=str(refused)))
+            rows.append(Row(name=name, case=case, errors=errors, note=str(refused)))
     release()
     return rows
 
 
-def _timed(contender: ShardedContender, together: RankSync, which: str, seconds: float, graphs: bool) -> dict[str, float]:
+def _timed(entry: Entry, together: RankSync, which: str, seconds: float, graphs: bool) -> dict[str, float]:
     calls: list[Callable[[], Any]] = []
 
     def prepare() -> dict[str, float]:
-        call, figures = contender.call(which)
+        call, figures = entry.call(which)
         calls.append(call)
         # opens communicators and compiles kernels
         call()
@@ -197,15 +177,15 @@ def _timed(contender: ShardedContender, together: RankSync, which: str, seconds:
         peak = peak_extra(call, together.device)
         return figures | ({} if peak is None else {"peak_bytes": peak})
 
-    prepared = together.everywhere(prepare, **contender.who)
+    prepared = together.everywhere(prepare, **entry.who)
     values = {name: max(found[name] for found in prepared) for name in prepared[0]}
-    values |= together.called(lambda: calls[-1](), seconds=seconds, **contender.who)
-    if graphs and together.device.type == "cuda" and contender.kind != "foreign":
+    values |= together.called(lambda: calls[-1](), seconds=seconds, **entry.who)
+    if graphs and together.device.type == "cuda" and entry.kind != "foreign":
         # a call that cannot be captured has the figures of plain calls alone
         with contextlib.suppress(Refused):
-            together.everywhere(lambda: calls.append(_captured(calls[0])), **contender.who)
-            values["graph_ms"] = together.called(lambda: calls[-1](), seconds=seconds, **contender.who)["ms"]
-    flops, problem = values.pop("flops", 0.0), contender.setting.problem
+            together.everywhere(lambda: calls.append(_captured(calls[0])), **entry.who)
+            values["graph_ms"] = together.called(lambda: calls[-1](), seconds=seconds, **entry.who)["ms"]
+    flops, problem = values.pop("flops", 0.0), entry.problem
     values["tokens_per_s"] = 1000 * problem.batch_size * problem.num_positions / values["ms"]
     return values | ({"tflops": flops / values["ms"] / 1e9} if flops else {})
 

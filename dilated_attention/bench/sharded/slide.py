@@ -12,16 +12,16 @@ import torch.distributed as dist
 from dilated_attention import create_model, shard_sequence
 from dilated_attention.bench.accuracy.correctness import relative
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.sharded.measure import ShardedContender
+from dilated_attention.bench.sharded.measure import Entry
 from dilated_attention.models.sharded import average_gradients
 
 
-class SlideStep(ShardedContender):
+class SlideStep(Entry):
     """Weights are random; a step is the forward without dropout (on a GPU under autocast to bfloat16), the sum of the slide's vector, its
     backward, and the mean of the gradients over the processes; no optimiser. The vector is compared with one process's.
     """
 
-    def check(self, together: RankSync, tokens: int) -> list[dict[str, float]]:
+    def check(self, together: RankSync, most: int) -> list[dict[str, float]]:
         def errors() -> dict[str, float]:
             with torch.no_grad():
                 found, wanted = (self._vector(*self._made(shared=shared)) for shared in (True, False))
@@ -42,7 +42,7 @@ class SlideStep(ShardedContender):
 
     def _made(self, *, shared: bool) -> tuple[Any, list[torch.Tensor]]:
         """Returns the model, and this process's embeddings (1, L, 1536) and pixels (1, L, 2) of tiles in a square, row by row."""
-        tiles, device, shared = self.setting.problem.num_positions, self.setting.problem.device, shared and dist.is_initialized()
+        tiles, device, shared = self.problem.num_positions, self.problem.device, shared and dist.is_initialized()
         torch.manual_seed(0)
         options: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device} | ({"group": dist.group.WORLD} if shared else {})
         # one layer for a try
@@ -54,6 +54,6 @@ class SlideStep(ShardedContender):
         return model, shard_sequence(None, [x, coords], [1, 1]) if shared else [x, coords]
 
     def _vector(self, model: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-        device = self.setting.problem.device.type
+        device = self.problem.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             return model(*inputs).float()  # type: ignore[no-any-return]

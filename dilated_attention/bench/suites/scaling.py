@@ -1,4 +1,4 @@
-"""Measures attention on sequences that processes share, and how time and memory grow with the length, the batch and the processes.
+"""Measures attention on sequences that processes share: time, memory, what is sent, and the efficiency against one process.
 
     python -m dilated_attention bench scaling
     torchrun --nproc-per-node 4 --max-restarts 3 -m dilated_attention bench scaling --cases 'gigapath-*' 'packed-*' --graphs
@@ -24,24 +24,25 @@ from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.sharded.cases import BATCHES, CASES, LENGTHS, SHRINK, UNIT, Setting, Way
+from dilated_attention.bench.sharded.cases import CASES, SHRINK, UNIT, Case
 from dilated_attention.bench.sharded.competitors import competitors
-from dilated_attention.bench.sharded.measure import ShardedContender, measure
+from dilated_attention.bench.sharded.measure import Entry, measure
 from dilated_attention.bench.sharded.slide import SlideStep
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.suites import scaling_report as report
+from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import ring
 from dilated_attention.parsing import size
-from dilated_attention.pattern import BlockPattern
 
 DEFAULT = ("dense-*", "longnet-*", "local-*")
 
 
 class Scaling(Suite):
-    """Fits growth laws, and measures efficiency over processes."""
+    """Measures efficiency over processes."""
 
     name = "scaling"
-    about = "time and memory per token by length, by batch, and over processes (torchrun)"
+    about = "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention"
     over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ class Scaling(Suite):
         parser.add_argument(
             "--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends"
         )
-        parser.add_argument("--check-tokens", type=size, default=1024, help="of the sequence that is compared with float64; default 1k")
+        parser.add_argument("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
         parser.add_argument("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
         parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
@@ -75,10 +76,11 @@ class Scaling(Suite):
         last = together.everywhere(lambda: journal.read_text() if journal is not None and journal.exists() else "")[0]
         run = functools.partial(measure, seconds=session.seconds, check_tokens=options.check_tokens, graphs=options.graphs)
         groups = []
-        for contender in _contenders(session, together):
-            label = f"{contender.case['case']} {contender.case['mask']} W={session.world_size} {contender.name}"
-            died = Row(name=contender.name, case=contender.case, note="a process died of it, or it hung")
-            measured = functools.partial(_journalled, journal, label, functools.partial(run, contender, together))
+        for entry in _entries(session, together):
+            name = entry.contender.name
+            label = f"{entry.case['case']} {entry.case['mask']} W={session.world_size} {name}"
+            died = Row(name=name, case=entry.case, note="a process died of it, or it hung")
+            measured = functools.partial(_journalled, journal, label, functools.partial(run, entry, together))
             groups.append(Group(label, functools.partial(list, [died]) if label == last else measured))
         if options.list:
             sys.stdout.write("\n".join([*(group.label for group in groups if session.rank == 0), ""]))
@@ -112,68 +114,54 @@ def _journalled(journal: Path | None, label: str, run: Callable[[], list[Row]]) 
     return rows
 
 
-def _settings(session: Session) -> Iterator[tuple[str, Setting, bool]]:
-    """Yields (label, setting, whether it is there for the growth with length or batch alone)."""
+def _cases(session: Session) -> Iterator[tuple[str, Case, int, Callable[[int], Problem]]]:
+    """Yields (label, case, positions of the whole sequence, N → problem)."""
     options, W, shrink = session.options, session.world_size, 1 if session.full else SHRINK
     for case in CASES:
         # what no process can hold is a hundred times as long as the others
         by = shrink if case.fits else shrink**2
         tokens = options.tokens or ([] if options.totals else [n // by for n in case.tokens])
         totals = options.totals or ([] if options.tokens else [N // by for N in case.totals])
-        sizes: dict[str, tuple[int, int, bool]] = {}
-        if W == 1 and case.grows and not (options.tokens or options.totals):
-            (n, batches), lengths = BATCHES, [N // shrink for N in LENGTHS]
-            sizes |= {f"{case.name}-{N}": (N, 1, True) for N in lengths} | {
-                f"{case.name}-{B}x{n // shrink}": (n // shrink, B, True) for B in batches
-            }
-        sizes |= {f"{case.name}-{n}": (n * W, 1, False) for n in tokens} | {f"{case.name}-of-{N}": (N, 1, False) for N in totals}
-        H, Hk, D = options.heads or case.heads
+        sizes = {f"{case.name}-{n}": n * W for n in tokens} | {f"{case.name}-of-{N}": N for N in totals}
         masks = options.masks or ["causal" if case.causal else "full"]
-        for (label, (N, B, grows)), mask in itertools.product(sizes.items(), masks):
+        for (label, N), mask in itertools.product(sizes.items(), masks):
             if _matches(label, options.cases):
-                problem = Problem(
-                    num_positions=N, batch_size=B, num_heads=H, num_kv_heads=Hk, head_dim=D,
-                    dtype=session.dtype, device=session.device, is_causal=mask == "causal",
-                )  # fmt: skip
-                yield label, Setting(case=case, problem=problem, size=W, unit=UNIT // shrink), grows
+                place = {"dtype": session.dtype, "device": session.device, "is_causal": mask == "causal"}
+                yield label, case, N, functools.partial(case.problem, unit=UNIT // shrink, heads=options.heads, **place)
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def _contenders(session: Session, together: RankSync) -> Iterator[ShardedContender]:
+def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
     options, W = session.options, session.world_size
-    for label, setting, grows in _settings(session):
-        problem, case = setting.problem, setting.case
+    for label, case, N, at in _cases(session):
+        problem, is_slide = at(N), case.name == "slide"
+        pattern = "blocks" if problem.blocks is not None else "dense" if problem.given_branches is None else "dilated"
         # without a causal mask, zigzag balances nothing
         layouts = dict.fromkeys("contiguous" if name == "zigzag" and not problem.is_causal else name for name in case.layouts)
-        exchanges = ["auto"] if isinstance(setting.pattern, BlockPattern) or case.name == "slide" else options.exchange
-        ways: list[tuple[str, str, str, Setting, Callable[[Setting], Way]]] = []
+        exchanges = ["auto"] if pattern == "blocks" or is_slide else options.exchange
+        found: list[tuple[str, str, Contender]] = []
         for backend in options.backends:
-            alone: Callable[[Setting], Way] = functools.partial(_alone, backend)
             suffix = f" ({backend})" if backend != "auto" else ""
-            ways += [("one process", backend, f"one process{suffix}", setting, alone)] if case.fits else []
-            own = setting.of_length(problem.num_positions // W)
-            ways += [("kernel", backend, f"kernel{suffix}", own, alone)] if W > 1 and case.name != "slide" else []
-            for layout, exchange in itertools.product(layouts, exchanges) if not grows else ():
+            found += [("one process", backend, of_backend(backend, pattern, name=f"one process{suffix}"))] if case.fits else []
+            found += [("kernel", backend, of_backend(backend, pattern, name=f"kernel{suffix}"))] if W > 1 and not is_slide else []
+            for layout, exchange in itertools.product(layouts, exchanges):
                 which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
-                ring = functools.partial(_ring, layout, exchange, backend, options.timeout)
-                ways.append(("ring", backend, " ".join(["ring", *which]) + suffix, setting, ring))
-        others = competitors(setting, options.ring_flash_attention, options.backends, together.group) if not grows else []
-        ways += [("foreign", kernel, name, setting, way) for name, kernel, way in others]
-        kind_of = SlideStep if case.name == "slide" else ShardedContender
-        for kind, kernel, name, own, way in ways:
-            if _matches(name, options.contenders):
-                mask = "causal" if problem.is_causal else "full"
-                about = problem.case | {"case": label, "mask": mask, "W": W, "kernel": kernel, "kind": kind}
-                yield kind_of(name=name, setting=own, way=way, case=about, kernel=kernel, kind=kind)
-
-
-def _alone(backend: str, setting: Setting) -> Way:
-    return Way(attend=setting.attend(shared=False, backend=backend), layout=None)
-
-
-def _ring(layout: str, exchange: str, backend: str, timeout: float, setting: Setting) -> Way:
-    held, options = setting.layout(layout), {} if exchange == "auto" else {"exchange": exchange}
-    return Way(attend=setting.attend(shared=True, layout=held, backend=backend, timeout=timeout, **options), layout=held)
+                how = {"backend": backend, "timeout": options.timeout} | ({} if exchange == "auto" else {"exchange": exchange})
+                found.append(("ring", backend, ring(of_backend(backend, pattern), " ".join(["ring", *which]) + suffix, layout, **how)))
+        others = competitors(problem, options.ring_flash_attention, options.backends, together.group) if pattern == "dense" else []
+        found += [("foreign", kernel, other) for kernel, other in others]
+        for kind, kernel, contender in found:
+            if _matches(contender.name, options.contenders):
+                about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}
+                yield (SlideStep if is_slide else Entry)(
+                    contender=contender,
+                    at=at,
+                    num_positions=N // W if kind == "kernel" else N,
+                    case=problem.case | about,
+                    kind=kind,
+                    passes=case.passes,
+                    fits=case.fits,
+                )

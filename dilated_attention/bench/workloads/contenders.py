@@ -19,7 +19,6 @@ from dilated_attention.bench.accuracy.truth import our_call
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.factory import create_attention
-from dilated_attention.functional import attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
 from dilated_attention.pattern.blocks.kept_blocks import count_pairs
 from dilated_attention.planning.estimate.memory import standard_attention
@@ -126,110 +125,79 @@ def _sdpa(problem: Problem) -> Attend:
     return attend
 
 
-def ours(name: str, what: str, pattern: Callable[[Problem], Pattern], *, options: dict[str, Any] | None = None, **more: Any) -> Contender:
+def ours(
+    name: str, what: str, pattern: Callable[[Problem], Pattern], *, trains: bool = True, bound: float | None = None, **options: Any
+) -> Contender:
     """This library's function of ``pattern``, called with ``options``, as ``backend``."""
-    options = options or {}
 
     def make(problem: Problem) -> Attend:
-        mine = pattern(problem)
-        mixture = {"mixture_grad": more["mixture_grad"]} if "mixture_grad" in more else {}
-        attend = functools.partial(our_call, problem, mine, **options, **mixture)
-        if options.get("backend", "auto") != "auto" and not problem.options and isinstance(mine, DilatedPattern):
-            # a backend refuses all inputs of this kind or none, and the first call of FlashAttention-3 and -4 compiles or loads code
-            with torch.no_grad():
-                small = (x.detach() for x in problem.reduced(256).qkv())
-                attention(*small, is_causal=problem.is_causal, **({"backend": "auto"} | _of_dense(options)))
-        return attend
+        return functools.partial(our_call, problem, pattern(problem), **options)
 
-    return Contender(name=name, what=what, make=make, pattern=pattern, **more)
-
-
-def _of_dense(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that ``attention`` takes too; its backends do not include kernels of branches."""
-    names = {name: x for name, x in options.items() if name in ("backend", "precision")}
-    return {} if names.get("backend") in ("nested", "tiles") else names
-
-
-def dense(name: str, what: str, **more: Any) -> Contender:
-    """Dense attention on one of this library's backends."""
-    return ours(name, what, dense_pattern, options={"backend": name} | more.pop("options", {}), **more)
+    mixture = options.get("mixture_grad", "exact")
+    return Contender(name=name, what=what, make=make, pattern=pattern, trains=trains, bound=bound, mixture_grad=mixture)
 
 
 def of_backend(backend: str, kind: str = "dilated", *, name: str = "", **options: Any) -> Contender:
     """This library's dense or dilated attention, or that of the case's blocks, on one backend."""
-    pattern, start = {"dense": (dense_pattern, "attention"), "dilated": (dilated_pattern, "ours"), "blocks": (block_pattern, "blocks")}[
-        kind
-    ]
+    start, pattern = _KINDS[kind]
     name = name or (start if backend == "auto" else f"{start} {backend}")
-    made: Callable[[Problem], Pattern] = pattern  # type: ignore[assignment]
-    return ours(name, f"this library's {kind} attention, backend {backend}", made, options={"backend": backend} | options)
+    return ours(name, f"this library's {kind} attention, backend {backend}", pattern, backend=backend, **options)
 
 
+_KINDS: dict[str, tuple[str, Callable[[Problem], Pattern]]] = {
+    "dense": ("attention", dense_pattern),
+    "dilated": ("ours", dilated_pattern),
+    "blocks": ("blocks", block_pattern),
+}
 STANDARD = Contender(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard, pattern=dense_pattern)
 SDPA = Contender(name="torch sdpa", what="torch's scaled_dot_product_attention, its own choice", make=_sdpa, pattern=dense_pattern)
-FP8: dict[str, Any] = {"precision": "fp8"}
+FP8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": FP8_BOUND}
 DENSE: tuple[Contender, ...] = (
     STANDARD,
     SDPA,
-    dense("sdpa_flash", "FlashAttention-2, as bundled in torch"),
-    dense("flash2", "FlashAttention-2, package flash-attn"),
-    dense("flash3", "FlashAttention-3"),
-    dense("flash3_fp8", "FlashAttention-3, 8-bit forward", options=FP8, trains=False, bound=FP8_BOUND),
-    dense("flash4", "FlashAttention-4"),
-    dense("sdpa_cudnn", "cuDNN, through torch"),
-    dense("sdpa_efficient", "memory-efficient attention, through torch"),
-    dense("flex", "FlexAttention, compiled"),
-    dense("sdpa_cpu", "torch's CPU kernel"),
+    *(
+        ours(name, what, dense_pattern, backend=name, **more)
+        for name, what, more in (
+            ("sdpa_flash", "FlashAttention-2, as bundled in torch", {}),
+            ("flash2", "FlashAttention-2, package flash-attn", {}),
+            ("flash3", "FlashAttention-3", {}),
+            ("flash3_fp8", "FlashAttention-3, 8-bit forward", FP8),
+            ("flash4", "FlashAttention-4", {}),
+            ("sdpa_cudnn", "cuDNN, through torch", {}),
+            ("sdpa_efficient", "memory-efficient attention, through torch", {}),
+            ("flex", "FlexAttention, compiled", {}),
+            ("sdpa_cpu", "torch's CPU kernel", {}),
+        )
+    ),
 )
 
 
-def chosen(problem: Problem) -> TopBlocks:
-    """Returns the pattern of the highest-scoring tenth of the blocks."""
-    return TopBlocks(density=0.1, block_size=block_size(problem))
-
-
-def block_size(problem: Problem) -> int:
+def _block_size(problem: Problem) -> int:
     """Returns 128, or less where a short sequence would have few blocks."""
     return 128 if problem.num_positions >= 2048 else 64
 
 
-def tenth(problem: Problem) -> RandomBlocks:
+def _chosen(problem: Problem) -> TopBlocks:
+    return TopBlocks(density=0.1, block_size=_block_size(problem))
+
+
+def _tenth(problem: Problem) -> RandomBlocks:
     """Returns a random tenth of all blocks, including each row's own block, so that no causal row is empty."""
-    return RandomBlocks(0.1, own_block=True, block_size=block_size(problem))
+    return RandomBlocks(0.1, own_block=True, block_size=_block_size(problem))
 
 
-def window(problem: Problem) -> LocalWindow:
-    """Returns a window of a sixteenth of the sequence on either side, at least 128 keys."""
-    return LocalWindow(max(128, problem.num_positions // 16), block_size=block_size(problem))
+def _window(problem: Problem) -> LocalWindow:
+    return LocalWindow(max(128, problem.num_positions // 16), block_size=_block_size(problem))
 
 
-def big_bird(problem: Problem) -> BigBird:
-    size = block_size(problem)
+def _big_bird(problem: Problem) -> BigBird:
+    size = _block_size(problem)
     return BigBird(max(128, problem.num_positions // 32), global_tokens=size, random_blocks=3, block_size=size)
 
 
-def branches_of(problem: Problem) -> dict[str, Any]:
+def _branches(problem: Problem) -> dict[str, Any]:
     lengths, rates = problem.branches
     return {"segment_lengths": lengths, "dilation_rates": rates}
-
-
-def branches_and_window(problem: Problem) -> dict[str, Any]:
-    return branches_of(problem) | {"pattern": window(problem)}
-
-
-def _module(kind: str, config: Callable[[Problem], dict[str, Any]], problem: Problem) -> Attend:
-    return functools.partial(create_attention(kind, **config(problem)), is_causal=problem.is_causal)
-
-
-def module(name: str, what: str, kind: str, config: Callable[[Problem], dict[str, Any]], pattern: Any = None, **more: Any) -> Contender:
-    """An attention module without projections; ``pattern`` as in ``Contender``."""
-    make = functools.partial(_module, kind, config)
-    return Contender(name=name, what=what, make=make, pattern=pattern or (lambda problem: None), **more)
-
-
-def block_sparse(name: str, what: str, pattern: Callable[[Problem], BlockPattern]) -> Contender:
-    """``BlockSparseAttention`` with a pattern made for the problem."""
-    return module(name, what, "block_sparse", lambda problem: {"pattern": pattern(problem)}, pattern)
 
 
 @dataclass(frozen=True)
@@ -246,22 +214,56 @@ class OfEmbedded:
         return out
 
 
-def multihead(kind: str, problem: Problem, **config: Any) -> Attend:
-    torch.manual_seed(0)
-    config |= {"embed_dim": problem.embed_dim, "num_heads": problem.num_heads, "num_kv_heads": problem.num_kv_heads}
-    return OfEmbedded(create_attention(kind, device=problem.device, dtype=problem.dtype, **config), {"is_causal": problem.is_causal})
+@dataclass(frozen=True)
+class Module:
+    """A module of this library: ``create_attention(kind)`` with branches, blocks or both.
+
+    Args:
+        is_dilated: whether it has the problem's branches.
+        blocks: problem → its block pattern; None for a module without one.
+    """
+
+    name: str
+    what: str
+    kind: str
+    is_dilated: bool = False
+    blocks: Callable[[Problem], BlockPattern] | None = None
+
+    @property
+    def projects(self) -> bool:
+        return "multihead" in self.kind
+
+    def make(self, problem: Problem, *, prefix: str = "", **options: Any) -> Attend:
+        """Returns the module as a function; the kind ``prefix`` + kind takes ``options``, too."""
+        options |= _branches(problem) if self.is_dilated else {}
+        options |= {} if self.blocks is None else {"pattern": self.blocks(problem)}
+        if not self.projects:
+            return functools.partial(create_attention(prefix + self.kind, **options), is_causal=problem.is_causal)
+        torch.manual_seed(0)
+        options |= {"embed_dim": problem.embed_dim, "num_heads": problem.num_heads, "num_kv_heads": problem.num_kv_heads}
+        module = create_attention(prefix + self.kind, device=problem.device, dtype=problem.dtype, **options)
+        return OfEmbedded(module, {"is_causal": problem.is_causal})
+
+    def pattern(self, problem: Problem) -> Pattern | None:
+        if self.is_dilated:
+            # branches and blocks in one softmax have no common pattern
+            return dilated_pattern(problem) if self.blocks is None else None
+        return dense_pattern(problem) if self.blocks is None else self.blocks(problem)
+
+    def contender(self) -> Contender:
+        inputs = "x" if self.projects else "qkv"
+        return Contender(name=self.name, what=self.what, make=self.make, pattern=self.pattern, inputs=inputs)
 
 
-def multihead_dilated(problem: Problem) -> Attend:
-    return multihead("multihead_dilated", problem, **branches_of(problem))
-
-
-def both(problem: Problem) -> Attend:
-    return _module("block_sparse_dilated", branches_and_window, problem)
-
-
-def multihead_both(problem: Problem) -> Attend:
-    return multihead("multihead_block_sparse_dilated", problem, **branches_and_window(problem))
+DILATED = Module("DilatedAttention", "LongNet's branches: w = 2048 · 4^i, r = 4^i", "dilated", True)
+TENTH = Module("BlockSparseAttention 10%", "a tenth of the blocks, random", "block_sparse", blocks=_tenth)
+BOTH = Module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", True, _window)
+PROJECTED = (
+    Module("MultiheadDilatedAttention", "with projections and norm", "multihead_dilated", True),
+    Module("MultiheadBlockSparseAttention", "a tenth of the blocks, with projections and norm", "multihead_block_sparse", blocks=_tenth),
+    Module("MultiheadBlockSparseDilatedAttention", "branches and window in one softmax, with projections and norm",
+           "multihead_block_sparse_dilated", True, _window),
+)  # fmt: skip
 
 
 def _torch_multihead(problem: Problem) -> Attend:
@@ -272,32 +274,24 @@ def _torch_multihead(problem: Problem) -> Attend:
     return OfEmbedded(module, {"need_weights": False}, times=3)
 
 
-def _multihead_tenth(problem: Problem) -> Attend:
-    return multihead("multihead_block_sparse", problem, pattern=tenth(problem))
-
-
-MODULES: tuple[Contender, ...] = (
-    module("DilatedAttention", "LongNet's branches: w = 2048 · 4^i, r = 4^i", "dilated", branches_of, dilated_pattern),
-    block_sparse("BlockSparseAttention 10%", "a tenth of the blocks, random", tenth),
-    block_sparse("BlockSparseAttention window", "a sliding window of N/16 on either side", window),
-    block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", big_bird),
-    block_sparse("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", chosen),
-    module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", branches_and_window),
-)
-MULTIHEAD: tuple[Contender, ...] = tuple(
-    Contender(name=name, what=what, make=make, pattern=pattern, inputs="x")
-    for name, what, make, pattern in (
-        ("nn.MultiheadAttention", "torch's, with projections", _torch_multihead, dense_pattern),
-        ("MultiheadDilatedAttention", "with projections and norm", multihead_dilated, dilated_pattern),
-        ("MultiheadBlockSparseAttention", "a tenth of the blocks, with projections and norm", _multihead_tenth, tenth),
-        ("MultiheadBlockSparseDilatedAttention", "branches and window in one softmax, with projections and norm", multihead_both,
-         lambda problem: None),
+MODULES: tuple[Contender, ...] = tuple(
+    module.contender()
+    for module in (
+        DILATED,
+        TENTH,
+        Module("BlockSparseAttention window", "a sliding window of N/16 on either side", "block_sparse", blocks=_window),
+        Module("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", "block_sparse", blocks=_big_bird),
+        Module("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", "block_sparse", blocks=_chosen),
+        BOTH,
     )
-)  # fmt: skip
+)
+MULTIHEAD: tuple[Contender, ...] = (
+    Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),
+    *(module.contender() for module in PROJECTED),
+)
 
 
-def without(contender: Contender, name: str = "without") -> Contender:
-    """The same on the problem without its options."""
+def _without(contender: Contender, name: str = "without") -> Contender:
     return replace(contender, name=name, what="the same call without the option", of=Problem.plain)
 
 
@@ -314,16 +308,15 @@ def _single_calls(problem: Problem) -> Attend:
 
 
 # this library's functions as named cases call them: the branches, dense attention, the case's blocks, and what to compare options with
-OURS = of_backend("auto")
-ATTENTION = of_backend("auto", "dense")
+_OURS, _ATTENTION = of_backend("auto"), of_backend("auto", "dense")
 FUNCTIONS: tuple[Contender, ...] = (
-    OURS,
-    ATTENTION,
+    _OURS,
+    _ATTENTION,
     *(of_backend(name, "blocks") for name in ("auto", "gluon", "cudnn_fe", "flash4", "triton")),
     of_backend("auto", name="ours deterministic", deterministic=True),
-    ours("ours fp8", "the branches in 8 bits, forward", dilated_pattern, options=FP8, trains=False, bound=FP8_BOUND),
-    without(OURS),
-    without(ATTENTION, "dense without"),
-    replace(OURS, name="ungrouped", what="the same with as many key/value heads", of=lambda problem: replace(problem, num_kv_heads=None)),
+    ours("ours fp8", "the branches in 8 bits, forward", dilated_pattern, **FP8),
+    _without(_OURS),
+    _without(_ATTENTION, "dense without"),
+    replace(_OURS, name="ungrouped", what="the same with as many key/value heads", of=lambda problem: replace(problem, num_kv_heads=None)),
     Contender(name="single calls", what="a call for each document", make=_single_calls, pattern=dilated_pattern),
 )

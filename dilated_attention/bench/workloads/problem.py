@@ -104,16 +104,16 @@ class Problem:
         n = self.num_positions
         return self.batch_size * self.num_heads * (n * (n + 1) // 2 if self.is_causal else n * n)
 
-    def pairs(self, pattern: DilatedPattern) -> int:
-        """Returns the pairs of ``pattern`` under this problem's options, padding included."""
+    def pairs(self, pattern: DilatedPattern, rows: tuple[int, int] | None = None) -> int:
+        """Returns the pairs of ``pattern`` under this problem's options, padding included; without a window also of ``rows`` alone."""
         n = self.num_positions
         if self.window is not None:
             left, right = (n if side is None else side for side in self.window)
-            rows = torch.arange(self.offset, n)
-            last = (rows + (0 if self.is_causal else right)).clamp(max=n - 1)
-            return self.batch_size * self.num_heads * int((last - (rows - left).clamp(min=0) + 1).sum())
+            positions = torch.arange(self.offset, n)
+            last = (positions + (0 if self.is_causal else right)).clamp(max=n - 1)
+            return self.batch_size * self.num_heads * int((last - (positions - left).clamp(min=0) + 1).sum())
         documents = tuple(itertools.pairwise(self.bounds or (0, n)))
-        shape = Shape(self.num_heads, self.kv_heads, (self.offset, n), (0, n), documents, self.is_causal)
+        shape = Shape(self.num_heads, self.kv_heads, rows or (self.offset, n), (0, n), documents, self.is_causal)
         return self.batch_size * make_plan(pattern, shape).pairs
 
     def plain(self) -> Problem:

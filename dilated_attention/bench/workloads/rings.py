@@ -1,33 +1,42 @@
-"""Modules for sequences shared by several processes, as contenders: timed on each process's part, checked as functions of the whole.
+"""Attention over a sequence that several processes share, as contenders: timed on each process's part, checked as functions of the whole.
 
 On one process they hold the whole sequence and exchange nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import dilated_attention as da
 from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.workloads.contenders import MODULES, MULTIHEAD, Contender, branches_and_window, dense, multihead
+from dilated_attention.bench.workloads.contenders import BOTH, DILATED, PROJECTED, TENTH, Contender, Module, dilated_pattern
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.distributed import shard_sequence, unshard_sequence
+from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_length
-from dilated_attention.factory import create_attention
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+
+AnyLayout = str | Layout
 
 
 @dataclass(frozen=True)
 class OnShards:
-    """``part`` attends on this process's part of a sequence; ``whole`` does so on whole tensors, which are equal on all processes."""
+    """``part`` attends on this process's part of a sequence; ``whole`` does so on whole tensors, which are equal on all processes.
+
+    ``context`` is entered once around all calls.
+    """
 
     part: Attend
-    layout: str
+    layout: AnyLayout
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __call__(self, *x: torch.Tensor) -> torch.Tensor:
         return self.part(*x)
@@ -50,42 +59,64 @@ class OnShards:
         return unshard_sequence(None, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
-def _local(layout: str, problem: Problem) -> Problem:
+def local_part(layout: AnyLayout, problem: Problem) -> Problem:
+    """Returns the part of the problem that this process holds."""
     members = members_of(None)
     return replace(problem, num_positions=local_length(problem.num_positions, members.rank, members.size, layout))
 
 
-def _make(kind: str, layout: str, projects: bool, config: Callable[[Problem], dict[str, Any]], problem: Problem) -> Attend:
-    if projects:
-        return OnShards(multihead(kind, problem, layout=layout, **config(problem)), layout)
-    return OnShards(functools.partial(create_attention(kind, layout=layout, **config(problem)), is_causal=problem.is_causal), layout)
+def pattern_of(problem: Problem) -> DilatedPattern | BlockPattern | None:
+    """Returns what the problem states: its blocks, its branches, or None for dense attention."""
+    return problem.blocks or (None if problem.given_branches is None else dilated_pattern(problem))
 
 
-def _sharded(base: Contender, kind: str, config: Callable[[Problem], dict[str, Any]], layout: str = "contiguous") -> Contender:
-    """Returns the ring of a contender of one process, to which it is compared where no pattern describes it."""
+@functools.lru_cache(maxsize=64)
+def layout_of(name: str, problem: Problem) -> AnyLayout:
+    """Returns the layout of that name; ``"balanced"`` is made for the problem's pattern and documents."""
+    if name != "balanced":
+        return name
+    options: dict[str, Any] = {"is_causal": problem.is_causal, "cu_seqlens": problem.bounds, "device": problem.device}
+    return da.balanced_layout(pattern_of(problem), problem.num_positions, members_of(None).size, problem.num_heads, **options)
+
+
+def ring_call(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """Calls this library's function of the problem's pattern on this process's part of it."""
+    pattern = pattern_of(problem)
+    options = problem.arguments | {"seq_len": problem.num_positions} | options
+    if pattern is None:
+        return da.ring_attention(q, k, v, **options)
+    if isinstance(pattern, BlockPattern):
+        return da.ring_block_sparse_attention(q, k, v, pattern, **options)
+    return da.ring_dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
+
+
+def ring(alone: Contender, name: str, layout: str, **options: Any) -> Contender:
+    """This library's function over processes, of the same pattern as ``alone`` on one."""
+
+    def make(problem: Problem) -> Attend:
+        held = layout_of(layout, problem)
+        return OnShards(functools.partial(ring_call, problem, layout=held, **options), held)
+
+    return replace(alone, name=name, make=make, local=lambda problem: local_part(layout_of(layout, problem), problem))
+
+
+def _module(module: Module, layout: str, problem: Problem) -> Attend:
+    return OnShards(module.make(problem, prefix="ring_" if module.kind else "ring", layout=layout), layout)
+
+
+def _sharded(module: Module, layout: str = "contiguous") -> Contender:
+    """Returns the ring of a module of one process, to which it is compared where no pattern describes it."""
     return replace(
-        base,
-        name="Ring" + base.name.removesuffix(" 10%"),
-        what=f"{base.what}, sharded over processes",
-        make=functools.partial(_make, kind, layout, base.inputs == "x", config),
-        reference=base.make,
-        local=functools.partial(_local, layout),
+        module.contender(),
+        name="Ring" + module.name.removesuffix(" 10%"),
+        what=f"{module.what}, sharded over processes",
+        make=functools.partial(_module, module, layout),
+        reference=module.make,
+        local=functools.partial(local_part, layout),
     )
 
 
-def _branches(problem: Problem) -> dict[str, Any]:
-    return dict(zip(("segment_lengths", "dilation_rates"), problem.branches, strict=True))
-
-
-_BASES = {contender.name: contender for contender in (*MODULES, *MULTIHEAD)}
-_TENTH = _BASES["BlockSparseAttention 10%"].pattern
-_DENSE = replace(dense("auto", "dense attention"), name="Attention")
 RINGS: tuple[Contender, ...] = (
-    _sharded(_DENSE, "ring", lambda problem: {}, "zigzag"),
-    _sharded(_BASES["DilatedAttention"], "ring_dilated", _branches),
-    _sharded(_BASES["BlockSparseAttention 10%"], "ring_block_sparse", lambda problem: {"pattern": _TENTH(problem)}),
-    _sharded(_BASES["BlockSparseDilatedAttention"], "ring_block_sparse_dilated", branches_and_window),
-    _sharded(_BASES["MultiheadDilatedAttention"], "ring_multihead_dilated", _branches),
-    _sharded(_BASES["MultiheadBlockSparseAttention"], "ring_multihead_block_sparse", lambda problem: {"pattern": _TENTH(problem)}),
-    _sharded(_BASES["MultiheadBlockSparseDilatedAttention"], "ring_multihead_block_sparse_dilated", branches_and_window),
+    _sharded(Module("Attention", "dense attention", ""), "zigzag"),
+    *(_sharded(module) for module in (DILATED, TENTH, BOTH, *PROJECTED)),
 )
