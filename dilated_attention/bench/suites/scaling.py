@@ -16,26 +16,44 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.report.plots import Plot
+from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.tables import Table, figure, pivot
 from dilated_attention.bench.sharded.cases import CASES, SHRINK, UNIT, Case
 from dilated_attention.bench.sharded.competitors import competitors
-from dilated_attention.bench.sharded.measure import Entry, measure
-from dilated_attention.bench.sharded.slide import SlideStep
+from dilated_attention.bench.sharded.measure import Entry, SlideStep, measure
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.suites import scaling_report as report
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import ring
 from dilated_attention.parsing import size
 
 DEFAULT = ("dense-*", "longnet-*", "local-*")
+PASSES = {"forward": "forward", "both": "forward + backward"}
+# figure → (column, scale, what it is)
+_COLUMNS = {
+    "ms": ("called, ms", 1.0, "a call of a loop that does not synchronise, of the slowest process"),
+    "host_ms": ("host, ms", 1.0, "until the loop's calls return"),
+    "graph_ms": ("graph, ms", 1.0, "the same as a CUDA graph, where it can be captured"),
+    "tflops": ("TFLOP/s", 1.0, "of one process"),
+    "kernel_share": (
+        "of the kernel, %",
+        100.0,
+        "rate over that of the kernel alone on a process's number of tokens, all processes at once",
+    ),
+    "efficiency": ("efficiency, %", 100.0, "time of one process on the whole sequence, the others waiting, over W times this time"),
+    "tokens_per_s": ("tokens/s", 1.0, "of all processes"),
+    "imbalance": ("imbalance", 1.0, "most pairs of a process over the mean"),
+    "received_bytes": ("receives, MiB", 2.0**-20, "by the process with the most"),
+    "sent_bytes": ("sends, MiB", 2.0**-20, "likewise"),
+    "peak_bytes": ("peak, GiB", 2.0**-30, "beyond the inputs, likewise"),
+}
 
 
 class Scaling(Suite):
@@ -88,10 +106,36 @@ class Scaling(Suite):
         return groups
 
     def tables(self, results: Results) -> list[Table]:
-        return report.tables(results)
+        rows = _compared(results)
+        found = []
+        for which, title in PASSES.items():
+            if rings := _rings(rows, which):
+                found.append(pivot(rings, "efficiency", across="W", title=f"{title}: efficiency by processes, %", scale=100.0))
+        for name in dict.fromkeys(_family(row) for row in rows):
+            mine = [row for row in rows if _family(row) == name]
+            shown = {key: place for key, place in _COLUMNS.items() if any(key in row.values for row in mine)}
+            caption = "; ".join(f"{title}: {what}" for title, _, what in shown.values())
+            missing = dict.fromkeys(f"{_name(row, ' W=' + str(row.case['W']))}: {row.note}" for row in mine if row.note)
+            timed = [row for row in mine if row.values]
+            timed.sort(key=lambda row: (row.case["pass"] != "forward", row.case["N"], row.case["W"]))
+            columns = {key: place[:2] for key, place in shown.items()}
+            found.append(_wide(name, timed, columns, "values", "\n".join([caption, *missing])))
+            errors = {(_name(row), row.case["W"]): row for row in mine if row.errors}.values()
+            kinds = {key: (key, 1.0) for row in errors for key in row.errors}
+            about = "relative, against float64; (whole): against one process's result"
+            found.append(_wide(f"{name}: errors", list(errors), kinds, "errors", about))
+        failed = [[row.case["group"], row.note] for row in results.rows if "W" not in row.case]
+        return [*(table for table in found if table.rows), *([Table("not measured", ["group", "why"], failed)] if failed else [])]
 
     def plots(self, results: Results) -> list[Plot]:
-        return report.plots(results)
+        rows, found = _compared(results), []
+        for which, title in PASSES.items():
+            if lines := lines_of(_rings(rows, which), "efficiency", across="W", scale=100.0):
+                unit = "% of one process"
+                found.append(
+                    Plot(name=f"efficiency-{which}", title=f"{unit}, {title}", x_label="processes", y_label=unit, lines=lines, log_x=True)
+                )
+        return found
 
 
 def _journal(session: Session) -> Path | None:
@@ -105,12 +149,12 @@ def _journal(session: Session) -> Path | None:
 
 
 def _journalled(journal: Path | None, label: str, run: Callable[[], list[Row]]) -> list[Row]:
-    if journal is not None:
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        journal.write_text(label)
+    if journal is None:
+        return run()
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text(label)
     rows = run()
-    if journal is not None:
-        journal.unlink()
+    journal.unlink()
     return rows
 
 
@@ -165,3 +209,47 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
                     passes=case.passes,
                     fits=case.fits,
                 )
+
+
+def _wide(title: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, float]], of: str, caption: str) -> Table:
+    """Builds a table with a line for each row: what it is, and its figures ``of`` values or errors."""
+    body = []
+    for row in rows:
+        what = [_name(row), str(row.case["W"]), f"{row.case['N']:,}", PASSES.get(row.case.get("pass", ""), "–")]
+        found = getattr(row, of)
+        body.append([*what, *(figure(found[key] * scale) if key in found else "–" for key, (_, scale) in columns.items())])
+    return Table(title, ["contender", "W", "positions", "pass", *(column for column, _ in columns.values())], body, caption)
+
+
+def _compared(results: Results) -> list[Row]:
+    """Returns the rows of contenders, with figures that compare them with others of the same run."""
+    rows = [row for row in results.rows if "W" in row.case]
+    same = ("case", "mask", "W", "H", "Hk", "D", "pass")
+    known = {(tuple(row.case.get(key) for key in same), row.case["kind"], row.case["kernel"]): row.values for row in rows if row.values}
+    found = []
+    for row in rows:
+        values, key = dict(row.values), tuple(row.case.get(key) for key in same)
+        # third-party code runs on kernels that may not have been timed alone
+        of = ((key, kind, name) for kind in ("one process", "kernel") for name in (row.case["kernel"], "auto"))
+        own, auto, kernel, other = (known.get(each) for each in of)
+        whole, kernel = own or auto, kernel or other
+        if values and row.case["kind"] in ("ring", "foreign"):
+            values |= {"efficiency": whole["ms"] / row.case["W"] / values["ms"]} if whole else {}
+            values |= {"kernel_share": values["tflops"] / kernel["tflops"]} if kernel and "tflops" in values and "tflops" in kernel else {}
+        found.append(replace(row, values=values))
+    return found
+
+
+def _rings(rows: Iterable[Row], which: str) -> list[Row]:
+    """Returns the rings' rows of a pass, where several numbers of processes were measured."""
+    found = [replace(row, name=_name(row)) for row in rows if row.case.get("pass") == which and row.case["kind"] == "ring"]
+    return found if len({row.case["W"] for row in found}) > 1 else []
+
+
+def _name(row: Row, more: str = "") -> str:
+    return f"{row.case['case']} {row.case['mask']}{more} {row.name}"
+
+
+def _family(row: Row) -> str:
+    case = str(row.case["case"])
+    return case.rsplit("-of-" if "-of-" in case else "-", 1)[0]

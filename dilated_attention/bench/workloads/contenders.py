@@ -51,7 +51,7 @@ class Contender:
 
     name: str
     what: str
-    make: Callable[[Problem], Attend]
+    make: Callable[..., Attend]
     pattern: Callable[[Problem], Pattern | None]
     inputs: str = "qkv"
     trains: bool = True
@@ -200,6 +200,10 @@ def _branches(problem: Problem) -> dict[str, Any]:
     return {"segment_lengths": lengths, "dilation_rates": rates}
 
 
+def _both(problem: Problem) -> dict[str, Any]:
+    return _branches(problem) | {"pattern": _window(problem)}
+
+
 @dataclass(frozen=True)
 class OfEmbedded:
     """A module with projections as a function of x alone."""
@@ -214,56 +218,27 @@ class OfEmbedded:
         return out
 
 
-@dataclass(frozen=True)
-class Module:
-    """A module of this library: ``create_attention(kind)`` with branches, blocks or both.
+def module(
+    name: str, what: str, kind: str, config: Callable[[Problem], dict[str, Any]], pattern: Callable[[Problem], Pattern | None] | None = None
+) -> Contender:
+    """A module of this library, ``create_attention(kind)`` with ``config`` of the problem; ``pattern`` as in ``Contender``."""
 
-    Args:
-        is_dilated: whether it has the problem's branches.
-        blocks: problem → its block pattern; None for a module without one.
-    """
-
-    name: str
-    what: str
-    kind: str
-    is_dilated: bool = False
-    blocks: Callable[[Problem], BlockPattern] | None = None
-
-    @property
-    def projects(self) -> bool:
-        return "multihead" in self.kind
-
-    def make(self, problem: Problem, *, prefix: str = "", **options: Any) -> Attend:
-        """Returns the module as a function; the kind ``prefix`` + kind takes ``options``, too."""
-        options |= _branches(problem) if self.is_dilated else {}
-        options |= {} if self.blocks is None else {"pattern": self.blocks(problem)}
-        if not self.projects:
-            return functools.partial(create_attention(prefix + self.kind, **options), is_causal=problem.is_causal)
+    def make(problem: Problem, *, prefix: str = "", **options: Any) -> Attend:
+        """Returns the module as a function; rings have ``prefix`` before the kind and further ``options``."""
+        options |= config(problem)
+        made = functools.partial(create_attention, (prefix + kind).removesuffix("_"))
+        if "multihead" not in kind:
+            return functools.partial(made(**options), is_causal=problem.is_causal)
         torch.manual_seed(0)
         options |= {"embed_dim": problem.embed_dim, "num_heads": problem.num_heads, "num_kv_heads": problem.num_kv_heads}
-        module = create_attention(prefix + self.kind, device=problem.device, dtype=problem.dtype, **options)
-        return OfEmbedded(module, {"is_causal": problem.is_causal})
+        return OfEmbedded(made(device=problem.device, dtype=problem.dtype, **options), {"is_causal": problem.is_causal})
 
-    def pattern(self, problem: Problem) -> Pattern | None:
-        if self.is_dilated:
-            # branches and blocks in one softmax have no common pattern
-            return dilated_pattern(problem) if self.blocks is None else None
-        return dense_pattern(problem) if self.blocks is None else self.blocks(problem)
-
-    def contender(self) -> Contender:
-        inputs = "x" if self.projects else "qkv"
-        return Contender(name=self.name, what=self.what, make=self.make, pattern=self.pattern, inputs=inputs)
+    inputs = "x" if "multihead" in kind else "qkv"
+    return Contender(name=name, what=what, make=make, pattern=pattern or (lambda problem: None), inputs=inputs)
 
 
-DILATED = Module("DilatedAttention", "LongNet's branches: w = 2048 · 4^i, r = 4^i", "dilated", True)
-TENTH = Module("BlockSparseAttention 10%", "a tenth of the blocks, random", "block_sparse", blocks=_tenth)
-BOTH = Module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", True, _window)
-PROJECTED = (
-    Module("MultiheadDilatedAttention", "with projections and norm", "multihead_dilated", True),
-    Module("MultiheadBlockSparseAttention", "a tenth of the blocks, with projections and norm", "multihead_block_sparse", blocks=_tenth),
-    Module("MultiheadBlockSparseDilatedAttention", "branches and window in one softmax, with projections and norm",
-           "multihead_block_sparse_dilated", True, _window),
-)  # fmt: skip
+def _block_sparse(name: str, what: str, pattern: Callable[[Problem], BlockPattern], kind: str = "block_sparse") -> Contender:
+    return module(name, what, kind, lambda problem: {"pattern": pattern(problem)}, pattern)
 
 
 def _torch_multihead(problem: Problem) -> Attend:
@@ -274,21 +249,21 @@ def _torch_multihead(problem: Problem) -> Attend:
     return OfEmbedded(module, {"need_weights": False}, times=3)
 
 
-MODULES: tuple[Contender, ...] = tuple(
-    module.contender()
-    for module in (
-        DILATED,
-        TENTH,
-        Module("BlockSparseAttention window", "a sliding window of N/16 on either side", "block_sparse", blocks=_window),
-        Module("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", "block_sparse", blocks=_big_bird),
-        Module("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", "block_sparse", blocks=_chosen),
-        BOTH,
-    )
+MODULES: tuple[Contender, ...] = (
+    module("DilatedAttention", "LongNet's branches: w = 2048 · 4^i, r = 4^i", "dilated", _branches, dilated_pattern),
+    _block_sparse("BlockSparseAttention 10%", "a tenth of the blocks, random", _tenth),
+    _block_sparse("BlockSparseAttention window", "a sliding window of N/16 on either side", _window),
+    _block_sparse("BlockSparseAttention BigBird", "window N/32, a global block, 3 random blocks per row", _big_bird),
+    _block_sparse("BlockSparseAttention chosen", "the tenth of the blocks that scores highest", _chosen),
+    module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", _both),
 )
 MULTIHEAD: tuple[Contender, ...] = (
     Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),
-    *(module.contender() for module in PROJECTED),
-)
+    module("MultiheadDilatedAttention", "with projections and norm", "multihead_dilated", _branches, dilated_pattern),
+    _block_sparse("MultiheadBlockSparseAttention", "a tenth of the blocks, with projections and norm", _tenth, "multihead_block_sparse"),
+    module("MultiheadBlockSparseDilatedAttention", "branches and window in one softmax, with projections and norm",
+           "multihead_block_sparse_dilated", _both),
+)  # fmt: skip
 
 
 def _without(contender: Contender, name: str = "without") -> Contender:

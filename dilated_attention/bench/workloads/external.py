@@ -27,8 +27,6 @@ class Foreign:
 
     def make(self, problem: Problem) -> Attend:
         attend = self.function(problem)
-        if not callable(attend):
-            raise Refused(f"{self.target} returned {type(attend).__name__}; expected a callable of q, k, v (B, N, H, D)")
 
         def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = attend(q, k, v)
@@ -63,16 +61,15 @@ def foreign(text: str) -> Foreign:
     """
     name, _, target = text.partition("=")
     module, _, function = target.partition(":")
+    if not (name and module and function):
+        expected = "name=module.path:function, a function(problem) -> callable(q, k, v)"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a contender; expected {expected}")
     try:
-        if not (name and module and function):
-            raise ValueError("is not a contender; expected name=module.path:function, a function(problem) -> callable(q, k, v)")
-        made = getattr(importlib.import_module(module), function, None)
-        if not callable(made):
-            raise ValueError(f": {module} has no function {function!r}")
+        found = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r}: {error}; the module must be importable here: run in its folder, or set PYTHONPATH"
         ) from error
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
-    return Foreign(name, target, made)
+    if not callable(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: {module} has no function {function!r}")
+    return Foreign(name, target, found)
