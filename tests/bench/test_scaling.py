@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.report.merge_results import joined
 from dilated_attention.bench.report.rows import machine
-from dilated_attention.bench.runner import write
 from dilated_attention.bench.sharded import competitors
 from dilated_attention.bench.sharded.cases import CASES
 from dilated_attention.bench.sharded.measure import row_errors
@@ -313,8 +311,7 @@ def test_one_process_alone_goes_on_or_raises() -> None:
         together.everywhere(lambda: 1 // 0)
 
 
-@pytest.mark.slow
-def test_results_of_gpus_are_shown_and_drawn(tmp_path: Path) -> None:
+def test_results_of_gpus_are_shown() -> None:
     here = {"date": "2026-11-21", "hardware": {"device": "NVIDIA H200", "devices": "1, 2, 4", "memory_bytes": 2**37}, "versions": {}}
     rows = []
     for which, factor in (("forward", 1.0), ("both", 3.5)):
@@ -345,10 +342,6 @@ def test_results_of_gpus_are_shown_and_drawn(tmp_path: Path) -> None:
     assert (shown["called, ms"], shown["efficiency, %"], shown["of the kernel, %"], shown["peak, GiB"]) == ("2.25", "88.9", "100", "8")
     assert "dense-of-65536 causal W=8 ring: process 3: out of memory" in tables["dense"].caption
     assert tables["not measured"].rows == [["dense-of-65536 causal W=8 torch", "process 2: RingError: …"]]
-    results.machine["hardware"]["devices"] = 1
-    pictures = [path for path in write(suite, results, tmp_path) if path.suffix == ".png"]
-    assert len(pictures) == 2 and all(path.stat().st_size > 3000 for path in pictures)
-    assert json.loads((tmp_path / "scaling.json").read_text())["suite"] == "scaling"
 
 
 @pytest.mark.gpu

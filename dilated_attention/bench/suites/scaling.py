@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.report.plots import Plot, lines_of
+from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
 from dilated_attention.bench.sharded.cases import CASES, SHRINK, UNIT, Case
@@ -128,14 +128,7 @@ class Scaling(Suite):
         return [*(table for table in found if table.rows), *([Table("not measured", ["group", "why"], failed)] if failed else [])]
 
     def plots(self, results: Results) -> list[Plot]:
-        rows, found = _compared(results), []
-        for which, title in PASSES.items():
-            if lines := lines_of(_rings(rows, which), "efficiency", across="W", scale=100.0):
-                unit = "% of one process"
-                found.append(
-                    Plot(name=f"efficiency-{which}", title=f"{unit}, {title}", x_label="processes", y_label=unit, lines=lines, log_x=True)
-                )
-        return found
+        return []
 
 
 def _journal(session: Session) -> Path | None:
@@ -182,7 +175,7 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
     options, W = session.options, session.world_size
     for label, case, N, at in _cases(session):
         problem, is_slide = at(N), case.name == "slide"
-        pattern = "blocks" if problem.blocks is not None else "dense" if problem.given_branches is None else "dilated"
+        pattern = "blocks" if problem.blocks is not None else "dilated" if problem.given_branches is not None else "dense"
         # without a causal mask, zigzag balances nothing
         layouts = dict.fromkeys("contiguous" if name == "zigzag" and not problem.is_causal else name for name in case.layouts)
         exchanges = ["auto"] if pattern == "blocks" or is_slide else options.exchange
@@ -195,8 +188,9 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
                 which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
                 how = {"backend": backend, "timeout": options.timeout} | ({} if exchange == "auto" else {"exchange": exchange})
                 found.append(("ring", backend, ring(of_backend(backend, pattern), " ".join(["ring", *which]) + suffix, layout, **how)))
-        others = competitors(problem, options.ring_flash_attention, options.backends, together.group) if pattern == "dense" else []
-        found += [("foreign", kernel, other) for kernel, other in others]
+        if pattern == "dense":
+            others = competitors(problem, options.ring_flash_attention, options.backends, together.group)
+            found += [("foreign", kernel, other) for kernel, other in others]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):
                 about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}

@@ -103,10 +103,8 @@ FAMILIES: dict[str, Family] = {
     "option-grouped": Family(*_LONG, ("ours", "ungrouped"), (32768,), True, _set(num_kv_heads=4)),
     "option-deterministic": Family(*_LONG, ("ours deterministic", "ours"), (32768,), True),
 }  # fmt: skip
-NAMES = [name if name.startswith("option-") else f"{name}-{n}" for name, family in FAMILIES.items() for n in family.lengths]
-DEFAULTS = [
-    name if name.startswith("option-") else f"{name}-{n}" for name, family in FAMILIES.items() if family.by_default for n in family.lengths
-]
+_NAMES = [(name if name.startswith("option-") else f"{name}-{n}", family) for name, family in FAMILIES.items() for n in family.lengths]
+NAMES, DEFAULTS = [name for name, _ in _NAMES], [name for name, family in _NAMES if family.by_default]
 _NAME = re.compile(r"(?P<family>[a-z][a-z0-9-]*?)(-(?P<length>\d+))?(-(?P<mask>full|causal))?(-x(?P<batch>\d+))?(-d(?P<dim>\d+))?")
 
 
