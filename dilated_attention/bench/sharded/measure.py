@@ -76,8 +76,10 @@ class Entry:
         problem = self.at(min(self.num_positions, most))
 
         def errors() -> Errors:
+            attend = self.contender.make(problem)
+            attend = replace(attend, group=together.group) if isinstance(attend, OnShards) else attend
             try:
-                return check(self.contender, problem, self.contender.make(problem), gradients=trains)
+                return check(self.contender, problem, attend, gradients=trains)
             finally:
                 forget()
 

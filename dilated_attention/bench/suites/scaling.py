@@ -42,11 +42,7 @@ _COLUMNS = {
     "host_ms": ("host, ms", 1.0, "until the loop's calls return"),
     "graph_ms": ("graph, ms", 1.0, "the same as a CUDA graph, where it can be captured"),
     "tflops": ("TFLOP/s", 1.0, "of one process"),
-    "kernel_share": (
-        "of the kernel, %",
-        100.0,
-        "rate over that of the kernel alone on a process's number of tokens, all processes at once",
-    ),
+    "kernel_share": ("of the kernel, %", 100.0, "rate over that of the kernel alone on a process's tokens, all processes at once"),
     "efficiency": ("efficiency, %", 100.0, "time of one process on the whole sequence, the others waiting, over W times this time"),
     "tokens_per_s": ("tokens/s", 1.0, "of all processes"),
     "imbalance": ("imbalance", 1.0, "most pairs of a process over the mean"),

@@ -31,32 +31,34 @@ AnyLayout = str | Layout
 class OnShards:
     """``part`` attends on this process's part of a sequence; ``whole`` does so on whole tensors, which are equal on all processes.
 
-    ``context`` is entered once around all calls.
+    ``context`` is entered once around all calls. ``group`` gathers the parts; a process that waits there for one that failed waits as long
+    as the group's time limit.
     """
 
     part: Attend
     layout: AnyLayout
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    group: Any = None
 
     def __call__(self, *x: torch.Tensor) -> torch.Tensor:
         return self.part(*x)
 
     def whole(self, *x: torch.Tensor) -> torch.Tensor:
-        if (size := members_of(None).size) == 1:
+        if (size := members_of(self.group).size) == 1:
             return self.part(*x)
 
         def summed(grad: torch.Tensor) -> torch.Tensor:
             """Adds the processes' parts; each is as often too large as there are processes that pass in the gradient of the whole."""
             grad = grad.contiguous()
-            dist.all_reduce(grad)
+            dist.all_reduce(grad, group=self.group)
             return grad / size
 
         x = tuple(y.view_as(y) for y in x)
         for y in x:
             if y.requires_grad:
                 y.register_hook(summed)
-        shards = shard_sequence(None, x, [1] * len(x), layout=self.layout)
-        return unshard_sequence(None, [self.part(*shards)], [1], layout=self.layout)[0]
+        shards = shard_sequence(self.group, x, [1] * len(x), layout=self.layout)
+        return unshard_sequence(self.group, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
 def local_part(layout: AnyLayout, problem: Problem) -> Problem:
