@@ -102,13 +102,12 @@ def test_random_calls_reach_everything() -> None:
 # --- chosen calls -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize(("world", "dropout_p"), [(2, 0.5), (4, 0.0)])
 def test_steps_of_heads(world: int, dropout_p: float) -> None:
     check(world, ring_chosen.steps_of_heads(dropout_p))
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [2, 4])
 def test_segments_and_ranks(world: int) -> None:
     check(world, ring_chosen.segments_and_ranks(world))
 
@@ -170,13 +169,12 @@ def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_runs_repeat_bit_for_bit(world: int) -> None:
     spreads = ring_chosen.repeated(world)
-    for rank in pool_of(world).run(ring_cases.run, spreads, torch.float32, 3):
-        for first, *others in rank:
-            assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    for rank in pool_of(world).run(ring_cases.run, spreads, torch.float32, 2):
+        for first, second in rank:
+            assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_errors_in_low_precision_are_those_of_one_process(world: int, dtype: torch.dtype) -> None:
     spreads = [
         spread_of(pattern, 90, kv_heads=4, exchange=exchange, layout=layout, is_causal=(row + index + world // 2) % 2 == 0)

@@ -1,4 +1,4 @@
-"""Ring modules and models among PyTorch's own: FSDP2, DDP, checkpointing, compilation, autocast, meshes, copies. Four gloo processes.
+"""Ring modules and models among PyTorch's own: FSDP2, DDP, checkpointing, compilation, autocast, meshes, copies. 2 and 4 processes.
 
 The checks take the world and the devices that they find: ``gpus/test_ecosystem.py`` runs them on GPUs.
 """
@@ -445,20 +445,26 @@ def run_check(rank: int, world: int, name: str, shape: tuple[int, int]) -> None:
 
 
 SHAPES = {"2 of 4": (2, 2), "4 of 4": (1, 4)}
-# compiles on every process for half a minute, and knows of no rows; the layer is compiled on both meshes
-ON_ONE_MESH = {"compiled_model_at_two_lengths": "4 of 4"}
+# each process compiles for seconds: the layer runs on a group that is a part of the world, the model on two processes; a distributed
+# checkpoint is about sharded parameters and rows, a kind of attention about neither
+ON_ONE_MESH = {
+    "compiled": "2 of 4",
+    "compiled_model_at_two_lengths": "2 of 2",
+    "distributed_checkpoint": "2 of 4",
+    "every_kind_of_attention_in_a_model": "4 of 4",
+}
 CASES = [
     pytest.param(check, shape, id=f"{check}-{where}")
     for check in CHECKS
-    for where, shape in SHAPES.items()
-    if ON_ONE_MESH.get(check, where) == where
+    for where, shape in {**SHAPES, "2 of 2": (1, 2)}.items()
+    if (ON_ONE_MESH[check] == where if check in ON_ONE_MESH else where in SHAPES)
 ]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_on_four_processes(name: str, shape: tuple[int, int]) -> None:
-    pool_of(4).run(run_check, name, shape, timeout=180)
+def test_on_processes(name: str, shape: tuple[int, int]) -> None:
+    pool_of(shape[0] * shape[1]).run(run_check, name, shape, timeout=180)
 
 
 MODULES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [

@@ -65,12 +65,12 @@ def test_every_pattern(world: int) -> None:
     check(world, beside_branches(of_every_pattern(world)))
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_option(world: int) -> None:
     check(world, beside_branches(of_every_option(world), BRANCHES[world % 5 :] + BRANCHES[: world % 5]))
 
 
-@pytest.mark.parametrize("world", [1, 3, 8])
+@pytest.mark.parametrize("world", [1, 8])
 def test_every_length(world: int) -> None:
     """Empty ranks, too: there are fewer positions than ranks, or none."""
     check(world, beside_branches(of_every_length(world)))

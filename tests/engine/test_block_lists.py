@@ -66,8 +66,8 @@ def test_lists_are_the_dense_mask(name: str, is_causal: bool) -> None:
             lists = check(pattern, n, is_causal)
             assert pattern.mask_bytes(n, HEADS, is_causal=is_causal) == lists.nbytes
             if n > 256:
-                check(pattern, n, is_causal, first_query=128)
-                check(pattern, n, is_causal, first_query=128, num_queries=100)
+                # to the end of one length and within the other
+                check(pattern, n, is_causal, first_query=128, num_queries=None if n == 300 else 100)
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     gemma2,
     gpt_oss,
     llama,
-    mistral,
     registered,
     tokens,
 )
@@ -40,7 +39,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
-MODELS = {"llama": llama, "mistral": mistral, "gpt_oss": gpt_oss, "gemma2": gemma2}
+MODELS = {"llama": llama, "gpt_oss": gpt_oss, "gemma2": gemma2}
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": 3,
@@ -189,7 +188,6 @@ CASES: dict[str, dict[str, Any]] = {
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents": {"size": 2, "kind": "packed"},
-    "windows": {"size": 2, "model": "mistral"},
     "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
     "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
