@@ -1,4 +1,4 @@
-# make demo · make test · make test-fast · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
+# make demo · make test (lint and test-cpu) · make test-fast · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # the GPU tests run with a Python that has torch for CUDA, triton, pytest, pytest-timeout, pytest-xdist and hypothesis: make test-gpu GPU_PYTHON=…
 GPU_PYTHON ?= $(PYTHON)
 
-.PHONY: demo test test-fast test-gpu test-gpus lint bench bench-check docs docs-serve clean
+.PHONY: demo test test-cpu test-fast test-gpu test-gpus lint bench bench-check docs docs-serve clean
 
 # install NAME: makes the environment and installs the package with an extra
 define install
@@ -28,9 +28,13 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 	$(BIN)/python examples/train_longnet.py --expect-below-bigram
 	$(BIN)/python examples/block_sparse.py
 
+# lint beside the tests, for mypy has one process; an error of either ends make with an error, when the tests have ended
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint test-cpu
+
 # one torch thread a worker: two workers with a thread pool each would fight over the cores. Compiled modules are kept: else the dozens of
 # processes that tests start compile the package again, and pytest rewrites 150 modules in each worker
-test: $(STAMP) lint
+test-cpu: $(STAMP)
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # for the inner loop: no slow test, none of several processes, and a few cases of each of the others, always the same ones

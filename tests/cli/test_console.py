@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing.connection import wait
 
 import pytest
 
 from dilated_attention.cli import console, main
+from tests.helpers.pool import fresh_processes
 
 INFO = ("info", "--for", "cpu", "--all")
 SHOW = ("show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32", "--heads", "1")
@@ -36,21 +38,30 @@ def on_terminal(columns: int, *arguments: str, **more: str) -> str:
     fcntl, pty, struct, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "struct", "termios"))
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "-m", "dilated_attention", *arguments]
-    process = subprocess.Popen(command, env=environment(**{"TERM": "xterm-256color"} | more), stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    variables = environment(**{"TERM": "xterm-256color"} | more)
+    process = fresh_processes().Process(target=run_on_terminal, args=(os.ttyname(theirs), arguments, variables))
+    process.start()
     received = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # Linux says so where the other end is closed
-            break
-        if not part:
-            break
-        received += part
+    # this process keeps the terminal open, so it never reports an end: all has been read when nothing is left of a process that ended
+    while ours in wait([ours, process.sentinel], 120):
+        received += os.read(ours, 65536)
+    process.join(0)
     os.close(ours)
-    assert process.wait(timeout=120) == 0, received
+    os.close(theirs)
+    assert process.exitcode == 0, received
     return received.decode().replace("\r\n", "\n")
+
+
+def run_on_terminal(name: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    """The command line with a terminal as its stdin, stdout and stderr, in a forked process: imports of a new one take seconds."""
+    terminal = os.open(name, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(terminal, stream)
+    # those of the process that this one is forked from may be files
+    sys.stdout, sys.stderr = (open(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.exit(main(list(arguments)))
 
 
 def words(text: str) -> list[str]:
@@ -127,9 +138,11 @@ def test_ascii_has_substitutes(more: dict[str, str]) -> None:
     assert described.isascii() and "a100-80gb, ...;" in described
 
 
-def test_drawings_in_ascii() -> None:
+def test_drawings_in_ascii(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = piped(*SHOW, PYTHONIOENCODING="ascii")
-    assert drawn == piped(*SHOW).translate(console._ASCII)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(list(SHOW)) == 0
+    assert drawn == capsys.readouterr().out.translate(console._ASCII)
     assert "#+++#" in drawn and drawn.isascii()
 
 

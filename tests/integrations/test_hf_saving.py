@@ -17,6 +17,7 @@ import torch
 from dilated_attention.integrations import _hf_refusals, _hf_settings
 from dilated_attention.integrations.huggingface import configure, register
 from dilated_attention.pattern import GlobalLocal, MaskFunction
+from tests.helpers.scripts import run_script
 from tests.integrations.test_huggingface import DECODER, LENGTHS, PATTERN, RATES
 
 transformers = pytest.importorskip("transformers")
@@ -289,11 +290,16 @@ def in_a_fresh_process(script: str, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_fresh_process(tmp_path: Path) -> None:
+def test_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has imported what this one has, and registered nothing."""
     model = llama("dilated")
     model.save_pretrained(tmp_path / "model")
     torch.save((IDS, *answers(model)), tmp_path / "expected.pt")
-    assert in_a_fresh_process(WITH, tmp_path).split() == ["same", "dilated"]
+    (tmp_path / "with.py").write_text(WITH)
+    monkeypatch.chdir(tmp_path)
+    result = run_script(tmp_path / "with.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["same", "dilated"]
 
 
 READS_IT = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 4)

@@ -54,7 +54,7 @@ def test_in_the_navigation(notebook: Path) -> None:
 
 # steps of training, in a notebook and here: as many as what it asserts needs. ``make docs`` takes all
 FEWER = {
-    "finetune_transformers": {"fit(150, 256,": "fit(40, 256,", "fit(30, 4096,": "fit(8, 4096,", "max_new_tokens=80": "max_new_tokens=8"},
+    "finetune_transformers": {"fit(150, 256,": "fit(20, 256,", "fit(30, 4096,": "fit(4, 4096,", "max_new_tokens=80": "max_new_tokens=8"},
     "slide_heatmap": {"range(40)": "range(20)"},
 }
 
