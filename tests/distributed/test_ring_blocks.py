@@ -452,7 +452,7 @@ def module(rank: int, world: int) -> None:
     assert all(grad.dtype is torch.bfloat16 for grad in torch.autograd.grad(lse.sum() if rank else out.sum(), half))
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_module(world: int) -> None:
     pool_of(world).run(module)
 

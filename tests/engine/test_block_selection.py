@@ -196,8 +196,7 @@ def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amount", [{"blocks": 5}, {"density": 0.4}, {"mass": 0.7}], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("amount", "is_causal"), [({"blocks": 5}, True), ({"density": 0.4}, False), ({"mass": 0.7}, True)], ids=str)
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:
     """Bit for bit: many equal scores, zeros of both signs, infinities, what is no number."""
     choose_triton = pytest.importorskip("dilated_attention.engine.blocks.selection_triton")

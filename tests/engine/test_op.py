@@ -186,14 +186,16 @@ def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("index", range(12))
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_the_forward_op_passes_every_opcheck(index: int, requires_grad: bool) -> None:
-    assert set(torch.library.opcheck(FORWARD, op_arguments(index, requires_grad=requires_grad)).values()) == {"SUCCESS"}
+def test_the_forward_op_passes_every_opcheck(index: int) -> None:
+    """Every fourth call without gradients, whose checks are a part of those with them."""
+    arguments = op_arguments(index, requires_grad=index % 4 != 3)
+    assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("index", range(12))
-@pytest.mark.parametrize("with_dlse", [True, False])
-def test_the_backward_op_passes_every_opcheck(index: int, with_dlse: bool) -> None:
+def test_the_backward_op_passes_every_opcheck(index: int) -> None:
+    """With and without a gradient of lse, every other pair of calls."""
+    with_dlse = index // 2 % 2 == 0
     arguments = op_arguments(index, requires_grad=False)
     out, lse, kept = FORWARD(*arguments)
     dlse = torch.ones_like(lse) if with_dlse else None
