@@ -171,11 +171,13 @@ def steps_of(run: Path) -> set[int]:
     return {int(step) for step in re.findall(r'"step": (\d+)', log.read_text())} if log.exists() else set()
 
 
-@pytest.mark.parametrize(("before", "after", "options"), [(2, None, []), (None, 2, ["--context-parallel", "2", "--fsdp"])])
+@pytest.mark.parametrize(
+    ("before", "after", "options"), [(2, None, []), (None, 2, ["--context-parallel", "2", "--fsdp", "--layout", "zigzag"])]
+)
 def test_a_run_goes_on_with_another_number_of_processes(
     text: Path, tmp_path: Path, before: int | None, after: int | None, options: list[str]
 ) -> None:
-    """Sequences of a step stay what they were, and so do the bits, up to the order of sums."""
+    """Sequences of a step stay what they were, and so do the bits, up to the order of sums; also where processes share a sequence."""
     small = ["--lr", "5e-4", "--validations", "0"]
     alone = tmp_path / "alone"
     train(text, alone, "--steps", "3", *small, processes=before)
