@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from pathlib import Path
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
 from dilated_attention.bench.measure.skip import is_out_of_memory, release
 from dilated_attention.bench.report.merge_results import joined, stem
+from dilated_attention.bench.report.plots import NO_MATPLOTLIB
 from dilated_attention.bench.report.rows import Results, Row, machine
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.suite import Session, Suite
 from dilated_attention.files import write_text
 
 
@@ -48,7 +50,7 @@ def run(
         output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md`` and plots; None writes nothing.
         minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
-        started: called with (groups done, total groups, label) before each group, and after the last with label "".
+        started: called with (groups done, total groups, label) before each group.
 
     Raises:
         ValueError: ``output`` holds results of other hardware, versions or settings; or several processes run a suite for one.
@@ -56,14 +58,13 @@ def run(
     """
     if session.world_size > 1 and not suite.over_processes:
         raise ValueError(f"{session.world_size} processes were started and suite {suite.name} runs on one; start it without torchrun")
-    if plots and output is not None:
-        _need_matplotlib()
+    if plots and output is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(NO_MATPLOTLIB)
     here = machine(session.device, session.world_size)
-    settings = suite.settings(session)
     # other processes write nothing, and read what the first one has
     path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
     fresh = fresh or not suite.resumes
-    results = Results.open(None if fresh and session.rank else path, suite.name, here, settings, fresh=fresh)
+    results = Results.open(None if fresh and session.rank else path, suite.name, here, suite.settings(session), fresh=fresh)
     if session.rank:
         results.path = None
     groups = suite.groups(session)
@@ -79,33 +80,27 @@ def run(
             outcome.left_out += [group.label] if group.label not in results.groups else []
             continue
         started(i, len(groups), group.label)
+        rows: list[Row] = []
+        note = ""
         try:
-            rows = _rows(group)
+            rows = list(group.run())
         except Broken as broken:
             # recorded in the file, so that the next run continues after it
-            outcome.broken = str(broken)
-            rows = [Row(name="all", case={"group": group.label}, note=outcome.broken)]
-        results.add(group.label, rows)
+            note = outcome.broken = str(broken)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # even the inputs did not fit
+            note = "out of memory"
+        results.add(group.label, [Row(name="all", case={"group": group.label}, note=note)] if note else rows)
         outcome.measured += 1
         release()
-    started(len(groups), len(groups), "")
-    outcome.together, _ = joined(results.merged(), output)
+    outcome.together, _ = joined(results.stored(), output)
     if output is not None and not session.rank:
         outcome.written = write(suite, results, output, plots=plots)
     if not session.rank and not outcome.left_out:
         outcome.written += suite.finish(results, session)
     return outcome
-
-
-def _rows(group: Group) -> list[Row]:
-    try:
-        return list(group.run())
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    # even the inputs did not fit
-    release()
-    return [Row(name="all", case={"group": group.label}, note="out of memory")]
 
 
 def _agreed(mine: bool, session: Session) -> bool:
@@ -114,15 +109,15 @@ def _agreed(mine: bool, session: Session) -> bool:
 
 
 def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
-    """Writes ``<suite>.json``, ``<suite>.md`` and, if requested, ``<suite>-<name>.png``; returns their paths.
+    """Writes ``<suite>.md`` and, if requested, ``<suite>-<name>.png``, and ``<suite>.json`` if no group has; returns their paths.
 
     Results of runs with other numbers of processes are included.
     """
     results.path = path = output / f"{stem(results)}.json"
-    with results.lock():
-        results = results.merged()
+    stored = results.stored()
+    if stored is results:
         results.save()
-    results, left_out = joined(results, output)
+    results, left_out = joined(stored, output)
     drawn = [(plot, output / f"{suite.name}-{plot.name}.png") for plot in (suite.plots(results) if plots else ())]
     for plot, picture in drawn:
         plot.draw(picture)
@@ -144,12 +139,3 @@ def headline(results: Results) -> str:
     threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dilated_attention")
     return f"{device}{threads} · {known} · {results.machine['date']}"
-
-
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            'plots need matplotlib: pip install "dilated-attention[plot]", or leave them out with --no-plots'
-        ) from missing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import gc
 import os
@@ -16,13 +15,10 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention import start
 from dilated_attention.cli import tune
 from dilated_attention.cli.choices import DTYPES, SUITES
-from dilated_attention.cli.console import console, put, put_json
+from dilated_attention.cli.console import put, put_json
 from dilated_attention.parsing import UsageError, positive
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from dilated_attention.bench import Outcome, Session, Suite
 
 _OUTPUT = Path("bench-results")
@@ -106,13 +102,7 @@ def _run_all(args: argparse.Namespace) -> int:
     from dilated_attention.bench.suites import SUITES
 
     codes = []
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    able = [suite() for suite in SUITES.values() if suite.in_all]
-    suites = [suite for suite in able if world_size == 1 or suite.over_processes]
-    if world_size > 1 and os.environ.get("RANK") == "0":
-        others = [suite.name for suite in able if suite not in suites]
-        print(f"for one process only, so not measured with {world_size}: {', '.join(others)}", file=sys.stderr)
-    for suite in suites:
+    for suite in (kind() for kind in SUITES.values() if kind.in_all):
         own = argparse.ArgumentParser(add_help=False)
         suite.add_arguments(own)
         codes.append(_run_one(suite, argparse.Namespace(**vars(own.parse_args([])) | vars(args))))
@@ -123,14 +113,16 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
     from dilated_attention.bench import run
 
     session = _session(args)
-    options = {"output": args.output, "minutes": args.minutes, "fresh": args.fresh, "plots": not args.no_plots}
-    with _Progress(suite.name, quiet=args.quiet or session.rank > 0) as progress:
-        outcome = run(suite, session, **options, started=progress)
+    begun = time.monotonic()
+
+    def started(done: int, total: int, label: str) -> None:
+        if not args.quiet and session.rank == 0:
+            print(f"{suite.name} {done + 1}/{total}, {time.monotonic() - begun:.0f} s: {label}", file=sys.stderr, flush=True)
+
+    outcome = run(suite, session, output=args.output, minutes=args.minutes, fresh=args.fresh, plots=not args.no_plots, started=started)
     if session.rank == 0:
         _tell(suite, outcome, args.json)
-    if outcome.broken:
-        return 1
-    return suite.verdict(outcome.results)
+    return 1 if outcome.broken else suite.verdict(outcome.results)
 
 
 def _session(args: argparse.Namespace) -> Session:
@@ -163,42 +155,6 @@ def _session(args: argparse.Namespace) -> Session:
     full = args.size == "full" if args.size else on_gpu
     seconds = args.seconds or 0.2
     return Session(device=device, full=full, dtypes=dtypes, seconds=seconds, options=args, rank=rank, world_size=world_size)
-
-
-class _Progress(contextlib.AbstractContextManager["_Progress"]):
-    """A progress bar on stderr, one step per group; plain lines without a terminal."""
-
-    def __init__(self, name: str, *, quiet: bool) -> None:
-        self._name = name
-        self._quiet = quiet
-        self._bar: Progress | None = None
-        self._begun = time.monotonic()
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        if self._quiet:
-            return
-        stderr = console(stderr=True)
-        if stderr.is_interactive:
-            self._bar = self._bar or self._started(stderr, total)
-            self._bar.update(self._bar.task_ids[0], completed=done, description=label, refresh=True)
-        elif label:
-            passed = time.monotonic() - self._begun
-            print(f"{self._name} {done + 1}/{total}, {passed:.0f} s: {label}", file=sys.stderr, flush=True)
-
-    def _started(self, stderr: Console, total: int) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (TextColumn(self._name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        # drawn between groups only: a thread that draws would take time from what is measured
-        bar = Progress(*columns, TextColumn("{task.description}"), console=stderr, auto_refresh=False)
-        bar.add_task("", total=total)
-        bar.start()
-        return bar
-
-    def __exit__(self, *error: object) -> None:
-        # also after an error: the bar hides the cursor
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:

@@ -34,8 +34,7 @@ def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, 
 
     ``shared``: the sets of inputs that the calls of one problem share; {} at first.
     """
-    share(contender, problem, shared)
-    *sets, dout = shared[_kind(contender, problem)]
+    *sets, dout = share(contender, problem, shared)
     following = itertools.cycle(sets).__next__
     if which == "forward":
 
@@ -66,26 +65,15 @@ def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, 
     return backward
 
 
-def share(contender: Contender, problem: Problem, shared: dict[Any, list[Any]]) -> None:
-    """Creates the inputs that contenders of this kind cycle through, and dout, once."""
-    kind, part = _kind(contender, problem), part_of(contender, problem)
+def share(contender: Contender, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:
+    """Returns the sets of inputs that contenders of this kind cycle through, then dout; created once.
+
+    There are eight small sets, two where one exceeds any cache, and one where memory is scarce (from 4 GiB on).
+    """
+    kind = (contender.inputs, problem.queries, problem.kv_heads, problem.data)
     if kind not in shared:
-        dout = part.dout()
-        sets = [inputs_of(contender, part, i) for i in range(sets_of(problem))]
+        dout = problem.dout()
+        count = 1 if problem.bytes >= 4 * 2**30 else max(2, min(8, 2**28 // max(problem.bytes, 1)))
+        sets = [inputs_of(contender, problem, i) for i in range(count)]
         shared[kind] = [*sets, dout.flatten(2) if contender.inputs == "x" else dout]
-
-
-def part_of(contender: Contender, problem: Problem) -> Problem:
-    """Returns the part of the problem that this process holds."""
-    return problem if contender.local is None else contender.local(problem)
-
-
-def _kind(contender: Contender, problem: Problem) -> tuple[Any, ...]:
-    return contender.inputs, contender.local is None, problem.queries, problem.kv_heads, problem.data
-
-
-def sets_of(problem: Problem) -> int:
-    """Returns the number of input sets: eight small ones, two where one exceeds any cache, one where memory is scarce (from 4 GiB on)."""
-    if problem.bytes >= 4 * 2**30:
-        return 1
-    return max(2, min(8, 2**28 // max(problem.bytes, 1)))
+    return shared[kind]

@@ -40,7 +40,9 @@ def attempt(function: Callable[[], T], *, foreign: bool = False) -> Attempt[T]:
     except Refused as refusal:
         return Attempt(None, _first_line(refusal))
     except BackendUnavailable as unavailable:
-        return Attempt(None, _reason(unavailable))
+        # the second line is why the requested backend cannot run, after its name
+        reasons = str(unavailable).splitlines()[1:2]
+        return Attempt(None, reasons[0].strip().split(": ", 1)[-1][:200] if reasons else _first_line(unavailable))
     except Exception as error:
         if is_out_of_memory(error):
             note = "out of memory"
@@ -85,12 +87,6 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         x = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(x * 1, x)
-
-
-def _reason(error: BackendUnavailable) -> str:
-    """Returns why the requested backend cannot run: the second line of the error, without the backend's name."""
-    lines = str(error).splitlines()
-    return lines[1].strip().split(": ", 1)[-1][:200] if len(lines) > 1 else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,28 +1,28 @@
 """Time and memory of functions that take turns, so that a change of clock rate or load affects all of them equally.
 
-On a GPU a turn is ``triton.testing.do_bench``: CUDA events, with the cache emptied before each call. On a CPU it is a
-``torch.utils.benchmark.Timer``. A long call is timed once per turn.
+On a GPU a turn is ``triton.testing.do_bench``: CUDA events, with the cache emptied before each call. On a CPU it is a loop of calls. A long
+call is timed once per turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils import benchmark
 
-from dilated_attention.bench.measure.skip import settle
+from dilated_attention.bench.measure.subprocess_runner import Peak
 
 # how one call is seen in addition to its median
 WAYS = ("called", "host", "kernels", "graph")
-# seconds of a call beyond which it is timed once per turn: do_bench calls a function six times before it measures, Timer twice. Within a
-# hundredth of that time a GPU's cache is refilled, and its launch latency is negligible
-_LONG = {"cuda": 0.005, "cpu": 0.05}
+# seconds of a call from which a GPU times it once per turn: do_bench calls a function six times before it measures. Within a hundredth of
+# that time the cache is refilled, and the launch latency is negligible
+_LONG = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,8 @@ class Timing:
             ms=statistics.median(ordered), low_ms=ordered[round(0.1 * last)], high_ms=ordered[round(0.9 * last)], samples=len(ordered)
         )
 
-    @property
-    def spread(self) -> float:
-        """(90th − 10th percentile) / median."""
-        return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
-
-    def scaled(self, factor: float) -> Timing:
-        return Timing(ms=factor * self.ms, low_ms=factor * self.low_ms, high_ms=factor * self.high_ms, samples=self.samples)
-
     def values(self) -> dict[str, float]:
-        return {"ms": self.ms, "low_ms": self.low_ms, "high_ms": self.high_ms, "samples": self.samples}
+        return asdict(self)
 
 
 def interleaved(
@@ -63,7 +55,7 @@ def interleaved(
     least: int = 3,
     most: int = 20,
     warm: bool = False,
-    agree: Callable[[float], float] | None = None,
+    loops: bool = False,
 ) -> dict[str, Timing]:
     """Times every function in turn, repeatedly, for about ``seconds`` each, and at least ``least`` turns.
 
@@ -72,74 +64,49 @@ def interleaved(
         device: what they run on.
         most: maximum number of turns.
         warm: whether they were called before; they are then called only once before they are timed.
-        agree: returns the first process's number on all processes, where functions exchange data between processes: all processes then
-            call them equally often, one by one.
+        loops: a turn is a loop of calls by the wall clock, also on a GPU. Host time counts, and no cache is emptied.
     """
     if not warm:
         for function in functions.values():
             function()
-
-    def turn(function: Callable[[], Any], once: float, share: float) -> list[float]:
-        if agree is None:
-            return _turn(function, device, once, min(share, 0.1))
-        return [1000 * one_call(function, device) for _ in range(max(1, min(100, int(min(share, 0.1) / max(once, 1e-9)))))]
-
-    return _in_turns(functions, device, turn, seconds, least, most, agree or (lambda x: x))
-
-
-def in_turns(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 10
-) -> dict[str, Timing]:
-    """Like ``interleaved``, but by the wall clock, for long work such as a training step: host time counts, and no cache is emptied.
-
-    A sample is a turn: several consecutive calls where they are short, so that the host may run ahead of the device as in normal use.
-
-    Args:
-        functions: already called, so that nothing compiles any more; each is called once more before it is timed.
-    """
-
-    def turn(function: Callable[[], Any], once: float, share: float) -> list[float]:
-        return [loop(function, device, max(1, int(share / max(once, 1e-9))))]
-
-    return _in_turns(functions, device, turn, seconds, least, most, lambda x: x)
-
-
-def _in_turns(
-    functions: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    turn: Callable[[Callable[[], Any], float, float], list[float]],
-    seconds: float,
-    least: int,
-    most: int,
-    agree: Callable[[float], float],
-) -> dict[str, Timing]:
-    """Calls ``turn`` (function, seconds of a call, seconds of this turn → milliseconds of calls) of each function in turn."""
-    once = {name: agree(one_call(function, device)) for name, function in functions.items()}
-    turns = max(least, min(most, int(seconds / max([*once.values(), 1e-9]))))
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    once = {name: max(one_call(function, device), 1e-9) for name, function in functions.items()}
+    turns = max(least, min(most, int(seconds / max(once.values(), default=1.0))))
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            samples[name] += turn(function, once[name], seconds / turns)
-    return {name: Timing.of(times) for name, times in samples.items()}
+            if loops or device.type != "cuda":
+                times[name].append(loop(function, device, max(1, int(seconds / turns / once[name]))))
+            else:
+                times[name] += _device_times(function, device, once[name], seconds / turns)
+    return {name: Timing.of(mine) for name, mine in times.items()}
+
+
+# for long work that was called before, such as a training step: the host may run ahead of the device as in normal use
+in_turns = functools.partial(interleaved, most=10, warm=True, loops=True)
+
+
+def _device_times(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
+    with torch.cuda.device(device):
+        if once >= _LONG:
+            return [device_ms(function)]
+        from triton.testing import do_bench
+
+        return list(do_bench(function, warmup=1, rep=max(1, int(1000 * min(seconds, 0.1))), return_mode="all"))
 
 
 def one_call(function: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of one call by the wall clock, including waiting for the device."""
-    synchronise(device)
-    start = time.perf_counter()
-    function()
-    synchronise(device)
-    return time.perf_counter() - start
+    return loop(function, device, 1) / 1000
 
 
 def loop(function: Callable[[], Any], device: torch.device, calls: int) -> float:
     """Returns the milliseconds of a call in a loop without synchronising."""
-
-    def several() -> None:
-        for _ in range(calls):
-            function()
-
-    return 1000 * one_call(several, device) / calls
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    synchronise(device)
+    return 1000 * (time.perf_counter() - start) / calls
 
 
 def device_ms(function: Callable[[], Any]) -> float:
@@ -153,21 +120,6 @@ def device_ms(function: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end))
 
 
-def _turn(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
-    """Returns the milliseconds of some calls."""
-    if device.type != "cuda":
-        if once >= _LONG["cpu"]:
-            return [1000 * one_call(function, device)]
-        timer = benchmark.Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-        return [1000 * timer.timeit(max(1, int(seconds / max(once, 1e-9)))).median]
-    with torch.cuda.device(device):
-        if once < _LONG["cuda"]:
-            from triton.testing import do_bench
-
-            return list(do_bench(function, warmup=1, rep=max(1, int(1000 * seconds)), return_mode="all"))
-        return [device_ms(function)]
-
-
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -177,14 +129,9 @@ def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
     """Returns the peak bytes of a call beyond those before it, results included; None without CUDA, where PyTorch does not count them."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
-    settle(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    kept = function()
-    torch.cuda.synchronize(device)
-    del kept
-    return torch.cuda.max_memory_allocated(device) - before
+    peak = Peak(device)
+    function()
+    return peak.bytes()
 
 
 def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: float, ways: Sequence[str] = WAYS) -> dict[str, float]:

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import dilated_attention
-from dilated_attention.backends import detect
 from dilated_attention.files import locked, parse_json, remove_leftovers, write_text
 
 SCHEMA = 1
@@ -68,32 +67,27 @@ def _rounded(figures: dict[str, float]) -> dict[str, float]:
 
 def machine(device: torch.device, world_size: int = 1) -> dict[str, Any]:
     """Returns hardware, versions and date. Only ``hardware`` decides whether two results may be compared."""
-    hardware: dict[str, Any] = {"device": detect(device).name or device.type, "devices": world_size}
+    hardware: dict[str, Any]
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        hardware |= {
-            "device": properties.name,
-            "memory_bytes": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}",
-        }
+        found = torch.cuda.get_device_properties(device)
+        hardware = {"device": found.name, "devices": world_size, "memory_bytes": found.total_memory}
+        hardware["capability"] = f"{found.major}.{found.minor}"
     else:
         # the number of threads affects a CPU's figures like a different CPU would
-        hardware |= {"device": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        hardware = {"device": _processor(), "devices": world_size, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "hardware": hardware, "versions": versions}
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+    """Returns the model's name where Linux gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -107,6 +101,7 @@ class Results:
 
     Args:
         groups: those found in the file when this run began, and those measured by it.
+        replaced: content of the file that the first group replaces.
     """
 
     suite: str
@@ -114,10 +109,7 @@ class Results:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, list[Row]] = field(default_factory=dict)
     path: Path | None = None
-    _added: set[str] = field(default_factory=set)
-    # what this run replaces, and the file's groups when it began
     replaced: bytes = b""
-    _before: dict[str, list[Row]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | None, suite: str, here: dict[str, Any], settings: dict[str, Any], *, fresh: bool = False) -> Results:
@@ -127,30 +119,25 @@ class Results:
             ValueError: the file belongs to another suite, machine or version, or was made with other settings.
         """
         new = cls(suite, here, settings, path=path)
-        if path is None or not path.exists():
-            return new
-        if fresh:
-            # it stays until the first group is measured
+        if path is not None and path.exists() and fresh:
             new.replaced = path.read_bytes()
-            return new
-        found = cls.load(path)
-        new.check_same(found)
-        found._before = dict(found.groups)
-        return found
+        return new.stored()
 
-    def check_same(self, found: Results) -> None:
-        """Raises ValueError where ``found`` belongs to another suite, machine or version, or was made with other settings."""
-        for what, theirs, ours in (
-            ("suite", found.suite, self.suite),
-            ("hardware", found.machine["hardware"], self.machine["hardware"]),
-            ("versions", found.machine["versions"], self.machine["versions"]),
-            ("settings", found.settings, self.settings),
-        ):
-            if theirs != ours:
-                raise ValueError(
-                    f"{found.path} was made with other {what}: {_difference(theirs, ours)}; "
-                    "--fresh replaces the file, or choose another --output"
-                )
+    def differs(self, found: Results, *, but: str = "") -> str:
+        """Returns in what ``found`` is of another suite, machine, version or settings, leaving out the hardware's entry ``but``."""
+
+        def parts(of: Results) -> dict[str, Any]:
+            hardware = {key: value for key, value in of.machine["hardware"].items() if key != but}
+            return {"suite": {"name": of.suite}, "hardware": hardware, "versions": of.machine["versions"], "settings": of.settings}
+
+        a, b = parts(found), parts(self)
+        other = [
+            f"other {what}: {key} {a[what].get(key)!r} there, {b[what].get(key)!r} here"
+            for what in a
+            for key in {**a[what], **b[what]}
+            if a[what].get(key) != b[what].get(key)
+        ]
+        return f"made with {', '.join(other)}" if other else ""
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -172,40 +159,29 @@ class Results:
         return [row for rows in self.groups.values() for row in rows]
 
     def add(self, label: str, rows: Iterable[Row]) -> None:
-        self.groups[label] = list(rows)
-        self._added.add(label)
-        with self.lock():
-            self.merged().save()
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Must be held from ``merged`` to ``save``, so that no other run writes in between."""
+        """Adds a group, and writes it to the file next to rows of other runs."""
+        self.groups[label] = own = list(rows)
         if self.path is None:
-            yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent / f".{self.suite}.lock"):
             remove_leftovers(self.path)
-            yield
+            whole, keys = self.stored(), {row.key for row in own}
+            others = [] if whole is self else [row for row in whole.groups.get(label, []) if row.key not in keys]
+            replace(whole, groups=whole.groups | {label: others + own}).save()
 
-    def merged(self) -> Results:
-        """Returns these groups and those that other runs have written to the file since this one began.
+    def stored(self) -> Results:
+        """Returns what the file holds, groups that other runs have added included; these results where there is none to continue.
 
         Raises:
-            ValueError: the file now belongs to another suite, machine or version, or was made with other settings.
+            ValueError: the file belongs to another suite, machine or version, or was made with other settings.
         """
         if self.path is None or not self.path.exists() or self.path.read_bytes() == self.replaced:
             return self
         found = self.load(self.path)
-        self.check_same(found)
-        groups = {}
-        for label, rows in found.groups.items():
-            own = self.groups[label] if label in self._added else []
-            keys = {row.key for row in own}
-            # rows that were there before are replaced by those measured anew
-            stale = label in self._added and self._before.get(label) == rows
-            groups[label] = [*([] if stale else (row for row in rows if row.key not in keys)), *own]
-        return replace(self, groups=groups | {label: rows for label, rows in self.groups.items() if label in self._added - set(groups)})
+        if differs := self.differs(found):
+            raise ValueError(f"{found.path} was {differs}; --fresh replaces the file, or choose another --output")
+        return found
 
     def save(self) -> None:
         """Writes the file; a reader sees the old one or the new one."""
@@ -222,10 +198,3 @@ class Results:
             inside = ",\n".join("   " + json.dumps(row.as_dict(), ensure_ascii=False) for row in rows)
             groups.append(f"  {json.dumps(label, ensure_ascii=False)}: [" + (f"\n{inside}\n  ]" if rows else "]"))
         return "{\n" + "\n".join(lines) + '\n "groups": {\n' + ",\n".join(groups) + "\n }\n}\n"
-
-
-def _difference(theirs: Any, ours: Any) -> str:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
-        return ", ".join(f"{key} {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys)
-    return f"{theirs!r} there, {ours!r} here"

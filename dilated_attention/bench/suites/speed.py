@@ -1,6 +1,6 @@
 """Time of every pass: dense attention kernel by kernel, this library's modules and functions, and other people's, by length and by case.
 
-python -m dilated_attention bench speed                                     # lengths and shapes, every module
+python -m dilated_attention bench speed                                     # lengths, every module
 python -m dilated_attention bench speed --cases short --torchscale PATH     # what one call costs, and every option
 python -m dilated_attention bench speed --cases "longnet*" --contenders ours floor --backends flash4
 """
@@ -11,7 +11,6 @@ import argparse
 import fnmatch
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,43 +18,31 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.contest import duration, measure
+from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
-from dilated_attention.bench.measure.rank_sync import of_first_process
 from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
 from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, Value, pivot
+from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.views import labelled, listing, plotted
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
-from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, STANDARD, Contender, of_backend
+from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend
 from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.rings import RINGS
 from dilated_attention.parsing import UsageError, size
 
-CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *RINGS, *FUNCTIONS, *COMPETITORS)}
-# those of the length and grid parts
-ALL = (*DENSE, *MODULES, *MULTIHEAD)
-# dense kernels that round in the inputs' dtype; 8-bit products are not comparable
-KERNELS = tuple(contender.name for contender in DENSE if contender is not STANDARD and "fp8" not in contender.name)
-# batch x positions x heads x head dim
-GRID = ((1, 32, 4, 16), (1, 128, 8, 32), (4, 256, 8, 64), (8, 512, 16, 64), (16, 512, 32, 64), (32, 1024, 32, 128), (64, 1024, 64, 128))
-PARTS = ("length", "grid")
-VALUES = (
-    Value("ms", "ms"),
-    Value("called", "ms as called in a loop"),
-    Value("host", "ms until the call returns"),
-    Value("kernels", "ms of its kernels"),
-    Value("launches", "kernels launched"),
-    Value("graph", "ms as a CUDA graph"),
-    Value("tokens_per_s", "tokens/s", is_rate=True),
-    Value("tflops", "TFLOP/s", is_rate=True),
-    Value("peak_bytes", "peak MiB beyond the inputs", scale=2**-20),
-)
+CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *FUNCTIONS, *COMPETITORS)}
+# the cases of every length, who is measured there, and with whom they are compared
+LENGTH, ALL, BASELINE = "length", (*DENSE, *MODULES, *MULTIHEAD), "torch sdpa"
+# columns of the tables, where there are such figures: heading → (figure, factor)
+COLUMNS = {"ms": ("ms", 1.0), "×": ("times", 1.0), "called, ms": ("called", 1.0), "host, ms": ("host", 1.0),
+           "kernels, ms": ("kernels", 1.0), "launches": ("launches", 1.0), "graph, ms": ("graph", 1.0), "tokens/s": ("tokens_per_s", 1.0),
+           "TFLOP/s": ("tflops", 1.0), "% of peak": ("of_peak", 100.0), "peak, MiB": ("peak_bytes", 2.0**-20)}  # fmt: skip
+_PLOTS = {"ms": ("ms", 1.0), "tflops": ("TFLOP/s", 1.0), "peak_bytes": ("peak, MiB", 2.0**-20)}
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -71,16 +58,10 @@ class Speed(Suite):
 
     name = "speed"
     about = "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors"
-    over_processes = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--cases",
-            nargs="+",
-            default=list(PARTS),
-            metavar="NAME",
-            help=f"{', '.join(PARTS)} (default), short (what one call costs), names or wildcards; --list shows the names",
-        )
+        about = f"{LENGTH} (default), short (what one call costs), names or wildcards; --list shows the names"
+        parser.add_argument("--cases", nargs="+", default=[LENGTH], metavar="NAME", help=about)
         parser.add_argument("--list", nargs=0, action=_List, help="print the named cases and who is compared, measure nothing")
         parser.add_argument("--contenders", nargs="+", metavar="NAME", help="names or wildcards; default: those of each case")
         parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="ours and the floor by these backends too")
@@ -116,56 +97,39 @@ class Speed(Suite):
     def cases(self, session: Session) -> Iterator[Case]:
         """Yields the cases; raises UsageError where a name is not one."""
         options = session.options
-        named = list(itertools.chain.from_iterable(DEFAULTS if name == "short" else [name] for name in options.cases if name not in PARTS))
-        contenders = tuple(contender.name for contender in ALL)
-        if session.world_size > 1:
-            contenders += tuple(contender.name for contender in RINGS)
         try:
-            names = names_of(named)
+            names = names_of([each for name in options.cases if name != LENGTH for each in (DEFAULTS if name == "short" else [name])])
         except ValueError as unknown:
             raise UsageError(f"--cases: {unknown}") from unknown
-        for dtype in session.dtypes:
-            place: dict[str, Any] = {"dtype": dtype, "device": session.device}
-            if "length" in options.cases:
-                for problem in self.lengths(session, place):
-                    yield Case(f"length {problem.label}", "length", problem, contenders)
-            if "grid" in options.cases:
-                for b, n, h, d in GRID if session.full else GRID[:3]:
-                    problem = Problem(batch_size=b, num_positions=n, num_heads=h, head_dim=d, **place)
-                    yield Case(f"grid {problem.label}", "grid", problem, contenders)
+        for dtype in session.dtypes if options.dtypes else session.dtypes[:1]:
+            for problem in self.lengths(session, dtype) if LENGTH in options.cases else ():
+                yield Case(f"{LENGTH} {problem.label}", LENGTH, problem, tuple(contender.name for contender in ALL))
             for name in names:
                 yield make_case(name, session.device, dtype, full=session.full)
-            if not session.options.dtypes:
-                break
 
-    def lengths(self, session: Session, place: dict[str, Any]) -> Iterator[Problem]:
+    def lengths(self, session: Session, dtype: torch.dtype) -> Iterator[Problem]:
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
         masks = [(n, mask == "causal") for mask in options.masks or ["full"] for n in lengths]
         masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
         for n, is_causal in masks:
-            batch = options.batch or (most if n <= 8192 else 1)
             yield Problem(
                 num_positions=n,
                 num_heads=options.heads or heads,
                 head_dim=options.head_dim or head_dim,
-                batch_size=batch,
+                batch_size=options.batch or (most if n <= 8192 else 1),
                 is_causal=is_causal,
-                **place,
+                dtype=dtype,
+                device=session.device,
             )
 
     def groups(self, session: Session) -> Sequence[Group]:
-        catalogue = self.catalogue(session)
-        # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
-        asked = getattr(session.options, "seconds", None)
-        seconds = session.seconds / (2 if session.full else 4) if asked is None else session.seconds
-        groups = []
+        catalogue, groups = self.catalogue(session), []
         for case in self.cases(session):
-            names = [name for name in self.compared(session, case, catalogue) if name in catalogue]
-            chosen = [catalogue[name] for name in names]
-            label = case.name if case.family in PARTS else f"{case.name} {case.problem.label}"
-            groups.append(Group(label, functools.partial(self._measure, session, case, chosen, seconds)))
+            chosen = [catalogue[name] for name in self.compared(session, case, catalogue) if name in catalogue]
+            label = case.name if case.family == LENGTH else f"{case.name} {case.problem.label}"
+            groups.append(Group(label, functools.partial(self._measure, session, case, chosen)))
         return groups
 
     def catalogue(self, session: Session) -> dict[str, Contender]:
@@ -196,76 +160,57 @@ class Speed(Suite):
         more = [f"{name} {backend}" for name in ("ours", "attention") if name in case.contenders for backend in session.options.backends]
         return [*case.contenders, *more]
 
-    def _measure(self, session: Session, case: Case, contenders: list[Contender], seconds: float) -> list[Row]:
-        problem, options = case.problem, session.options
-        ways = options.ways if options.ways is not None else () if case.family in PARTS else WAYS[:3]
+    def _measure(self, session: Session, case: Case, contenders: list[Contender]) -> list[Row]:
+        problem, options, by_length = case.problem, session.options, case.family == LENGTH
         extra: dict[str, Any] = {"family": case.family, "at": _column(case)}
-        extra |= {"processes": session.world_size} if session.world_size > 1 else {}
         rows: list[Row] = []
-        for other in options.contender if case.family in PARTS else ():
+        for other in options.contender if by_length else ():
             made = attempt(functools.partial(other.contender, problem), foreign=True)
             if made.value is None:
                 rows.append(Row(name=other.name, case=problem.case | extra, note=made.note))
             else:
                 contenders = [*contenders, made.value]
-        agree = functools.partial(of_first_process, device=session.device) if session.world_size > 1 else None
         rows += measure(
             contenders,
             problem,
             passes=options.passes,
-            seconds=seconds,
+            # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
+            seconds=session.seconds / (1 if options.seconds else 2 if session.full else 4),
             memory=True,
             longest=self.longest(session),
-            agree=agree,
-            ways=() if agree else ways,
+            ways=options.ways if options.ways is not None else () if by_length else WAYS[:3],
             extra=extra,
         )
-        tokens = 1000 * problem.batch_size * (problem.queries or problem.num_positions)
-        return [replace(row, values=row.values | {"tokens_per_s": tokens / row.values["ms"]}) if row.values else row for row in rows]
+        for row in rows if by_length else ():
+            if row.values:
+                row.values["tokens_per_s"] = 1000 * problem.batch_size * problem.num_positions / row.values["ms"]
+        return rows
 
     def tables(self, results: Results) -> list[Table]:
         tables: list[Table] = []
-        for (family, dtype, mask), rows in _parts(results):
+        for what, rows in _parts(results):
             for which in PASSES:
-                mine = _of_pass(rows, which)
-                if any(row.values for row in mine):
-                    tables += _tables(results, mine, f"{_PASS_NAMES[which]}, {family}, {dtype}, {mask}", which)
+                tables += _table(results, _of_pass(rows, which), which, f"{_PASS_NAMES[which]}, {what}")
         compared = {row.name for row in results.rows}
         legend = {name: contender.what for name, contender in CONTENDERS.items()}
         legend |= {name: f"{target}, yours" for name, target in results.settings.get("others", {}).items()}
         lines = [[name, what] for name, what in legend.items() if name in compared]
-        return [*(tables or [pivot(results.rows, "ms", across="at", title="time, ms")]), Table("what is compared", ("", "what"), lines)]
+        return [*(tables or listing(results.rows, {}, title="nothing was measured")), Table("what is compared", ("", "what"), lines)]
 
     def plots(self, results: Results) -> list[Plot]:
         plots = []
-        for (family, dtype, mask), rows in _parts(results):
-            for which, value in itertools.product(PASSES, (VALUES[0], *VALUES[-2:])):
-                mine = [row for row in _of_pass(rows, which) if isinstance(row.case["at"], int)]
-                lines = lines_of(mine, value.key, across="at", scale=value.scale)
-                if lines and len({x for line in lines for x in line.x}) > 1:
-                    name = f"{value.key.split('_')[0]}-{family}-{dtype}-{mask}-{which}"
-                    plots.append(
-                        Plot(
-                            name=name,
-                            title=f"{value.title}: {_PASS_NAMES[which]}, {family}, {dtype}, {mask}",
-                            x_label="positions",
-                            y_label=value.title,
-                            lines=lines,
-                            log_x=True,
-                            log_y=not value.is_rate,
-                            note=_shape(mine),
-                        )
-                    )
+        for (what, rows), which, (key, (title, scale)) in itertools.product(list(_parts(results)), PASSES, _PLOTS.items()):
+            lines = lines_of([row for row in _of_pass(rows, which) if isinstance(row.case["at"], int)], key, across="at", scale=scale)
+            name = "-".join([key.split("_")[0], *what.split(", "), which])
+            plots += plotted(lines, name=name, title=f"{title}: {_PASS_NAMES[which]}, {what}", x_label="positions", y_label=title,
+                             log_x=True, log_y=key == "ms")  # fmt: skip
         return plots
 
 
 def _column(case: Case) -> Any:
     """Returns what a case is called in its family's tables."""
-    p = case.problem
-    if case.family == "length":
-        return p.num_positions
-    if case.family == "grid":
-        return f"{p.batch_size}x{p.num_positions}x{p.num_heads}x{p.head_dim}"
+    if case.family == LENGTH:
+        return case.problem.num_positions
     rest = case.name.removeprefix(_family(case.family)).strip("-")
     return int(rest) if rest.isdigit() else rest
 
@@ -275,14 +220,15 @@ def _family(name: str) -> str:
     return next((start for start in ("option", "blocks", "fp8") if name.startswith(start)), name)
 
 
-def _parts(results: Results) -> Iterator[tuple[tuple[str, str, str], list[Row]]]:
-    parts: dict[tuple[str, str, str], list[Row]] = {}
+def _parts(results: Results) -> Iterator[tuple[str, list[Row]]]:
+    """Yields (family, dtype and mask, rows)."""
+    parts: dict[str, list[Row]] = {}
     for row in results.rows:
         if "family" in row.case:
-            family, dtype = _family(row.case["family"]), row.case["dtype"]
+            family = _family(row.case["family"])
             # options differ in mask and dtype, which their names say
-            key = (family, "", "") if family == "option" else (family, dtype, "causal" if row.case["causal"] else "full")
-            parts.setdefault(key, []).append(row)
+            what = family if family == "option" else f"{family}, {row.case['dtype']}, {'causal' if row.case['causal'] else 'full'}"
+            parts.setdefault(what, []).append(row)
     yield from parts.items()
 
 
@@ -293,65 +239,26 @@ def _of_pass(rows: Iterable[Row], which: str) -> list[Row]:
     return [row for row in rows if row.case.get("pass", which if which == "forward" or row.name in present else "") == which]
 
 
-def _bases(rows: Sequence[Row]) -> dict[Any, Row]:
-    """Returns what each column is compared with: the fastest dense kernel, in named cases the first that is measured."""
-    best: dict[Any, Row] = {}
+def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Table]:
+    """Returns a table of a pass by case, compared with the first contender of each case, by length with ``BASELINE``, if measured."""
+    gpu, bases = gpu_of(results), {}
     for row in (row for row in rows if row.values):
-        at, family = row.case["at"], row.case["family"]
-        if family in PARTS:
-            if row.name in KERNELS and (at not in best or row.values["ms"] < best[at].values["ms"]):
-                best[at] = row
-        elif at not in best or row.name == FAMILIES[family].contenders[0]:
-            best[at] = row
-    return best
-
-
-def _tables(results: Results, rows: list[Row], what: str, which: str) -> list[Table]:
-    bases = _bases(rows)
-    ordered = sorted(bases.items()) if all(isinstance(at, int) for at in bases) else list(bases.items())
-    against = "; ".join(
-        f"{name} at {', '.join(f'{at:,}' if isinstance(at, int) else at for at, _ in group)}"
-        for name, group in itertools.groupby(ordered, key=lambda item: item[1].name)
+        family, at = row.case["family"], row.case["at"]
+        if at not in bases or row.name == (BASELINE if family == LENGTH else FAMILIES[family].contenders[0]):
+            bases[at] = row
+    if not bases:
+        return []
+    shown = []
+    for row in sorted(rows, key=lambda row: list(bases).index(row.case["at"]) if row.case["at"] in bases else len(bases)):
+        more = {"times": bases[row.case["at"]].values["ms"] / row.values["ms"]} if row.values else {}
+        share = utilisation(gpu, row)
+        shown.append(replace(row, values=row.values | more | ({} if share is None else {"of_peak": share})))
+    columns = {head: column for head, column in COLUMNS.items() if any(column[0] in row.values for row in shown)}
+    shapes = dict.fromkeys(f"{row.case['B']} × {row.case['H']} × {row.case['D']}" for row in rows)
+    caption = (
+        f"Batch × heads × head dim: {', '.join(shapes)}. ms: median of a call on the device. ×: times as fast as "
+        f"{', '.join(dict.fromkeys(row.name for row in bases.values()))}. called: in a loop without synchronising. host: until the call "
+        f"returns. TFLOP/s: {FLOPS[which]} D FLOPs per (query, key) pair of the pattern, with multiplicity. {explained(results, rows)} "
+        "peak: memory beyond the inputs."
     )
-    tables = []
-    for value in VALUES:
-        mine = [row for row in rows if value.key in row.values or not row.values]
-        named = any(row.case["family"] not in PARTS for row in rows)
-        if not any(row.values for row in mine) or (value.key == "tokens_per_s" and named):
-            continue
-        caption = [f"{_shape(rows)}."] if value is VALUES[0] else []
-        if value is VALUES[0] and "longest" in results.settings:
-            caption.append(f"Median of a call; one may take {duration(results.settings['longest'])}.")
-        if value.key == "tflops":
-            caption.append(f"FLOPs: {FLOPS[which]} D per (query, key) pair of the pattern, with multiplicity. {explained(results, rows)}")
-        baseline = {at: row.values[value.key] for at, row in bases.items() if value.key in row.values}
-        if baseline:
-            times = "rate against" if value.is_rate else "peak against" if value.key == "peak_bytes" else "times as fast as"
-            caption.append(f"In brackets, ×: {times} {against}.")
-        share = functools.partial(utilisation, gpu_of(results)) if value.key == "tflops" else lambda row: None
-        tables.append(
-            pivot(
-                mine,
-                value.key,
-                across="at",
-                title=f"{value.title}, {re.sub('(, )+$', '', what)}",
-                scale=value.scale,
-                caption=" ".join(caption),
-                baseline=baseline,
-                more_is_better=value.is_rate,
-                share=share,
-            )
-        )
-    return tables
-
-
-def _shape(rows: Iterable[Row]) -> str:
-    """Describes heads, head dim and batch sizes of rows, where they share the first two."""
-    cases = [row.case for row in rows if "H" in row.case]
-    shapes = dict.fromkeys((case["H"], case["D"]) for case in cases)
-    batches: dict[int, int] = {}
-    for case in cases:
-        batches[case["B"]] = max(batches.get(case["B"], 0), case["N"])
-    ordered = sorted(batches.items(), key=lambda item: item[1])
-    sizes = ", then ".join(f"{b} up to N = {n:,}" if i + 1 < len(ordered) else str(b) for i, (b, n) in enumerate(ordered))
-    return ", ".join(f"{h} heads of {d}" for h, d in shapes) + f", batch {sizes}" if len(shapes) < 4 else "B x N x H x D"
+    return listing(labelled(shown, "{name}, {at}"), columns, title=title, caption=caption)
