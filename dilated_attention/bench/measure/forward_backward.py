@@ -66,14 +66,15 @@ def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, 
 
 
 def share(contender: Contender, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:
-    """Returns the sets of inputs that contenders of this kind cycle through, then dout; created once.
+    """Returns the sets of inputs that contenders of this kind cycle through, then dout, of the part that this process holds; created once.
 
     There are eight small sets, two where one exceeds any cache, and one where memory is scarce (from 4 GiB on).
     """
-    kind = (contender.inputs, problem.queries, problem.kv_heads, problem.data)
+    kind = (contender.inputs, contender.local is None, problem.queries, problem.kv_heads, problem.data)
     if kind not in shared:
-        dout = problem.dout()
+        part = problem if contender.local is None else contender.local(problem)
+        dout = part.dout()
         count = 1 if problem.bytes >= 4 * 2**30 else max(2, min(8, 2**28 // max(problem.bytes, 1)))
-        sets = [inputs_of(contender, problem, i) for i in range(count)]
+        sets = [inputs_of(contender, part, i) for i in range(count)]
         shared[kind] = [*sets, dout.flatten(2) if contender.inputs == "x" else dout]
     return shared[kind]

@@ -1,6 +1,6 @@
 """How far one device goes: seconds and bytes per token by length, every length checked on sampled rows against float64.
 
-Lengths are given, or doubled until memory or time runs out, and then bisected.
+Lengths are given, or doubled until memory or time runs out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
-TIME, MEMORY = "time, not memory", "out of memory"
+TIME = "time, not memory"
 # the kinds, and the power of the length that their time grows with
 KINDS = {"dilated": 1, "block-sparse": 1, "dense": 2}
-# bisected lengths are multiples of this
-_STEP = 1024
 # an lse is a logarithm of a sum of exponentials: its error is absolute, that of sums in float32
 _LSE_BOUND = 0.02
 
@@ -59,12 +57,11 @@ def attend_of(kind: str, first: int, problem: Problem) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """``memory`` in bytes, None for the device's; ``seconds`` per call; the ``most`` positions; ``steps`` of bisection."""
+    """``memory`` in bytes, None for the device's; ``seconds`` per call; the ``most`` positions."""
 
     memory: int | None
     seconds: float
     most: int
-    steps: int
 
 
 class Extreme(Suite):
@@ -84,14 +81,13 @@ class Extreme(Suite):
         parser.add_argument("--most", type=size, default=2**30, help="length to end at; default: 1G")
         parser.add_argument("--memory-gib", type=float, help="memory to fill; default: the GPU's, 0.125 on a CPU")
         parser.add_argument("--limit", type=float, help="seconds of one call beyond which a search ends; default: 10 on a GPU, 3 on a CPU")
-        parser.add_argument("--steps", type=int, help="of bisection, after memory has run out; default: 4 on a GPU, 2 on a CPU")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options, limits = session.options, self.limits(session)
         shape = {"heads": options.heads, "head_dim": options.head_dim, "causal": options.causal}
         ends = {"first": self._problem(session).num_positions, "most": options.most, "memory_gib": options.memory_gib}
         dtype = {"dtype": str(session.dtype).removeprefix("torch.")}
-        return super().settings(session) | shape | dtype | ends | {"limit": limits.seconds, "steps": limits.steps}
+        return super().settings(session) | shape | dtype | ends | {"limit": limits.seconds}
 
     def limits(self, session: Session) -> Limits:
         options, on_gpu = session.options, session.device.type == "cuda"
@@ -99,8 +95,7 @@ class Extreme(Suite):
         if gib is not None and gib <= 0:
             raise UsageError(f"--memory-gib is {gib:g}; expected more than 0")
         seconds = options.limit if options.limit is not None else 10.0 if on_gpu else 3.0
-        steps = options.steps if options.steps is not None else 4 if session.full else 2
-        return Limits(None if gib is None else int(gib * 2**30), seconds, options.most, steps)
+        return Limits(None if gib is None else int(gib * 2**30), seconds, options.most)
 
     def groups(self, session: Session) -> Sequence[Group]:
         options, limits, problem = session.options, self.limits(session), self._problem(session)
@@ -183,23 +178,15 @@ def _memory(problem: Problem, limits: Limits) -> int:
 
 
 def _search(kind: str, length: int, limits: Limits, rows: list[Row]) -> Iterator[int]:
-    """Yields lengths to try, each decided by the rows of those before."""
-    low = 0
+    """Yields lengths to try, each twice the one before, until one does not fit or would take too long."""
     while length <= limits.most:
-        if low and rows[-1].values["ms"] / 1000 * (length / low) ** KINDS[kind] > limits.seconds:
+        if rows and rows[-1].values["ms"] / 1000 * 2 ** KINDS[kind] > limits.seconds:
             rows.append(replace(rows[-1], case=rows[-1].case | {"N": length}, values={}, errors={}, note=TIME))
             return
         yield length
         if rows[-1].note:
-            break
-        low, length = length, 2 * length
-    high = length
-    for _ in range(limits.steps if rows and low and rows[-1].note.startswith(MEMORY) else 0):
-        middle = (low + high) // 2 // _STEP * _STEP
-        if not low < middle < high:
             return
-        yield middle
-        low, high = (low, middle) if rows[-1].note else (middle, high)
+        length *= 2
 
 
 def one(kind: str, which: str, problem: Problem, first: int) -> tuple[dict[str, float], dict[str, float]]:
