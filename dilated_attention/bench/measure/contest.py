@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.accuracy.contender_check import check, forget
 from dilated_attention.bench.measure.forward_backward import FLOPS, HEAVY, PASSES, allocated, call_of, share
@@ -16,13 +18,13 @@ from dilated_attention.bench.report.rows import Row
 from dilated_attention.bench.workloads.contenders import Contender, Costs
 from dilated_attention.bench.workloads.problem import Problem
 
-# FLOP/s of a good kernel on a GPU and on a CPU, by which a call is expected to be too long; once a forward is timed, its time decides
-_RATES = 3e14, 1e11
+# FLOP/s of the best kernels on a Hopper GPU, and of a CPU's thread: what takes too long at this rate is not begun
+_GPU_RATE, _THREAD_RATE = 6e14, 5e10
 
 
 @dataclass
 class _Able:
-    """A contender that can run a problem, or a ``note`` on why not. ``expected``: seconds of a forward."""
+    """A contender that can run a problem, or a ``note`` on why not. ``expected``: seconds of a forward, as measured once it is."""
 
     contender: Contender
     problem: Problem
@@ -114,7 +116,8 @@ def _checked(contender: Contender, problem: Problem, passes: Sequence[str], long
         able.costs = contender.costs(problem)
         return able
     able.attend = contender.make(problem)
-    able.expected = FLOPS["forward"] * (contender.pairs(problem) or 0) * problem.head_dim / _RATES[problem.device.type != "cuda"]
+    rate = _GPU_RATE if problem.device.type == "cuda" else _THREAD_RATE * torch.get_num_threads()
+    able.expected = FLOPS["forward"] * (contender.pairs(problem) or 0) * problem.head_dim / rate
     if too_long := able.why_not("forward", longest):
         raise Refused(too_long)
     trains = contender.trains and (not passes or any(which != "forward" and not able.why_not(which, longest) for which in passes))
