@@ -69,31 +69,28 @@ def _plan(args: argparse.Namespace) -> int:
 
     from dilated_attention.factory.hardware import torch_wheels
     from dilated_attention.pattern.checks import shown
-    from dilated_attention.planning.estimate.attention_plan import attention_table
     from dilated_attention.planning.estimate.problem import machine_of
-    from dilated_attention.planning.whole_models.model_plan import model_table
+    from dilated_attention.planning.plans import plans_table
 
-    attention: list[AttentionPlan] = []
-    models: list[ModelPlan] = []
     # the longest that fits does not depend on the length: one search is enough
     lengths = [(n, n == args.length[-1]) for n in args.length]
+    plans: list[AttentionPlan | ModelPlan]
     if args.what in PLAN_KINDS:
-        attention = [_attention(args, n, last=last) for n, last in lengths]
+        plans = [_attention(args, n, last=last) for n, last in lengths]
     elif args.what.endswith(".json") or args.what in MODEL_PRESETS:
         model = _hub_model(args) if args.what.endswith(".json") else args.what
-        models = [_model(args, model, n, last=last) for n, last in lengths]
+        plans = [_model(args, model, n, last=last) for n, last in lengths]
     else:
         raise UsageError(
             f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
             "or a transformers model's config.json"
         )
-    made: list[AttentionPlan | ModelPlan] = [*attention, *models]
     if args.json:
-        found = [plan.as_dict() for plan in made]
+        found = [plan.as_dict() for plan in plans]
         put_json(found[0] if len(found) == 1 else found)
         return 0
-    put(made[0] if len(made) == 1 else attention_table(attention) if attention else model_table(models))
-    for settings, _ in models[-1].suggestions if models else ():
+    put(plans[0] if len(plans) == 1 else plans_table(plans))
+    for settings, _ in getattr(plans[-1], "suggestions", ()):
         put(f"try: {_command(args, settings)}")
     gpu = machine_of(args.gpu, args.memory).gpu
     if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):

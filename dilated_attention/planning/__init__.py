@@ -2,10 +2,10 @@
 
 from dilated_attention.planning.advice.answer import Recommendation, Setting
 from dilated_attention.planning.advice.recommend import USE_CASES, recommend
-from dilated_attention.planning.estimate.attention_plan import AttentionPlan
 from dilated_attention.planning.estimate.gpus import GPUS, Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.estimate.plan import plan_attention
-from dilated_attention.planning.whole_models.model_plan import ModelPlan, plan_model
+from dilated_attention.planning.plans import AttentionPlan, ModelPlan
+from dilated_attention.planning.whole_models.model_plan import plan_model
 from dilated_attention.planning.whole_models.module_memory import module_memory
 
 __all__ = [

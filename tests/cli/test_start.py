@@ -17,7 +17,7 @@ from dilated_attention.bench.workloads.problem import DTYPES
 from dilated_attention.cli import choices
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS
 from dilated_attention.planning import USE_CASES
-from dilated_attention.planning.advice.facts import KINDS as RECOMMENDED_KINDS
+from dilated_attention.planning.advice.recommend import KINDS as RECOMMENDED_KINDS
 from dilated_attention.planning.estimate.problem import KINDS
 
 SCRIPT = """import sys

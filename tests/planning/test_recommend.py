@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,10 +17,11 @@ import torch.distributed as dist
 
 import dilated_attention
 from dilated_attention.cli import main
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.models import PagedKVCache
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
-from dilated_attention.planning import plan_model
+from dilated_attention.planning import find_gpu, plan_model
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, rule_table
 from dilated_attention.planning.advice.recommend import USE_CASES, recommend
@@ -224,7 +226,7 @@ def test_branches_grow_to_the_whole_sequence_nest_and_reach_every_position(lengt
 @pytest.mark.parametrize("parameters", [1.3e8, 3.5e8, 1.3e9, 7e9, 1.3e10, 7e10])
 def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) -> None:
     model = rules.language_model(parameters, None, None, True, {"attention": "dense"})
-    assert 0.9 < model.num_parameters / parameters < 1.1
+    assert 0.9 < model.summary.num_parameters / parameters < 1.1
     chosen = rules.language_model(parameters, 24, 64, True, {"attention": "dense"}).config
     assert (chosen.num_heads, chosen.head_dim) == (24, 64)
 
@@ -250,8 +252,7 @@ def test_steps_are_spread_so_that_they_fit() -> None:
     assert short.kind == "dense" and "give at least 8 sequences" in short.setting("mesh").reason
     for answer in (one, eight, side_by_side, dense, short):
         assert answer.memory is not None
-        machine = rules.machine_of("H200", None)
-        assert answer.fits == (answer.memory <= USABLE * machine.memory)
+        assert answer.fits == (answer.memory <= USABLE * find_gpu("H200").memory)
 
 
 @pytest.mark.slow
@@ -278,7 +279,7 @@ def test_caches_decide_how_far_segments_reach() -> None:
     config, longest = model.config, many.segment_lengths[-1]
     assert config.num_kv_heads == 4 and many.memory is not None
     row = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    assert many.memory == 2 * model.num_parameters + 64 * row * longest
+    assert many.memory == 2 * model.summary.num_parameters + 64 * row * longest
     assert PagedKVCache.__name__ in many.setting("KV cache").value
 
 
@@ -289,9 +290,10 @@ def test_caches_decide_how_far_segments_reach() -> None:
 def test_the_machine_decides_dtype_and_backend(machine: str, dtype: str, forward: str) -> None:
     answer = recommend("training", 2**16, gpu=machine)
     assert answer.setting("dtype").value == dtype and answer.forward == forward
-    explained = dilated_attention.explain_backend(
-        hardware=rules.machine_of(machine, None).hardware, dtype=getattr(torch, dtype), num_heads=16, is_causal=True, length=2048
-    )
+    hardware = EXAMPLES["cpu" if machine == "cpu" else "hopper"]
+    if machine != "cpu":
+        hardware = dataclasses.replace(hardware, capability=find_gpu(machine).capability, name=find_gpu(machine).name)
+    explained = dilated_attention.explain_backend(hardware=hardware, dtype=getattr(torch, dtype), num_heads=16, is_causal=True, length=2048)
     assert (answer.forward, answer.backward) == (explained.forward, explained.backward)
 
 

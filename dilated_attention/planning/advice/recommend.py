@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+from dilated_attention.factory import EXAMPLES, detect
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation
-from dilated_attention.planning.advice.facts import KINDS, Case
+from dilated_attention.planning.advice.case import Case
 from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
-from dilated_attention.planning.estimate.problem import MOST
+from dilated_attention.planning.estimate.problem import MOST, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
 USE_CASES: Mapping[str, str] = {
@@ -22,8 +25,16 @@ USE_CASES: Mapping[str, str] = {
     "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
     "huggingface": "train or fine-tune a transformers model",
 }
+KINDS = ("dense", "dilated", "block_sparse")
 # limits for the number of parameters of a model, and for the GiB of a device
 _MOST = {"parameters": 10**16, "memory": 2**30}
+_MOST_SIZES = {
+    "heads": MOST["num_heads"],
+    "head_dim": MAX_HEAD_DIM,
+    "batch": MOST["batch_size"],
+    "gpus": MOST["gpus"],
+    "users": MOST["users"],
+}
 _SHAPE = ("parameters", "heads", "head_dim")
 # arguments that a use case accepts in addition to length, gpu and memory
 _TAKES = {
@@ -74,39 +85,44 @@ def recommend(
         ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case does not accept.
     """
     one_of("use_case", use_case, tuple(USE_CASES))
-    if causal is not None:
-        check_bool("causal", causal)
-    given = {
+    arguments = {
         "parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal,
         "attention": attention,
     }  # fmt: skip
-    wrong = [name for name, value in given.items() if value is not None and name not in _TAKES[use_case]]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} given, which {use_case!r} does not use; it takes length, gpu, memory"
-            + "".join(f", {name}" for name in _TAKES[use_case])
-            + f": drop {', '.join(wrong)}"
-        )
-    most = {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "gpus": MOST["gpus"], "batch": MOST["batch_size"], "users": MOST["users"]}
-    sizes = {name: as_int(name, given[name], minimum=1, maximum=limit) for name, limit in most.items() if given[name] is not None}
-    if attention is not None:
-        one_of("attention", attention, KINDS)
-    for name, number in (("parameters", parameters), ("memory", memory)):
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{name} is {shown(number)} ({type(number).__name__}); expected a number above 0")
-        if not 0 < number <= _MOST[name]:
-            raise ValueError(f"{name} is {shown(number)}; expected a number above 0, at most {_MOST[name]:,}")
+    given = {name: _checked(name, value) for name, value in arguments.items() if value is not None}
+    if wrong := ", ".join(name for name in given if name not in _TAKES[use_case]):
+        takes = ", ".join(("length", "gpu", "memory", *_TAKES[use_case]))
+        raise ValueError(f"{wrong} given, which {use_case!r} does not use; it takes {takes}: drop {wrong}")
+    size = None if memory is None else int(_checked("memory", memory) * 2**30)
+    usual: dict[str, Any] = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
+    shape = dict.fromkeys(("parameters", "heads", "head_dim", "attention"))
+    machine = machine_of(gpu, size)
+    hardware = detect() if gpu is None else EXAMPLES["cpu"]
+    if gpu is not None and machine.gpu is not None:
+        hardware = replace(EXAMPLES["hopper"], capability=machine.gpu.capability, name=machine.gpu.name)
+    if machine.gpu is None:
+        machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
     case = Case(
-        name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=rules.machine_of(gpu, memory),
-        parameters=parameters, heads=sizes.get("heads"), head_dim=sizes.get("head_dim"), gpus=sizes.get("gpus", 1),
-        batch=sizes.get("batch", 1), users=sizes.get("users", 32),
-        causal=use_case not in ("encoder", "torchscale") if causal is None else causal, attention=attention,
+        name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=machine, hardware=hardware,
+        here=gpu is None, **(shape | usual | given),
     )  # fmt: skip
     _check_use_case(case)
     named = {"torchscale": torchscale, "huggingface": huggingface, "long-context": decoding, "serving": decoding}
     return named.get(use_case, layer if parameters is None else training)(case)
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "causal":
+        check_bool(name, value)
+    elif name == "attention":
+        one_of(name, value, KINDS)
+    elif name in _MOST_SIZES:
+        return as_int(name, value, minimum=1, maximum=_MOST_SIZES[name])
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number above 0")
+    elif not 0 < value <= _MOST[name]:
+        raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_MOST[name]:,}")
+    return value
 
 
 def _check_use_case(case: Case) -> None:

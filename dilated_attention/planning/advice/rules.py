@@ -1,22 +1,20 @@
-"""What ``recommend`` chooses from: machines, branches, models by their size, and distributions of a training step over GPUs."""
+"""What ``recommend`` chooses from: branches, models by their size, and distributions of a training step over GPUs."""
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Hardware, create_model, detect
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import Summary, footprint, summarise
+from dilated_attention.models.summary import Summary, footprint
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.problem import MOST
-from dilated_attention.planning.estimate.problem import machine_of as planned_machine
-from dilated_attention.planning.whole_models.model_plan import ModelPlan, plan_model
+from dilated_attention.planning.estimate.problem import MOST, Machine
+from dilated_attention.planning.plans import ModelPlan
+from dilated_attention.planning.whole_models.model_memory import model_of
+from dilated_attention.planning.whole_models.model_plan import plan_model
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 SHORT, LONG = 4096, 8192
@@ -38,48 +36,6 @@ _WIDTHS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """One device, and whether it is this machine's. ``memory`` is in bytes."""
-
-    name: str
-    hardware: Hardware
-    memory: int
-    is_here: bool
-    gpu: Gpu | None
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.hardware.device_type == "cuda"
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.hardware.capability is not None and self.hardware.capability[0] == 9 and not self.hardware.is_rocm
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of full speed: the default of ``explain_backend``, except float32 for GPUs before Volta, whose float16 is slow."""
-        capability = (self.hardware.capability or (0, 0)) if self.is_cuda else (0, 0)
-        return torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
-
-
-def machine_of(gpu: str | None, memory: float | None) -> Machine:
-    """Returns this machine's GPU or CPU (None), its CPU (``"cpu"``), or a GPU by name with every kernel package installed.
-
-    ``memory`` is in GiB and replaces the device's own.
-    """
-    found = planned_machine(gpu)
-    if gpu is None:
-        hardware = detect()
-    elif found.gpu is None:
-        hardware = EXAMPLES["cpu"]
-    else:
-        hardware = replace(EXAMPLES["hopper"], capability=found.gpu.capability, name=found.name)
-    name = found.name if found.gpu is not None else "CPU" if hardware.device_type == "cpu" else hardware.name
-    size = found.memory if memory is None else int(memory * 2**30)
-    return Machine(name=name, hardware=hardware, memory=size, is_here=gpu is None, gpu=found.gpu)
-
-
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
     """Returns branches with segments of 2048, 8192, … up to the whole sequence; rates 1, 4, … are limited so that heads cover every offset.
 
@@ -91,19 +47,15 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
     """
     whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
     most = 1 << (max(num_heads, LEAST_RATE).bit_length() - 1)
-    lengths, rates = [], []
-    segment, rate = FIRST_SEGMENT, 1
-    while True:
-        lengths.append(min(segment, whole))
-        rates.append(min(rate, most))
-        if segment >= whole:
-            return DilatedPattern(tuple(lengths), tuple(rates))
-        segment, rate = segment * GROWTH, rate * GROWTH
+    lengths, rates = [min(FIRST_SEGMENT, whole)], [1]
+    while lengths[-1] < whole:
+        lengths.append(min(lengths[-1] * GROWTH, whole))
+        rates.append(min(rates[-1] * GROWTH, most))
+    return DilatedPattern(tuple(lengths), tuple(rates))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A preset with fields replaced, as created by ``create_model(preset, **overrides)``."""
+class Model(NamedTuple):
+    """A preset with fields replaced, as created by ``create_model(preset, **overrides)``, and its figures."""
 
     preset: str
     overrides: dict[str, Any]
@@ -112,10 +64,6 @@ class Model:
     @property
     def config(self) -> LongNetConfig:
         return self.summary.config
-
-    @property
-    def num_parameters(self) -> int:
-        return self.summary.num_parameters
 
 
 def language_model(parameters: float | None, heads: int | None, head_dim: int | None, is_causal: bool, attention: dict[str, Any]) -> Model:
@@ -127,7 +75,7 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
     """
     overrides: dict[str, Any] = attention | ({} if is_causal else {"is_causal": False})
     if parameters is None and heads is None and head_dim is None:
-        return _model("llama-1b", overrides)
+        return _model(overrides)
     wanted = parameters or 1.24e9
     embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
     if heads is None and head_dim is not None:
@@ -139,46 +87,13 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
     if wanted < 1e9:
         # with 128,256 tokens the embedding alone would be most of such a small model
         overrides["vocab_size"] = 32768
-    embedding, block = _parameters("llama-1b", _sorted(overrides))
-    return _model("llama-1b", overrides | {"num_layers": max(1, round((wanted - embedding) / block))})
+    one, two = (_model(overrides | {"num_layers": layers}).summary.num_parameters for layers in (1, 2))
+    return _model(overrides | {"num_layers": max(1, round((wanted - (2 * one - two)) / (two - one)))})
 
 
-def _model(preset: str, overrides: dict[str, Any]) -> Model:
-    """Returns the model's figures, derived from one and two blocks: building all blocks of a large model takes seconds, even empty ones."""
-    fields = {name: value for name, value in overrides.items() if name != "num_layers"}
-    embedding, block = _parameters(preset, _sorted(fields))
-    usual = MODEL_PRESETS[preset]
-    assert isinstance(usual, LongNetConfig)
-    made: LongNetConfig = create_model(preset, **fields, num_layers=1, device="meta").config
-    config = replace(made, num_layers=overrides.get("num_layers", usual.num_layers))
-    sizes = {"embedding.weight": embedding, "blocks": config.num_layers * block}
-    return Model(preset=preset, overrides=overrides, summary=summarise(preset, config, sizes, (1,), memory=1))
-
-
-def _sorted(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(overrides.items(), key=lambda item: item[0]))
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(preset: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[int, int]:
-    """Returns (parameters outside the blocks, parameters per block) of a preset with fields replaced."""
-    one, two = (
-        sum(p.numel() for p in create_model(preset, **dict(overrides), num_layers=layers, device="meta").parameters()) for layers in (1, 2)
-    )
-    return 2 * one - two, two - one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A training step over GPUs: ``data`` groups of ``context`` GPUs, each of which shares ``sequences`` at a time.
-
-    The rest of a batch follows by gradient accumulation. ``plan`` is of one GPU.
-    """
-
-    data: int
-    context: int
-    sequences: int
-    plan: ModelPlan
+def _model(overrides: dict[str, Any]) -> Model:
+    made = model_of("llama-1b", tuple(sorted(overrides.items(), key=lambda item: item[0])))
+    return Model("llama-1b", overrides, made.summary((1,), memory=1))
 
 
 def most_context(length: int, gpus: int) -> int:
@@ -187,33 +102,32 @@ def most_context(length: int, gpus: int) -> int:
     return next(c for c in range(most, 0, -1) if gpus % c == 0)
 
 
-def spread(model: Model, length: int, batch: int, gpus: int, machine: Machine) -> Spread:
-    """Returns the first distribution that fits, or the last one tried if none fits.
+def spread(model: Model, length: int, batch: int, gpus: int, dtype: torch.dtype, machine: Machine) -> ModelPlan:
+    """Returns one GPU's plan of the first distribution that fits, or of the last one tried if none fits.
 
-    They are tried in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same with
-    blocks recomputed in the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all
-    GPUs, as FSDP2 does. Memory comes from ``plan_model``; a distribution whose footprint, by a formula, is far too large is not traced.
+    ``gpus // world_size`` groups of ``world_size`` GPUs share ``batch_size`` sequences at a time; the rest of a batch follows by gradient
+    accumulation. Tried are, in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same
+    with blocks recomputed in the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over
+    all GPUs, as FSDP2 does. A distribution whose footprint, by a formula, is far too large is not traced.
     """
 
-    def planned(context: int, sequences: int, checkpointed: bool, *, find_longest: bool) -> Spread:
-        plan = plan_model(
+    def planned(context: int, sequences: int, checkpointed: bool, *, find_longest: bool) -> ModelPlan:
+        return plan_model(
             model.preset, num_positions=length, batch_size=sequences, world_size=context, weight_shards=gpus,
-            checkpoint_activations=checkpointed, dtype=machine.dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
-            find_longest=find_longest, **model.overrides,
+            checkpoint_activations=checkpointed, dtype=dtype, gpu=machine.gpu or "cpu", memory=machine.memory, find_longest=find_longest,
+            **model.overrides,
         )  # fmt: skip
-        return Spread(data=gpus // context, context=context, sequences=sequences, plan=plan)
 
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)
-    context, sequences = most, 1
     for checkpointed in (False, True):
-        needs = footprint(model.config, model.num_parameters, checkpoint_activations=checkpointed)
+        needs = footprint(model.config, model.summary.num_parameters, checkpoint_activations=checkpointed)
         needs = replace(needs, fixed=needs.fixed // gpus)
         for context in (c for c in range(least, most + 1) if gpus % c == 0):
             for sequences in dict.fromkeys((max(1, batch * context // gpus), 1)):
                 if needs.total(-(-sequences * length // context)) > FAR_BEYOND * machine.memory:
                     continue
                 found = planned(context, sequences, checkpointed, find_longest=False)
-                if found.plan.fits:
+                if found.fits:
                     return found
     return planned(context, sequences, True, find_longest=True)

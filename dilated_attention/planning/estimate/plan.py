@@ -11,13 +11,13 @@ import torch
 
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.attention_plan import AttentionPlan
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of, memory_of
 from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, machine_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.plans import AttentionPlan
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters, readable, summarise
+from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters, summarise
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import most_positions, pairs_of, search
 from dilated_attention.planning.estimate.problem import Problem, checked_sizes, machine_of, make_problem
-from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
-from dilated_attention.planning.text import fit_text, flops_text, seconds_text, table_text
+from dilated_attention.planning.estimate.ring_estimate import exchange_of
+from dilated_attention.planning.plans import ModelPlan
 from dilated_attention.planning.whole_models.hub_config import HubModel
 from dilated_attention.planning.whole_models.model_memory import Run, extra_parameters, fixed_of, model_of, peak_of_step, stack_of
 from dilated_attention.planning.whole_models.model_time import decode_seconds, prompt_seconds, step_seconds
@@ -25,126 +24,6 @@ from dilated_attention.validation import check_bool
 Settings = dict[str, int | bool]
 # when a model does not fit, settings with up to this many processes are tried, and at most two are shown
 _MOST_PROCESSES, _SHOWN = 64, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPlan:
-    """A training step, or generation, in figures of one process. ``str`` prints them, ``as_dict`` returns them.
-
-    Args:
-        preset, …: the request. With ``world_size`` processes each holds its share of the positions, and every figure is for one process.
-        parameters: number of parameters of the whole model.
-        terms: (what, bytes) at the highest point.
-        moment: when the highest point occurs.
-        flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
-        exchange: the exchange of each layer's attention.
-        seconds: an estimate, None where no rate is known; ``no_time`` says why, ``time_source`` what it is based on. For a language model's
-            inference, of processing a prompt of N positions.
-        decode_seconds: of a step after these, which adds a token to every sequence; None in training, where no rate is known, or for a
-            model that does not generate from a cache. ``decode_source`` says what it is based on.
-        fits, longest: see ``AttentionPlan``.
-        suggestions: if it does not fit, (settings, peak bytes with them) of those that make it fit, with the fewest processes: at most two.
-    """
-
-    preset: str
-    num_positions: int
-    batch_size: int
-    training: bool
-    dtype: str
-    autocast: bool
-    world_size: int
-    weight_shards: int
-    checkpoint_activations: bool
-    parameters: int
-    layers: int
-    terms: tuple[tuple[str, int], ...]
-    moment: str
-    flops: float
-    exchange: Exchange
-    seconds: float | None
-    time_source: str
-    no_time: str
-    device: str
-    device_memory: int
-    fits: bool
-    longest: int
-    decode_seconds: float | None = None
-    decode_source: str = ""
-    suggestions: tuple[tuple[dict[str, int | bool], int], ...] = ()
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of one process."""
-        return sum(size for _, size in self.terms)
-
-    def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["terms"] = [list(term) for term in self.terms]
-        return found | {"peak": self.peak}
-
-    def __str__(self) -> str:
-        return _text(self)
-
-
-def _text(plan: ModelPlan) -> str:
-    lines = _heading(plan)
-    lines += [
-        "",
-        f"parameters   {plan.parameters:,} in {plan.layers} blocks",
-        f"FLOPs        {flops_text(plan.flops)} per {'step' if plan.training else 'forward'}",
-        f"peak memory  {readable(plan.peak)}, {plan.moment}" + (", per process" if plan.world_size * plan.weight_shards > 1 else ""),
-    ]
-    lines += [f"  {readable(size):>9}  {what}" for what, size in plan.terms]
-    if plan.world_size > 1:
-        moved = plan.exchange.bytes
-        back = f", {readable(moved.backward_received)} backward" if plan.training else ""
-        lines.append(f"on the wire  {plan.exchange.name}; a process receives {readable(moved.forward_received)} forward{back}, per layer")
-    if plan.seconds is None:
-        lines.append(f"time         no estimate: {plan.no_time}")
-    else:
-        rate = plan.batch_size * plan.num_positions / plan.seconds
-        generates = plan.decode_seconds is not None
-        what = f"{rate:,.0f} tokens/s of the prompt" if generates else f"{rate:,.0f} positions/s"
-        lines.append(f"time         {seconds_text(plan.seconds)} (an estimate), {what}")
-        # one part per line; text in brackets stays together
-        lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", plan.time_source)]
-    if plan.decode_seconds is not None:
-        lines.append(
-            f"generating   {seconds_text(plan.decode_seconds)} a step (an estimate), {plan.batch_size / plan.decode_seconds:,.0f} tokens/s"
-        )
-        lines.append(f"             {plan.decode_source}")
-    lines.append(f"fits         {fit_text(plan.fits, plan.peak, plan.device_memory, plan.longest)}")
-    for settings, peak in plan.suggestions:
-        given = ", ".join(f"{name}={value}" for name, value in settings.items())
-        lines.append(f"             it fits with {given}: {readable(peak)} per process")
-    return "\n".join(lines)
-
-
-def _heading(plan: ModelPlan, length: str | None = None) -> list[str]:
-    weights = "float32 weights under autocast" if plan.autocast else f"{plan.dtype} weights"
-    flags = [f"{plan.dtype}", weights, "training" if plan.training else "inference"]
-    if plan.checkpoint_activations:
-        flags.append("activations checkpointed")
-    if plan.world_size > 1:
-        flags.append(f"{plan.world_size} processes share a sequence")
-    if plan.weight_shards > 1:
-        flags.append(f"weights over {plan.weight_shards} processes")
-    return [
-        f"{plan.preset}, {length or f'{plan.num_positions:,} positions'} × {plan.batch_size}, {', '.join(flags)}",
-        f"on {plan.device} with {readable(plan.device_memory)}",
-    ]
-
-
-def model_table(plans: Sequence[ModelPlan]) -> str:
-    """Formats plans of one model at several lengths; only the last one contains the longest length that fits."""
-    last = plans[-1]
-    rows = [("positions", "FLOPs", "peak memory", "highest", "time", "fits")]
-    for plan in plans:
-        time = "–" if plan.seconds is None else seconds_text(plan.seconds)
-        rows.append(
-            (f"{plan.num_positions:,}", flops_text(plan.flops), readable(plan.peak), plan.moment, time, "yes" if plan.fits else "no")
-        )
-    return table_text(_heading(last, "several lengths"), rows, last.longest, [last.time_source] if last.time_source else [], last.no_time)
 
 
 def plan_model(

@@ -1,0 +1,290 @@
+"""``AttentionPlan`` and ``ModelPlan``: the cost of a call or of a model's step as figures, as JSON and as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dilated_attention.engine.memory import MemoryEstimate
+from dilated_attention.models.summary import USABLE, readable
+from dilated_attention.planning.estimate.problem import RINGS
+from dilated_attention.planning.estimate.ring_estimate import Exchange
+from dilated_attention.planning.estimate.speed import Pass
+from dilated_attention.planning.text import flops_text, longest_text, seconds_text, three_digits
+
+_PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What plans of calls and of models have in common. ``str`` prints the figures, ``as_dict`` returns them. Times are estimates.
+
+    Args:
+        num_positions, …: the request, with defaults filled in. A sequence shared by ``world_size`` processes is planned for the rank with
+            the largest share.
+        exchange: what a rank receives and sends; for a model, in each layer's attention.
+        no_time: why there is no estimate of the time; "" if there is one.
+        device, device_memory: name of the machine's device, and its memory in bytes.
+        fits: whether the peak is within ``USABLE`` of that memory, and the lists of blocks can index all kept blocks.
+        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not even one fits.
+    """
+
+    num_positions: int
+    batch_size: int
+    dtype: str
+    world_size: int
+    training: bool
+    exchange: Exchange
+    no_time: str
+    device: str
+    device_memory: int
+    fits: bool
+    longest: int
+
+    def _fit(self, peak: int, reserve: int = 0) -> str:
+        """Says whether ``peak`` bytes fit. ``reserve``: bytes of the memory that the allocator cannot use again."""
+        part = peak / self.device_memory
+        share = f"{three_digits(100 * part)}% of" if part < 10 else f"{three_digits(part)} times"
+        found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
+        found += f", and {readable(reserve)} are in pieces that the allocator cannot use again" if reserve else ""
+        return f"fits         {found}; {longest_text(self.longest)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(Plan):
+    """The cost of one call.
+
+    Args:
+        pairs: (query, key) products of the whole call, batch included.
+        dense_pairs: pairs of dense attention with the same causality.
+        pairs_exact: whether the pairs were counted; otherwise they are extrapolated from shorter sequences, as for long block patterns.
+        flops: (forward, backward) of the whole call: 4·D and 10·D per pair; the backward is 0 without training.
+        least_bytes: (forward, backward) memory traffic of one process: what must be read and written once.
+        memory: peak bytes of one process, by term.
+        passes: forward and backward in seconds, with what they are based on; empty where no rate is known.
+    """
+
+    kind: str
+    pattern: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layout: str
+    is_causal: bool
+    pairs: int
+    dense_pairs: int
+    pairs_exact: bool
+    flops: tuple[int, int]
+    least_bytes: tuple[int, int]
+    memory: MemoryEstimate
+    passes: tuple[Pass, ...]
+    device_source: str
+
+    @property
+    def keys_per_query(self) -> float:
+        return self.pairs / (self.batch_size * self.num_positions * self.num_heads)
+
+    @property
+    def share_of_dense(self) -> float:
+        return self.pairs / self.dense_pairs
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of one process."""
+        return self.memory.peak
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the forward, plus the backward with ``training``; None where no rate is known."""
+        return sum(one.seconds for one in self.passes) if self.passes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["dense_pairs"]
+        moved, sizes = found["exchange"]["bytes"], ("peak", "reserve", "forward_peak", "backward_peak")
+        return found | {
+            "layout": self.layout if self.world_size > 1 else None,
+            "keys_per_query": self.keys_per_query,
+            "share_of_dense": self.share_of_dense,
+            **{name: dict(zip(_PASSES, found[name], strict=True)) for name in ("flops", "least_bytes")},
+            "memory": {name: getattr(self.memory, name) for name in sizes}
+            | {name: [list(term) for term in getattr(self.memory, name)] for name in _PASSES},
+            "exchange": {"name": self.exchange.name, "steps": self.exchange.steps, "exact": self.exchange.is_exact, **moved},
+            "seconds": self.seconds,
+            "passes": [
+                asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
+                for name, one in zip(_PASSES, self.passes, strict=False)
+            ],
+            "no_time": self.no_time or None,
+        }
+
+    def heading(self, length: str) -> list[str]:
+        heads = f"{self.num_heads} heads of {self.head_dim}" + (
+            f", {self.num_kv_heads} of keys" if self.num_kv_heads != self.num_heads else ""
+        )
+        flags = [self.dtype, "causal" if self.is_causal else "full", "training" if self.training else "inference"]
+        spread = f", {self.world_size} processes, {self.layout}" if self.world_size > 1 else ", 1 process" if self.kind in RINGS else ""
+        return [
+            f"{self.kind}, {length} × {self.batch_size}, {heads}, {', '.join(flags)}{spread}",
+            f"on {self.device} with {readable(self.device_memory)} (from: {self.device_source})",
+            *([] if self.pattern == "every key" else [f"pattern: {self.pattern}"]),
+        ]
+
+    def cells(self) -> dict[str, str]:
+        """Returns a row of a table."""
+        moved, share = self.exchange.bytes, self.share_of_dense
+        return {
+            "positions": f"{self.num_positions:,}",
+            "keys/query": f"{self.keys_per_query:,.0f}",
+            "of dense": f"{share:.2%}" if share >= 1e-4 else f"{share:.1e}",
+            "FLOPs": flops_text(sum(self.flops)),
+            "peak memory": readable(self.peak),
+            **({"received": readable(moved.forward_received + moved.backward_received)} if self.world_size > 1 else {}),
+        }
+
+    @property
+    def sources(self) -> str:
+        return "; ".join(dict.fromkeys(one.source for one in self.passes))
+
+    def __str__(self) -> str:
+        about, each = "" if self.pairs_exact else "about ", ", per process" if self.world_size > 1 else ""
+
+        def both(values: Sequence[int], text: Callable[[int], str]) -> str:
+            return f"{text(values[0])} forward" + (f", {text(values[1])} backward" if self.training else "")
+
+        lines = [
+            *self.heading(f"{self.num_positions:,} positions"),
+            "",
+            f"pairs        {about}{self.pairs:,}: {self.keys_per_query:,.1f} keys per query, {self.share_of_dense:.3%} of dense",
+            f"FLOPs        {both(self.flops, flops_text)}",
+            f"least bytes  {both(self.least_bytes, readable)} through device memory{each}",
+            "",
+            f"peak memory  {readable(self.peak)}{each.replace(',', '')}",
+        ]
+        for name in _PASSES[: 1 + self.training]:
+            terms: tuple[tuple[str, int], ...] = getattr(self.memory, name)
+            listed = " + ".join(f"{what} {readable(size)}" for what, size in terms)
+            lines.append(f"  {name:<9}  {readable(sum(size for _, size in terms))} = {listed}")
+        if self.world_size > 1:
+            moved, about, steps = asdict(self.exchange.bytes), "" if self.exchange.is_exact else "about ", self.exchange.steps
+            lines += ["", f"on the wire  {self.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
+            for name in _PASSES[: 1 + self.training]:
+                received, sent = (about + readable(moved[f"{name}_{way}"]) for way in ("received", "sent"))
+                lines.append(f"  {name:<9}  receives {received}, sends {sent}")
+        lines += ["", f"time         {_time(self.seconds, self.no_time)}"]
+        for name, one in zip(_PASSES, self.passes, strict=False):
+            links = f", links {seconds_text(one.links + one.exposed)}" if self.world_size > 1 else ""
+            lines += [
+                f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
+                f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
+                f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
+            ]
+        return "\n".join([*lines, "", self._fit(self.peak, self.memory.reserve)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(Plan):
+    """A training step, or generation, in figures of one process.
+
+    Args:
+        parameters: number of parameters of the whole model.
+        terms: (what, bytes) at the highest point.
+        moment: when the highest point occurs.
+        flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
+        seconds: an estimate, None where no rate is known; ``time_source`` says what it is based on. For a language model's inference, of
+            processing a prompt of N positions.
+        decode_seconds: of a step after these, which adds a token to every sequence; None in training, where no rate is known, or for a
+            model that does not generate from a cache. ``decode_source`` says what it is based on.
+        suggestions: if it does not fit, (settings, peak bytes with them) of those that make it fit, with the fewest processes: at most two.
+    """
+
+    preset: str
+    autocast: bool
+    weight_shards: int
+    checkpoint_activations: bool
+    parameters: int
+    layers: int
+    terms: tuple[tuple[str, int], ...]
+    moment: str
+    flops: float
+    seconds: float | None
+    time_source: str
+    decode_seconds: float | None = None
+    decode_source: str = ""
+    suggestions: tuple[tuple[dict[str, int | bool], int], ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of one process."""
+        return sum(size for _, size in self.terms)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"terms": [list(term) for term in self.terms], "peak": self.peak}
+
+    def heading(self, length: str) -> list[str]:
+        flags = [self.dtype, "float32 weights under autocast" if self.autocast else f"{self.dtype} weights"]
+        flags.append("training" if self.training else "inference")
+        flags += ["activations checkpointed"] if self.checkpoint_activations else []
+        flags += [f"{self.world_size} processes share a sequence"] if self.world_size > 1 else []
+        flags += [f"weights over {self.weight_shards} processes"] if self.weight_shards > 1 else []
+        return [f"{self.preset}, {length} × {self.batch_size}, {', '.join(flags)}", f"on {self.device} with {readable(self.device_memory)}"]
+
+    def cells(self) -> dict[str, str]:
+        """Returns a row of a table."""
+        figures = {"positions": f"{self.num_positions:,}", "FLOPs": flops_text(self.flops)}
+        return figures | {"peak memory": readable(self.peak), "highest": self.moment}
+
+    @property
+    def sources(self) -> str:
+        return self.time_source
+
+    def __str__(self) -> str:
+        lines = [
+            *self.heading(f"{self.num_positions:,} positions"),
+            "",
+            f"parameters   {self.parameters:,} in {self.layers} blocks",
+            f"FLOPs        {flops_text(self.flops)} per {'step' if self.training else 'forward'}",
+            f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
+            *(f"  {readable(size):>9}  {what}" for what, size in self.terms),
+        ]
+        if self.world_size > 1:
+            moved = self.exchange.bytes
+            back = f", {readable(moved.backward_received)} backward" if self.training else ""
+            received = f"a process receives {readable(moved.forward_received)} forward{back}, per layer"
+            lines.append(f"on the wire  {self.exchange.name}; {received}")
+        lines.append(f"time         {_time(self.seconds, self.no_time)}")
+        if self.seconds is not None:
+            of_what = "positions/s" if self.decode_seconds is None else "tokens/s of the prompt"
+            lines[-1] += f", {self.batch_size * self.num_positions / self.seconds:,.0f} {of_what}"
+            # one part per line; text in brackets stays together
+            lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", self.time_source)]
+        if self.decode_seconds is not None:
+            rate = f"{self.batch_size / self.decode_seconds:,.0f} tokens/s"
+            lines.append(f"generating   {seconds_text(self.decode_seconds)} a step (an estimate), {rate}")
+            lines.append(f"             {self.decode_source}")
+        lines.append(self._fit(self.peak))
+        for settings, peak in self.suggestions:
+            given = ", ".join(f"{name}={value}" for name, value in settings.items())
+            lines.append(f"             it fits with {given}: {readable(peak)} per process")
+        return "\n".join(lines)
+
+
+def _time(seconds: float | None, why_not: str) -> str:
+    return f"no estimate: {why_not}" if seconds is None else f"{seconds_text(seconds)} (an estimate)"
+
+
+def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
+    """Formats plans of one call or model at several lengths; only the last one contains the longest length that fits."""
+    last = plans[-1]
+    found = [
+        {**plan.cells(), "time": "–" if plan.seconds is None else seconds_text(plan.seconds), "fits": "yes" if plan.fits else "no"}
+        for plan in plans
+    ]
+    rows = [tuple(found[0]), *(tuple(row.values()) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    times = f"times are estimates; in the last row: {last.sources}" if last.sources else f"no times: {last.no_time}"
+    longest = longest_text(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
+    return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, times])
