@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, dtype_of, gib, pattern_from, size
 from dilated_attention.cli.choices import MODEL_PRESETS, PLAN_KINDS
 from dilated_attention.cli.console import put, put_json
+from dilated_attention.parsing import shown
 
 if TYPE_CHECKING:
     from dilated_attention.planning import AttentionPlan, ModelPlan
-    from dilated_attention.planning.whole_models.hub_config import HubModel
 
 _Commands = argparse._SubParsersAction
 # options for attention only, and for models only: None unless they are given
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "layout", "exchange", "causal")
 _OF_MODELS = ("checkpoint", "weight_shards")
-_OF_PATTERNS = (
-    *("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
-    *("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
-)
+_OF_BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
+_OF_BLOCKS = ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed")
+_OF_PATTERNS = (*_OF_BRANCHES, "branch_heads", *_OF_BLOCKS)
 
 
 def add(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -68,23 +68,12 @@ def _plan(args: argparse.Namespace) -> int:
     import torch
 
     from dilated_attention.factory.hardware import torch_wheels
-    from dilated_attention.pattern.checks import shown
     from dilated_attention.planning.estimate.problem import machine_of
     from dilated_attention.planning.plans import plans_table
 
+    planned = _attention(args) if args.what in PLAN_KINDS else _model(args)
     # the longest that fits does not depend on the length: one search is enough
-    lengths = [(n, n == args.length[-1]) for n in args.length]
-    plans: list[AttentionPlan | ModelPlan]
-    if args.what in PLAN_KINDS:
-        plans = [_attention(args, n, last=last) for n, last in lengths]
-    elif args.what.endswith(".json") or args.what in MODEL_PRESETS:
-        model = _hub_model(args) if args.what.endswith(".json") else args.what
-        plans = [_model(args, model, n, last=last) for n, last in lengths]
-    else:
-        raise UsageError(
-            f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
-            "or a transformers model's config.json"
-        )
+    plans = [planned(num_positions=n, find_longest=n == args.length[-1]) for n in args.length]
     if args.json:
         found = [plan.as_dict() for plan in plans]
         put_json(found[0] if len(found) == 1 else found)
@@ -96,6 +85,48 @@ def _plan(args: argparse.Namespace) -> int:
     if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
         put(f"{gpu.name}: {wheels}")
     return 0
+
+
+def _attention(args: argparse.Namespace) -> Callable[..., AttentionPlan | ModelPlan]:
+    from dilated_attention.planning import plan_attention
+    from dilated_attention.planning.estimate.problem import KINDS
+
+    _refuse(args, _OF_MODELS, "of models")
+    computes = KINDS[args.what]
+    pattern = pattern_from(args, computes, args.what)
+    return functools.partial(
+        plan_attention, args.what, num_heads=args.heads or 12, head_dim=args.head_dim or 64, num_kv_heads=args.kv_heads,
+        layout=args.layout, exchange=args.exchange or "auto", is_causal=bool(args.causal),
+        pattern=None if computes == "dense" else pattern, **_shared(args),
+    )  # fmt: skip
+
+
+def _model(args: argparse.Namespace) -> Callable[..., AttentionPlan | ModelPlan]:
+    from dilated_attention.planning import plan_model
+    from dilated_attention.planning.whole_models.hub_config import read_hub_config
+
+    is_file = args.what.endswith(".json")
+    if not is_file and args.what not in MODEL_PRESETS:
+        raise UsageError(
+            f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
+            "or a transformers model's config.json"
+        )
+    refused = [name for name in (*_OF_PATTERNS, *_OF_ATTENTION) if not is_file or name not in _OF_BRANCHES]
+    _refuse(args, refused, "of a kind of attention")
+    model = args.what
+    if is_file:
+        dilated = any(getattr(args, name) is not None for name in _OF_BRANCHES)
+        model = read_hub_config(args.what, pattern_from(args, "dilated", args.what) if dilated else None)  # type: ignore[arg-type]
+    return functools.partial(
+        plan_model, model, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args)
+    )
+
+
+def _shared(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "batch_size": args.batch, "dtype": dtype_of(args), "world_size": args.world_size, "training": not args.infer, "gpu": args.gpu,
+        "memory": args.memory,
+    }  # fmt: skip
 
 
 def _command(args: argparse.Namespace, changes: dict[str, int | bool]) -> str:
@@ -116,48 +147,6 @@ def _command(args: argparse.Namespace, changes: dict[str, int | bool]) -> str:
     if args.memory is not None:
         words += ["--memory", f"{args.memory / 2**30:g}"]
     return shlex.join([*words, *(["--infer"] if args.infer else [])])
-
-
-def _hub_model(args: argparse.Namespace) -> HubModel:
-    from dilated_attention.pattern import DilatedPattern
-    from dilated_attention.planning.whole_models.hub_config import read_hub_config
-
-    of_dilated = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
-    _refuse(args, [name for name in _OF_PATTERNS if name not in of_dilated], "of a kind of attention")
-    dilated = any(getattr(args, name) is not None for name in of_dilated)
-    pattern = pattern_from(args, "dilated", args.what) if dilated else None
-    assert pattern is None or isinstance(pattern, DilatedPattern)
-    return read_hub_config(args.what, pattern)
-
-
-def _attention(args: argparse.Namespace, num_positions: int, *, last: bool) -> AttentionPlan:
-    from dilated_attention.planning import plan_attention
-    from dilated_attention.planning.estimate.problem import KINDS
-
-    _refuse(args, _OF_MODELS, "of models")
-    computes = KINDS[args.what]
-    pattern = pattern_from(args, computes, args.what)
-    return plan_attention(
-        args.what, num_heads=args.heads or 12, head_dim=args.head_dim or 64, num_kv_heads=args.kv_heads, layout=args.layout,
-        exchange=args.exchange or "auto", is_causal=bool(args.causal), pattern=None if computes == "dense" else pattern,
-        **_shared(args, num_positions, last),
-    )  # fmt: skip
-
-
-def _model(args: argparse.Namespace, model: str | HubModel, num_positions: int, *, last: bool) -> ModelPlan:
-    from dilated_attention.planning import plan_model
-
-    _refuse(args, _OF_ATTENTION if args.what.endswith(".json") else (*_OF_PATTERNS, *_OF_ATTENTION), "of a kind of attention")
-    return plan_model(
-        model, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args, num_positions, last)
-    )
-
-
-def _shared(args: argparse.Namespace, num_positions: int, last: bool) -> dict[str, Any]:
-    return {
-        "num_positions": num_positions, "batch_size": args.batch, "dtype": dtype_of(args), "world_size": args.world_size,
-        "training": not args.infer, "gpu": args.gpu, "memory": args.memory, "find_longest": last,
-    }  # fmt: skip
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:

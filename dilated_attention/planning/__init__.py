@@ -4,9 +4,8 @@ from dilated_attention.planning.advice.answer import Recommendation, Setting
 from dilated_attention.planning.advice.recommend import USE_CASES, recommend
 from dilated_attention.planning.estimate.gpus import GPUS, Gpu, detected_gpu, find_gpu
 from dilated_attention.planning.estimate.plan import plan_attention
-from dilated_attention.planning.plans import AttentionPlan, ModelPlan
+from dilated_attention.planning.plans import AttentionPlan, ModelPlan, Plan
 from dilated_attention.planning.whole_models.model_plan import plan_model
-from dilated_attention.planning.whole_models.module_memory import module_memory
 
 __all__ = [
     "GPUS",
@@ -14,11 +13,11 @@ __all__ = [
     "AttentionPlan",
     "Gpu",
     "ModelPlan",
+    "Plan",
     "Recommendation",
     "Setting",
     "detected_gpu",
     "find_gpu",
-    "module_memory",
     "plan_attention",
     "plan_model",
     "recommend",

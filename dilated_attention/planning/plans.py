@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan(Plan):
-    """The cost of one call.
+    """The cost of one call: what every ``Plan`` has, and more.
 
     Args:
         pairs: (query, key) products of the whole call, batch included.
@@ -186,7 +186,7 @@ class AttentionPlan(Plan):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan(Plan):
-    """A training step, or generation, in figures of one process.
+    """A training step, or generation, in figures of one process: what every ``Plan`` has, and more.
 
     Args:
         parameters: number of parameters of the whole model.

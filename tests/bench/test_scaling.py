@@ -25,7 +25,8 @@ from dilated_attention.bench.suites import SUITES, scaling
 from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
-from dilated_attention.distributed.comm.comm_volume import CommSizes, dense_bytes
+from dilated_attention.distributed.comm.comm_volume import CommSizes
+from tests.helpers.comm_volume import dense_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.scripts import free_port
 

@@ -33,7 +33,7 @@ from dilated_attention.distributed.block_exchange.lists import join_rows, lists_
 from dilated_attention.distributed.block_exchange.parts import make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
 from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, block_bytes
+from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes
 from dilated_attention.distributed.exchange import ring_pass
 from dilated_attention.engine.blocks.lists import block_lists, select_rows
 from dilated_attention.pattern import (
@@ -65,6 +65,7 @@ from tests.functional.test_block_sparse import (
     some_branches,
     some_patterns,
 )
+from tests.helpers.comm_volume import block_bytes
 from tests.helpers.pool import here, patience, pool_of
 
 SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}

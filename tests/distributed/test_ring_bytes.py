@@ -12,10 +12,11 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, dense_bytes, dilated_bytes, heads_bytes
+from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed.test_ring import spread_of
 from tests.distributed.test_ring_layouts import random_layout
+from tests.helpers.comm_volume import dense_bytes, dilated_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, ring_call
 

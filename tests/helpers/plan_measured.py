@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
-from dilated_attention.factory import create_attention, create_model
+from dilated_attention.factory import create_model
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.planning.estimate.memory import standard_attention
 
@@ -45,16 +45,6 @@ def call(function: Callable[..., torch.Tensor], shape: tuple[int, int, int], dty
             assert bool(function(q, k, v)[0, -1, 0, 0].isfinite())
 
 
-def module(shape: tuple[int, int, int], training: bool) -> None:
-    num_positions, embed, heads = shape
-    layer = create_attention("multihead_dilated", embed_dim=embed, num_heads=heads, **BRANCHES)
-    x = torch.randn(1, num_positions, embed).requires_grad_(training)
-    with torch.set_grad_enabled(training):
-        y, _ = layer(x)
-        if training:
-            y.backward(torch.ones_like(y))
-
-
 def step(preset: str, num_positions: int, overrides: dict[str, Any]) -> None:
     """A second step, which has the optimizer's moments."""
     model = create_model(preset, **overrides)
@@ -74,7 +64,6 @@ CASES: dict[str, Callable[[int], None]] = {
     "block_sparse forward": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, False),
     "block_sparse training": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, True),
     "standard training": lambda n: call(standard_attention, (n, 4, 64), torch.float32, True),
-    "module training": lambda n: module((n, 256, 4), True),
     "model": lambda n: step("longnet-tiny", n, {}),
     "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 4}),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.planning import find_gpu, module_memory, plan_model
+from dilated_attention.planning import find_gpu, plan_model
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import make_problem
 from tests.helpers.plan_measured import BRANCHES, WINDOW
@@ -28,7 +28,6 @@ LENGTHS = {
     "block_sparse forward": 2**16,
     "block_sparse training": 2**15,
     "standard training": 2**11,
-    "module training": 2**15,
     "model": 2**13,
     "model, checkpointed": 2**14,
 }
@@ -45,7 +44,6 @@ def model(num_positions: int, **options: Any) -> int:
 
 def planned(case: str) -> int:
     n = LENGTHS[case]
-    layer = {"embed_dim": 256, "num_heads": 4, "num_positions": n, "dtype": torch.float32}
     return {
         "dilated forward": lambda: attention("dilated", n, training=False, **BRANCHES),
         "dilated training": lambda: attention("dilated", n, **BRANCHES),
@@ -54,7 +52,6 @@ def planned(case: str) -> int:
         "block_sparse forward": lambda: attention("block_sparse", n, training=False, pattern=WINDOW),
         "block_sparse training": lambda: attention("block_sparse", n, pattern=WINDOW),
         "standard training": lambda: attention("standard", n),
-        "module training": lambda: module_memory("multihead_dilated", **layer, **BRANCHES).peak,  # type: ignore[arg-type]
         "model": lambda: model(n),
         "model, checkpointed": lambda: model(n, checkpoint_activations=True, num_layers=4),
     }[case]()

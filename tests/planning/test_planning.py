@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention.distributed.comm.comm_volume import CommSizes, dense_bytes, heads_bytes
+from dilated_attention.distributed.comm.comm_volume import CommSizes, heads_bytes
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models.summary import USABLE
@@ -23,6 +23,7 @@ from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, bloc
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
 from dilated_attention.planning.text import seconds_text
 from dilated_attention.planning.whole_models.trace import Moment, deepened
+from tests.helpers.comm_volume import dense_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}

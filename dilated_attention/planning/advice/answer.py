@@ -83,8 +83,7 @@ class Recommendation:
         raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        return found | {name: list(found[name]) for name in ("segment_lengths", "dilation_rates", "settings", "setup")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return self.text()
@@ -104,7 +103,7 @@ class Recommendation:
 
 @functools.lru_cache(maxsize=1)
 def rule_table() -> dict[str, Any]:
-    """Returns ``rules.json``: ``figures`` by the page and heading where they stand, and ``rules``, one row per setting and condition."""
+    """Returns ``rules.json``: ``use_cases``; ``figures`` by the page and heading that have them; ``rules``, one row per condition."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("rules.json").read_text(encoding="utf-8"))
     return found
 
@@ -136,9 +135,5 @@ def _agrees(fact: Any, wanted: Any) -> bool:
 
 def _text(parts: str | list[Any], values: Mapping[str, Any]) -> str:
     """Fills in a text, or those of its parts whose conditions hold."""
-    listed = [parts] if isinstance(parts, str) else [part if isinstance(part, str) else _part(part, values) for part in parts]
-    return "".join(listed).format_map(values)
-
-
-def _part(part: dict[str, Any], values: Mapping[str, Any]) -> str:
-    return str(part["text"]) if _holds(part["when"], values) else ""
+    listed = [{"text": part} if isinstance(part, str) else part for part in ([parts] if isinstance(parts, str) else parts)]
+    return "".join(part["text"] for part in listed if _holds(part.get("when", {}), values)).format_map(values)

@@ -9,42 +9,17 @@ from typing import Any
 from dilated_attention.factory import EXAMPLES, detect
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
-from dilated_attention.planning.advice.answer import Recommendation
+from dilated_attention.planning.advice.answer import Recommendation, rule_table
 from dilated_attention.planning.advice.case import Case
 from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
 from dilated_attention.planning.estimate.problem import MOST, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
-USE_CASES: Mapping[str, str] = {
-    "training": "train a model of up to 7 billion parameters, or one attention layer",
-    "large-training": "train a model of more than 7 billion parameters",
-    "long-context": "continue or read one very long sequence",
-    "serving": "continue the sequences of many users",
-    "short-sequences": "train on sequences of fewer than 8,192 positions",
-    "encoder": "embed long documents without causality: slides, genomes, images",
-    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
-    "huggingface": "train or fine-tune a transformers model",
-}
+USE_CASES: Mapping[str, str] = {name: case["for"] for name, case in rule_table()["use_cases"].items()}
 KINDS = ("dense", "dilated", "block_sparse")
-# limits for the number of parameters of a model, and for the GiB of a device
-_MOST = {"parameters": 10**16, "memory": 2**30}
-_MOST_SIZES = {
-    "heads": MOST["num_heads"],
-    "head_dim": MAX_HEAD_DIM,
-    "batch": MOST["batch_size"],
-    "gpus": MOST["gpus"],
-    "users": MOST["users"],
-}
-_SHAPE = ("parameters", "heads", "head_dim")
-# arguments that a use case accepts in addition to length, gpu and memory
-_TAKES = {
-    **dict.fromkeys(("training", "large-training", "short-sequences"), (*_SHAPE, "gpus", "batch", "causal", "attention")),
-    "long-context": (*_SHAPE, "gpus", "attention"),
-    "serving": (*_SHAPE, "gpus", "users", "attention"),
-    "encoder": (*_SHAPE, "gpus", "batch", "attention"),
-    "torchscale": (),
-    "huggingface": ("heads", "head_dim", "gpus", "causal", "attention"),
-}
+# limits; those of numbers that need not be whole are the parameters of a model, and the GiB of a device
+_NUMBERS = {"parameters": 10**16, "memory": 2**30}
+_MOST = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
 
 
 def recommend(
@@ -90,12 +65,13 @@ def recommend(
         "attention": attention,
     }  # fmt: skip
     given = {name: _checked(name, value) for name, value in arguments.items() if value is not None}
-    if wrong := ", ".join(name for name in given if name not in _TAKES[use_case]):
-        takes = ", ".join(("length", "gpu", "memory", *_TAKES[use_case]))
+    taken = rule_table()["use_cases"][use_case]["takes"]
+    if wrong := ", ".join(name for name in given if name not in taken):
+        takes = ", ".join(("length", "gpu", "memory", *taken))
         raise ValueError(f"{wrong} given, which {use_case!r} does not use; it takes {takes}: drop {wrong}")
     size = None if memory is None else int(_checked("memory", memory) * 2**30)
     usual: dict[str, Any] = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
-    shape = dict.fromkeys(("parameters", "heads", "head_dim", "attention"))
+    shape: dict[str, Any] = dict.fromkeys(("parameters", "heads", "head_dim", "attention"))
     machine = machine_of(gpu, size)
     hardware = detect() if gpu is None else EXAMPLES["cpu"]
     if gpu is not None and machine.gpu is not None:
@@ -116,12 +92,12 @@ def _checked(name: str, value: Any) -> Any:
         check_bool(name, value)
     elif name == "attention":
         one_of(name, value, KINDS)
-    elif name in _MOST_SIZES:
-        return as_int(name, value, minimum=1, maximum=_MOST_SIZES[name])
+    elif name in _MOST:
+        return as_int(name, value, minimum=1, maximum=_MOST[name])
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number above 0")
-    elif not 0 < value <= _MOST[name]:
-        raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_MOST[name]:,}")
+    elif not 0 < value <= _NUMBERS[name]:
+        raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_NUMBERS[name]:,}")
     return value
 
 

@@ -77,7 +77,6 @@ def _read() -> tuple[dict[str, Gpu], dict[str, str]]:
 
 _FOUND, _USUAL = _read()
 GPUS: Mapping[str, Gpu] = MappingProxyType(_FOUND)
-_NOISE = ("nvidia", "tesla", "geforce", "quadro", "graphics", "gpu")
 
 
 def find_gpu(name: str) -> Gpu:
@@ -98,32 +97,20 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _known(name: str) -> Gpu | None:
-    plain = _plain(name)
-    names = {_plain(other): other for other in GPUS}
-    if plain in _USUAL or plain in names:
-        return GPUS[_USUAL.get(plain) or names[plain]]
+    words = _words(name)
+    names = {"".join(_words(other)): other for other in GPUS} | {"".join(_words(usual)): other for usual, other in _USUAL.items()}
+    if found := names.get("".join(words)):
+        return GPUS[found]
     # the same words in another order: A100-80GB-PCIe
-    words = sorted(_words(name))
-    same = [other for other in GPUS if sorted(_words(other)) == words]
+    same = [other for other in GPUS if sorted(_words(other)) == sorted(words)]
     return GPUS[same[0]] if len(same) == 1 else None
 
 
-def _plain(name: str) -> str:
-    """Reduces a name to the letters and digits that distinguish GPUs."""
-    plain = re.sub(r"[^a-z0-9]", "", _without_generation(name))
-    for word in _NOISE:
-        plain = plain.replace(word, "")
-    return plain
-
-
 def _words(name: str) -> list[str]:
-    words = re.split(r"[^a-z0-9]+", _without_generation(name))
-    return [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word and word not in _NOISE]
-
-
-def _without_generation(name: str) -> str:
-    """Drops the generation of the form: SXM2 … SXM5 are generations of one form, and a GPU exists in only one of them."""
-    return re.sub(r"sxm\d(?![a-z0-9])", "sxm", name.lower())
+    """Returns the words that distinguish GPUs: no maker, sizes without their unit, no generation of a form, of which a GPU has only one."""
+    plain = re.sub(r"nvidia|tesla|geforce|quadro|graphics|gpu", " ", name.lower())
+    plain = re.sub(r"(\d)gb|(sxm)\d(?![a-z0-9])", r"\1\2", plain)
+    return [word for word in re.split(r"[^a-z0-9]+", plain) if word]
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:

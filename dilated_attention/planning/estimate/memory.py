@@ -60,8 +60,7 @@ def _engine(problem: Problem, pattern: Any, num_positions: int, heads: tuple[int
 
 def on_tiles(problem: Problem) -> tuple[bool, bool]:
     """Whether the forward and the backward run on a table of tiles, following the choice of ``backend="auto"``."""
-    pattern = problem.pattern
-    if not is_fused(problem.device_type) or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
+    if (pattern := _fused_branches(problem)) is None:
         return False, False
     request = problem.request(backward=False, length=0)
     return tiles_passes(pattern, request, problem.batch_size, problem.num_positions, problem.training)
@@ -69,17 +68,20 @@ def on_tiles(problem: Problem) -> tuple[bool, bool]:
 
 def is_nested(problem: Problem) -> bool:
     """Whether the forward visits pairs shared by nested branches only once, following the choice of ``backend="auto"``."""
-    pattern = problem.pattern
-    if not is_fused(problem.device_type) or not isinstance(pattern, DilatedPattern) or problem.kind in ("standard", "sdpa"):
+    if (pattern := _fused_branches(problem)) is None or reasons_of(NESTED_CAPABILITIES, problem.request(backward=False, length=0)):
         return False
-    if reasons_of(NESTED_CAPABILITIES, problem.request(backward=False, length=0)) or (
-        pattern.tail == "zero_keys" and not problem.is_causal
-    ):
+    if pattern.tail == "zero_keys" and not problem.is_causal:
         return False
     if make_pieces(pattern, problem.num_heads, problem.num_positions)[0].split is None:
         return False
     queries = torch.empty((problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim), device="meta")
     return is_worth_it(pattern, queries, problem.is_causal)
+
+
+def _fused_branches(problem: Problem) -> DilatedPattern | None:
+    """Returns the branches of a call that the engine may compute by kernels of its own."""
+    is_other = problem.kind in ("standard", "sdpa") or not is_fused(problem.device_type)
+    return None if is_other or not isinstance(problem.pattern, DilatedPattern) else problem.pattern
 
 
 def counts_of(problem: Problem, most: int | None = None) -> BlockCounts:

@@ -202,7 +202,5 @@ def _hardware(gpu: Gpu | None) -> Hardware:
         return detect("cpu")
     if torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
         return detect("cuda")
-    example = next((x for x in EXAMPLES.values() if x.device_type == "cuda" and not x.is_rocm), None)
-    assert example is not None
     # hardware of another machine, with the packages that a user would install there
-    return replace(example, capability=gpu.capability, packages=_PACKAGES, name=gpu.name)
+    return replace(EXAMPLES["hopper"], capability=gpu.capability, packages=_PACKAGES, name=gpu.name)

@@ -14,7 +14,7 @@ from dilated_attention.distributed.block_exchange.plan import key_span as block_
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys, segments_across
+from dilated_attention.distributed.exchange.plan import RingProblem, key_span, keys_beyond, needed_keys
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
@@ -126,23 +126,11 @@ def _seen(ring_problem: RingProblem, reader: int, is_exact: bool) -> list[int]:
     for branch, (length, rate) in enumerate(pattern.branches):
         of_heads = [set(offsets[branch][h : h + group]) - {NOT_IN_BRANCH} for h in range(0, ring_problem.num_heads, group)]
         share = sum(map(len, of_heads)) / rate
-        crossed = (keys for queries in ring_problem.shards[reader] for _, keys in segments_across(ring_problem, length, queries))
-        ranges = _joined(list(crossed))
+        ranges = keys_beyond(ring_problem, length, ring_problem.shards[reader])
         for holder, theirs in enumerate(ring_problem.shards):
             if holder != reader:
-                counts[holder] += share * sum(max(0, min(b, d) - max(a, c)) for a, b in theirs for c, d in ranges)
+                counts[holder] += share * sum(max(0, min(b, d) - max(a, c)) for a, b in theirs for _, c, d in ranges)
     return [int(count) for count in counts]
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges without overlap that cover the same positions."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 def _held(ring_problem: RingProblem, rank: int, seen: list[list[int]], row: int) -> tuple[int, int]:

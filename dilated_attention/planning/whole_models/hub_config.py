@@ -14,9 +14,8 @@ from typing import Any
 from dilated_attention.models import LongNetConfig
 from dilated_attention.pattern import DilatedPattern
 
-# decoders of equal blocks with gated feed-forward layers and RMSNorms
-_GATED = ("llama", "mistral", "qwen2", "qwen3")
-KNOWN = (*_GATED, "gpt2")
+# decoders of equal blocks with gated feed-forward layers and RMSNorms; and GPT-2
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,74 +45,55 @@ def read_hub_config(path: str | Path, pattern: DilatedPattern | None = None) -> 
     Raises:
         ValueError: the file is not such a config, lacks a key, or describes a model that the planner has no blocks for.
     """
-    path = Path(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a config.json: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; expected the object of a transformers model's config.json")
-    kind = _required(found, "model_type", path)
+
+    def required(key: str) -> Any:
+        if found.get(key) is None:
+            raise ValueError(f"{path} has no {key!r}; expected the config.json of a transformers model, which has one")
+        return found[key]
+
+    def size(key: str, usual: int | None = None) -> int:
+        value = usual if usual is not None and found.get(key) is None else required(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{path}: {key} is {value!r}; expected a whole number of at least 1")
+        return value
+
+    kind = required("model_type")
     if kind not in KNOWN:
         raise ValueError(
             f"{path}: model_type is {kind!r}; expected one of {', '.join(KNOWN)}, whose blocks the planner has. "
             "For another model plan the preset nearest in size, or one attention layer: plan dense --heads … --head-dim …"
         )
-    fields = _gpt2(found, path) if kind == "gpt2" else _gated(found, kind, path)
-    extra, max_positions = fields.pop("extra"), fields.pop("max_positions", None)
-    attention: dict[str, Any] = {"attention": "dense"}
+    fields: dict[str, Any] = {"attention": "dense", "sub_norm": False, "scale_embedding": False, "vocab_size": size("vocab_size")}
     if pattern is not None:
-        given = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
-        attention = {"attention": "dilated"} | {name: getattr(pattern, name) for name in given}
-    config = LongNetConfig(**fields, **attention, sub_norm=False, scale_embedding=False)
-    return HubModel(name=f"{kind} of {path}", config=config, extra_parameters=extra, max_positions=max_positions)
-
-
-def _gated(found: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
-    E, H, M, F, V = (
-        _size(found, key, path) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-    )
+        fields["attention"] = "dilated"
+        fields |= {name: getattr(pattern, name) for name in ("segment_lengths", "dilation_rates", "head_offsets", "tail")}
+    if kind == "gpt2":
+        E, positions = size("n_embd"), size("n_positions")
+        config = LongNetConfig(
+            embed_dim=E, num_layers=size("n_layer"), num_heads=size("n_head"), ffn_dim=size("n_inner", 4 * E), positions="none",
+            tie_embeddings=bool(found.get("tie_word_embeddings", True)), **fields,
+        )  # fmt: skip
+        return HubModel(name=f"gpt2 of {path}", config=config, extra_parameters=positions * E, max_positions=positions)
+    E, H, M, F = (size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"))
     # the first Llamas' files have no such key
-    Hk = H if kind == "llama" and found.get("num_key_value_heads") is None else _size(found, "num_key_value_heads", path)
-    head_dim = E // H if found.get("head_dim") is None and kind != "qwen3" else _size(found, "head_dim", path)
+    Hk = size("num_key_value_heads", H if kind == "llama" else None)
+    head_dim = size("head_dim", E // H if kind != "qwen3" else None)
     if head_dim * H != E:
         raise ValueError(
             f"{path}: head_dim is {head_dim} with {H} heads and hidden_size {E}; the planner's blocks have head_dim = hidden_size / heads, "
             f"which would be {E / H:g}. Plan its attention layer alone: plan dense --heads {H} --kv-heads {Hk} --head-dim {head_dim}"
         )
-    biases = 0
-    if kind == "qwen2":
-        biases += (H + 2 * Hk) * head_dim
-    elif found.get("attention_bias"):
-        biases += (H + 2 * Hk) * head_dim + E
-    if found.get("mlp_bias"):
-        biases += 2 * F + E
-    return {
-        "vocab_size": V, "embed_dim": E, "num_layers": M, "num_heads": H, "num_kv_heads": Hk, "ffn": "swiglu", "ffn_dim": F,
-        "norm": "rms_norm", "qk_norm": kind == "qwen3", "bias": False, "tie_embeddings": bool(found.get("tie_word_embeddings", False)),
-        "extra": M * biases,
-    }  # fmt: skip
-
-
-def _gpt2(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    E, H, M, V, positions = (_size(found, key, path) for key in ("n_embd", "n_head", "n_layer", "vocab_size", "n_positions"))
-    inner = 4 * E if found.get("n_inner") is None else _size(found, "n_inner", path)
-    return {
-        "vocab_size": V, "embed_dim": E, "num_layers": M, "num_heads": H, "ffn_dim": inner, "positions": "none",
-        "tie_embeddings": bool(found.get("tie_word_embeddings", True)),
-        # the table of positions
-        "extra": positions * E, "max_positions": positions,
-    }  # fmt: skip
-
-
-def _required(found: dict[str, Any], key: str, path: Path) -> Any:
-    if found.get(key) is None:
-        raise ValueError(f"{path} has no {key!r}; expected the config.json of a transformers model, which has one")
-    return found[key]
-
-
-def _size(found: dict[str, Any], key: str, path: Path) -> int:
-    value = _required(found, key, path)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{path}: {key} is {value!r}; expected a whole number of at least 1")
-    return value
+    of_keys = (H + 2 * Hk) * head_dim
+    biases = of_keys if kind == "qwen2" else of_keys + E if found.get("attention_bias") else 0
+    biases += 2 * F + E if found.get("mlp_bias") else 0
+    config = LongNetConfig(
+        embed_dim=E, num_layers=M, num_heads=H, num_kv_heads=Hk, ffn="swiglu", ffn_dim=F, norm="rms_norm", qk_norm=kind == "qwen3",
+        bias=False, tie_embeddings=bool(found.get("tie_word_embeddings", False)), **fields,
+    )  # fmt: skip
+    return HubModel(name=f"{kind} of {path}", config=config, extra_parameters=M * biases)

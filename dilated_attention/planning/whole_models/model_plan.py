@@ -154,18 +154,15 @@ def _fitting(peak_with: Callable[[Settings], int], run: Run, world: int, shards:
         sharded: Settings = {"weight_shards": processes} if processes > shards else {}
         # a language model generates from a cache that processes do not share
         shared: Settings = {"world_size": processes} if run.training and processes > world else {}
+        both = shared | sharded
         found: list[tuple[Settings, int]] = []
         # those of fewer changes first
-        one = (checkpoint, sharded, shared, sharded | checkpoint, shared | sharded, shared | checkpoint, shared | sharded | checkpoint)
-        tried: list[Settings] = [{}]
-        for settings in one:
-            repeats = settings in tried or (processes > present and not settings.keys() - checkpoint.keys())
+        for settings in (checkpoint, sharded, shared, sharded | checkpoint, both, shared | checkpoint, both | checkpoint):
+            useless = not settings or (processes > present and settings == checkpoint)
             # what fits with fewer changes needs no more of them
-            if repeats or len(found) == _SHOWN or any(given.items() <= settings.items() for given, _ in found):
-                continue
-            tried.append(settings)
-            peak = peak_with(settings)
-            found += [(settings, peak)] if peak <= budget else []
+            if not useless and len(found) < _SHOWN and not any(given.items() <= settings.items() for given, _ in found):
+                peak = peak_with(settings)
+                found += [(settings, peak)] if peak <= budget else []
         if found:
             return tuple(found)
         processes *= 2
