@@ -135,5 +135,6 @@ def _agrees(fact: Any, wanted: Any) -> bool:
 
 def _text(parts: str | list[Any], values: Mapping[str, Any]) -> str:
     """Fills in a text, or those of its parts whose conditions hold."""
-    listed = [{"text": part} if isinstance(part, str) else part for part in ([parts] if isinstance(parts, str) else parts)]
+    rows = [parts] if isinstance(parts, str) else parts
+    listed: list[dict[str, Any]] = [{"text": row} if isinstance(row, str) else row for row in rows]
     return "".join(part["text"] for part in listed if _holds(part.get("when", {}), values)).format_map(values)
