@@ -103,23 +103,22 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     inside, kept = insides(problem), _kept_bytes(problem)
     loss, loss_grads = _loss_of(run, rows)
     moments, num_forward = trace_of(run).at(rows)
-    found = []
-    for index, x in enumerate(moments):
-        grads = x.grads // shards + loss_grads * (index >= num_forward)
-        activations = x.alive + x.inside + kept * x.kept - x.grads
-        found.append((grads + activations + inside.get(x.attention, 0), index, grads, activations))
-    highest, index, grads, activations = max(found, key=lambda one: one[0])
     # at the loss, no gradient of the stack has been computed yet
     end = moments[num_forward - 1]
-    at_loss, at_step = end.alive + kept * end.kept + loss, fixed.grads // shards + fixed.step
-    terms.append(("optimizer's moments", fixed.moments))
-    if at_step >= max(highest, at_loss):
-        terms += [("gradients", fixed.grads // shards), ("optimizer's temporaries", fixed.step)]
-        return _non_zero(terms), "in the optimizer's step"
-    if at_loss >= highest:
-        return _non_zero([*terms, ("activations", at_loss - loss), ("logits and their gradients, a chunk at a time", loss)]), "at the loss"
-    terms += [("gradients", grads), ("activations", activations), ("inside attention", inside.get(moments[index].attention, 0))]
-    return _non_zero(terms), "in the backward" if index >= num_forward else "in the forward"
+    found: list[tuple[Terms, str]] = [
+        ((("gradients", fixed.grads // shards), ("optimizer's temporaries", fixed.step)), "in the optimizer's step"),
+        ((("activations", end.alive + kept * end.kept), ("logits and their gradients, a chunk at a time", loss)), "at the loss"),
+    ]
+    for index, x in enumerate(moments):
+        is_backward = index >= num_forward
+        parts: Terms = (
+            ("gradients", x.grads // shards + loss_grads * is_backward),
+            ("activations", x.alive + x.inside + kept * x.kept - x.grads),
+            ("inside attention", inside.get(x.attention, 0)),
+        )
+        found.append((parts, "in the backward" if is_backward else "in the forward"))
+    highest, moment = max(found, key=lambda one: sum(size for _, size in one[0]))
+    return _non_zero([*terms, ("optimizer's moments", fixed.moments), *highest]), moment
 
 
 def _cache_of(run: Run, problem: Problem, rows: int) -> tuple[int, int]:
