@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import Summary, footprint
+from dilated_attention.models.summary import Summary, footprint, summarise
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.problem import MOST, Machine
 from dilated_attention.planning.plans import ModelPlan
-from dilated_attention.planning.whole_models.model_memory import model_of
+from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
 
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
@@ -87,13 +88,22 @@ def language_model(parameters: float | None, heads: int | None, head_dim: int | 
     if wanted < 1e9:
         # with 128,256 tokens the embedding alone would be most of such a small model
         overrides["vocab_size"] = 32768
-    one, two = (_model(overrides | {"num_layers": layers}).summary.num_parameters for layers in (1, 2))
-    return _model(overrides | {"num_layers": max(1, round((wanted - (2 * one - two)) / (two - one)))})
+    return _model(overrides, wanted)
 
 
-def _model(overrides: dict[str, Any]) -> Model:
-    made = model_of("llama-1b", tuple(sorted(overrides.items(), key=lambda item: item[0])))
-    return Model("llama-1b", overrides, made.summary((1,), memory=1))
+def _model(overrides: dict[str, Any], parameters: float | None = None) -> Model:
+    """Returns a model with about this many parameters, or the preset's blocks. Its figures are those of one and two blocks, as building all
+    blocks of a large model takes seconds, even empty ones.
+    """
+    made = [model_of("llama-1b", tuple(sorted((overrides | {"num_layers": layers}).items()))) for layers in (1, 2)]
+    one, two = (sum(p.numel() for p in model.parameters()) for model in made)
+    outside, block = 2 * one - two, two - one
+    layers = MODEL_PRESETS["llama-1b"].num_layers  # type: ignore[union-attr]
+    if parameters is not None:
+        layers = overrides["num_layers"] = max(1, round((parameters - outside) / block))
+    sizes = {"embedding.weight": outside, "blocks": layers * block}
+    summary = summarise("llama-1b", replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
+    return Model("llama-1b", overrides, summary)
 
 
 def most_context(length: int, gpus: int) -> int:
