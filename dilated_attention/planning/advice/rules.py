@@ -98,7 +98,9 @@ def _model(overrides: dict[str, Any], parameters: float | None = None) -> Model:
     made = [model_of("llama-1b", tuple(sorted((overrides | {"num_layers": layers}).items()))) for layers in (1, 2)]
     one, two = (sum(p.numel() for p in model.parameters()) for model in made)
     outside, block = 2 * one - two, two - one
-    layers = MODEL_PRESETS["llama-1b"].num_layers  # type: ignore[union-attr]
+    usual = MODEL_PRESETS["llama-1b"]
+    assert isinstance(usual, LongNetConfig)
+    layers = usual.num_layers
     if parameters is not None:
         layers = overrides["num_layers"] = max(1, round((parameters - outside) / block))
     sizes = {"embedding.weight": outside, "blocks": layers * block}
