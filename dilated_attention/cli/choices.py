@@ -36,7 +36,7 @@ SUITES = {
     "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape",
     "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
-    "scaling": "time and memory per token by length, by batch, and over processes (torchrun)",
+    "scaling": "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention",
     "train-infer": "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale",
     "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
     "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
