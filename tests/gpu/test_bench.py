@@ -62,7 +62,7 @@ def test_a_model_of_a_few_layers_is_as_predicted(tmp_path: Path, monkeypatch: py
 
 
 def test_the_search_recovers_from_out_of_memory(tmp_path: Path) -> None:
-    given = ("--memory-gib", "0.5", "--first", "4k", "--steps", "2", "--kinds", "dilated", "block-sparse")
+    given = ("--memory-gib", "0.5", "--first", "4k", "--kinds", "dilated", "block-sparse")
     before = torch.cuda.memory_allocated()
     rows = rows_of(tmp_path, "extreme", *given)
     # tables of offsets are kept for the next call
@@ -75,8 +75,6 @@ def test_the_search_recovers_from_out_of_memory(tmp_path: Path) -> None:
             assert all(abs(row.values["off"]) < 0.1 for row in mine if row.values), mine
             assert min(row.case["N"] for row in mine if row.note) > longest
             assert {row.note for row in mine} == {"", "out of memory"}
-            # a length behind the first that was too long
-            assert mine[-1].case["N"] < max(row.case["N"] for row in mine)
 
 
 @pytest.mark.alone
