@@ -28,7 +28,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 	$(BIN)/python examples/train_longnet.py --expect-below-bigram
 	$(BIN)/python examples/block_sparse.py
 
-# lint beside the tests, for mypy has one process; an error of either ends make with an error, when the tests have ended
+# lint while the tests run, for mypy has one process; an error of either ends make with an error, when the tests have ended
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=2 lint test-cpu
 

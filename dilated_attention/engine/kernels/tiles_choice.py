@@ -27,8 +27,8 @@ NAME = "tiles"
 # on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.12}
 _CALL_MS = {False: 0.2, True: 0.5}
-# measured time of the tiles under causality over that of their rate: LongNet's segments, 12 x 64 and 16 x 128, 32,768 to 1,048,576
-# positions, on an H200
+# measured time of the tiles under causality over that of their rate, for self-attention of one sequence: LongNet's segments, 12 x 64
+# and 16 x 128, 32,768 to 1,048,576 positions, on an H200
 _CAUSAL = 1.3
 # TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
 _TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
@@ -162,7 +162,8 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
 def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
     rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9
-    return max(kernels * (_CAUSAL if shape.is_causal and pattern.num_branches > 1 else 1), host_ms) + 0.1
+    is_whole = not shape.is_cut and len(shape.documents) == 1
+    return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
 
 
 def _library_ms(
