@@ -98,8 +98,8 @@ class Flash4Backend(WritingBackend):
         grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
     ) -> None:  # fmt: skip
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        lse = _with_rows(lse)
-        dlse = None if dlse is None else _with_rows(dlse)
+        lse = _with_rows(lse, q.shape[-1])
+        dlse = None if dlse is None else _with_rows(dlse, q.shape[-1])
         dq, dk, dv = grads
         interface = _interface()
 
@@ -118,9 +118,10 @@ class Flash4Backend(WritingBackend):
         replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """Returns lse, or its gradient, (P, G, L), with rows of stride 1, which the kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _with_rows(x: Tensor, head_dim: int) -> Tensor:
+    """Returns lse, or its gradient, (P, G, L), with rows of stride 1, which the backward's kernels require."""
+    # larger head dims have kernels of their own on compute capability 10.0, of which only contiguous ones are known to be right
+    return x if x.stride(-1) == 1 and head_dim <= 128 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=1)
