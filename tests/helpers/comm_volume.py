@@ -7,7 +7,7 @@ that rank r's queries see, a rank receives
 
     all_gather, ring   2·R·K·D·B·s forward; full: R = N − n; causal: R = (end of its last run) − n; window: the rows within its reach
                        outside its own runs
-    dilated            2·D·B·s for each key/value head and each row of another rank that lies in a segment of the rank's, at the offset
+    dilated            2·D·B·s for each key/value head and each row of another rank that is in a segment of the rank's, at the offset
                        h mod r of one of its query heads, and not after the rank's last position if causal; a row that several branches
                        take counts once
     blocks             2·R·D·B·s forward, R: rows of other ranks in the key blocks that its queries keep, counted for each key/value head;

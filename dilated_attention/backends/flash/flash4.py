@@ -78,6 +78,7 @@ class Flash4Backend(WritingBackend):
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
+        # the kernel requires lse rows with stride 1
         rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         interface = _interface()
 

@@ -47,31 +47,30 @@ def forward(
     if merged:
         flat = saved_branch_outputs if saved_branch_outputs is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
         flat_lse = torch.empty(B * H * buffers.rows(with_direct=True), dtype=accumulation_dtype(q.dtype), device=q.device)
-        parts = buffers.split(flat, B, head_dim=D, with_direct=False)
-        part_lses = buffers.split(flat_lse, B, head_dim=0, with_direct=True)
     elif not plan.covered:
         out.zero_()
         lse.fill_(-torch.inf)
 
     if direct is not None:
-        direct_lse = part_lses[0]
+        direct_lse = buffers.split(flat_lse, B, head_dim=0, with_direct=True)[0]
         assert direct_lse is not None
         direct(direct_lse[:, 0])
 
     layout = _ForwardLayout(buffers, first, merged, call.padding is not None)
-    views = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *masks_of(call, q, k)]
+    given = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *masks_of(call, q, k)]
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *masks = views
         call.backend.forward_into(q_, k_, v_, masked(launch, masks, call), out_, lse_.transpose(1, 2))
 
-    _on_streams(plan, layout, views, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
+    _on_streams(plan, layout, given, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
     if merged and q.device.type == "cuda":
         from dilated_attention.engine.branches import merge_triton
 
         merge_triton.merge_buffers(buffers, out, lse, flat, flat_lse, is_concurrent=is_concurrent, own=saved_branch_outputs is not None)
     elif merged:
-        lses = [x for x in part_lses if x is not None]
+        parts = buffers.split(flat, B, head_dim=D, with_direct=False)
+        lses = [x for x in buffers.split(flat_lse, B, head_dim=0, with_direct=True) if x is not None]
         torch_merge.merge_buffers(buffers, out, lse, parts, lses)
         if saved_branch_outputs is not None and buffers.zero_keys:
             torch_merge.count_zero_keys(buffers, [x for x in parts if x is not None], lses)
@@ -103,17 +102,18 @@ def backward(
             grad.zero_()
 
     has = (own is not None, dlse is not None, call.padding is not None)
-    views = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *masks_of(call, q, k)]
+    given = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *masks_of(call, q, k)]
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = views
         dlse_ = None if dlse is None else rest.pop(0).transpose(1, 2)
         options = masked(launch, rest, call)
+        # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         if call.detached and own is None:
             out_ = _own_output(q_, k_, v_, options, call, launch.problem.zero_keys)
         call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
-    _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), views, call, run, is_concurrent)
+    _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), given, call, run, is_concurrent)
     if summed and q.device.type == "cuda":
         from dilated_attention.engine.branches import merge_triton
 

@@ -20,7 +20,7 @@ from dilated_attention.engine.branches.views import Rows, key_rows, launches, qu
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
-# plans of more problems, as of many documents, are not kept whole
+# plans of more problems, such as those of many documents, are not kept whole
 _MOST_PROBLEMS = 64
 Shapes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 

@@ -9,6 +9,7 @@ Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,18 +68,17 @@ def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tupl
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, call.padding_of(k))
     tensors = [q, k, v, out, lse, *masks_of(call, q, k)]
-    for problem, launches in zip(plan.problems, launches_of(plan, _layout((1, 2), 5, call), tensors, call), strict=True):
-        for launch in launches:
-            q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
-            part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call))
-            part_lse = part_lse.transpose(1, 2)
-            if problem.zero_keys:
-                part_out, part_lse = add_zero_keys(part_out, part_lse, problem.zero_keys)
-            if problem.first:
-                out_.copy_(part_out)
-                lse_.copy_(part_lse)
-            else:
-                merge_onto(out_, lse_, part_out, part_lse)
+    for launch in itertools.chain.from_iterable(launches_of(plan, _layout((1, 2), 5, call), tensors, call)):
+        q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
+        part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call))
+        part_lse = part_lse.transpose(1, 2)
+        if launch.problem.zero_keys:
+            part_out, part_lse = add_zero_keys(part_out, part_lse, launch.problem.zero_keys)
+        if launch.problem.first:
+            out_.copy_(part_out)
+            lse_.copy_(part_lse)
+        else:
+            merge_onto(out_, lse_, part_out, part_lse)
     return out.to(q.dtype), lse
 
 
@@ -111,19 +111,18 @@ def _add_shares(
 ) -> None:
     _, q, k, *_ = tensors
     some = () if dlse is None else (dlse,)
-    views = [*tensors, *grads, *some, *masks_of(call, q, k)]
+    given = [*tensors, *grads, *some, *masks_of(call, q, k)]
     layout = _layout((2, 3, 7, 8), 9 + len(some), call)
-    for problem, launches in zip(plan.problems, launches_of(plan, layout, views, call), strict=True):
-        for launch in launches:
-            dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = launch.of(views)
-            dlse_ = rest.pop(0) if some else None
-            part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), masked(launch, rest, call), dlse_)
-            if problem.first:
-                dq_.copy_(part_dq)
-            else:
-                dq_.add_(part_dq)
-            dk_.add_(part_dk)
-            dv_.add_(part_dv)
+    for launch in itertools.chain.from_iterable(launches_of(plan, layout, given, call)):
+        dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = launch.of(given)
+        dlse_ = rest.pop(0) if some else None
+        part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), masked(launch, rest, call), dlse_)
+        if launch.problem.first:
+            dq_.copy_(part_dq)
+        else:
+            dq_.add_(part_dq)
+        dk_.add_(part_dk)
+        dv_.add_(part_dv)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,11 +186,10 @@ def _library_ms(
 
 def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> int:
     """Estimates the number of kernel launches of a library."""
-    # every document has separate launches, and planning many documents takes longer than the estimate is worth
-    few = len(shape.documents) <= 8
-    problems = len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
     if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
-        return problems
+        # every document has separate launches, and planning many documents takes longer than the estimate is worth
+        few = len(shape.documents) <= 8
+        return len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
     N, H, D = shape.queries[1], shape.num_heads, request.head_dim
     sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
