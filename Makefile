@@ -67,7 +67,7 @@ docs-serve: $(STAMP)
 
 # against benchmarks/baselines/<hardware>.json; exit code 1 with the rows that got slower. Another machine makes its own with --save-baseline
 bench-check: $(STAMP)
-	$(BIN)/python -m dilated_attention bench regression --output build/bench-check --no-plots
+	$(BIN)/python -m dilated_attention bench regression --output build/bench-check
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

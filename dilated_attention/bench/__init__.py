@@ -1,4 +1,4 @@
-"""Reproducible benchmarks: suites of fair, checked measurements, with tables and plots. ``python -m dilated_attention bench``."""
+"""Reproducible benchmarks: suites of fair, checked measurements, with tables. ``python -m dilated_attention bench``."""
 
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.runner import Outcome, run

@@ -1,8 +1,7 @@
-"""Runs a suite group by group, resuming, within a time limit; then writes JSON, Markdown and plots."""
+"""Runs a suite group by group, resuming, within a time limit; then writes JSON and Markdown."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from pathlib import Path
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
 from dilated_attention.bench.measure.skip import is_out_of_memory, release
 from dilated_attention.bench.report.merge_results import joined, stem
-from dilated_attention.bench.report.plots import NO_MATPLOTLIB
 from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.suite import Session, Suite
 from dilated_attention.files import write_text
@@ -22,7 +20,7 @@ class Outcome:
     """The outcome of a run: results, files written, and groups that the time limit cut off.
 
     Args:
-        together: the results combined with those of runs with other numbers of processes, from which tables and plots are made.
+        together: the results combined with those of runs with other numbers of processes, from which tables are made.
         broken: why the processes could not continue together; "" if they could.
     """
 
@@ -41,25 +39,21 @@ def run(
     output: Path | None,
     minutes: float | None = None,
     fresh: bool = False,
-    plots: bool = True,
     started: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> Outcome:
     """Measures what ``output`` does not contain yet.
 
     Args:
-        output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md`` and plots; None writes nothing.
+        output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md``; None writes nothing.
         minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
         started: called with (groups done, total groups, label) before each group.
 
     Raises:
         ValueError: ``output`` holds results of other hardware, versions or settings; or several processes run a suite for one.
-        ModuleNotFoundError: plots are requested and matplotlib is missing; nothing is measured then.
     """
     if session.world_size > 1 and not suite.over_processes:
         raise ValueError(f"{session.world_size} processes were started and suite {suite.name} runs on one; start it without torchrun")
-    if plots and output is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(NO_MATPLOTLIB)
     here = machine(session.device, session.world_size)
     # other processes write nothing, and read what the first one has
     path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
@@ -97,7 +91,7 @@ def run(
         release()
     outcome.together, _ = joined(results.stored(), output)
     if output is not None and not session.rank:
-        outcome.written = write(suite, results, output, plots=plots)
+        outcome.written = write(suite, results, output)
     if not session.rank and not outcome.left_out:
         outcome.written += suite.finish(results, session)
     return outcome
@@ -108,8 +102,8 @@ def _agreed(mine: bool, session: Session) -> bool:
     return mine if session.world_size == 1 else bool(of_first_process(mine, session.device))
 
 
-def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -> list[Path]:
-    """Writes ``<suite>.md`` and, if requested, ``<suite>-<name>.png``, and ``<suite>.json`` if no group has; returns their paths.
+def write(suite: Suite, results: Results, output: Path) -> list[Path]:
+    """Writes ``<suite>.md``, and ``<suite>.json`` if no group has; returns their paths.
 
     Results of runs with other numbers of processes are included.
     """
@@ -118,16 +112,12 @@ def write(suite: Suite, results: Results, output: Path, *, plots: bool = True) -
     if stored is results:
         results.save()
     results, left_out = joined(stored, output)
-    drawn = [(plot, output / f"{suite.name}-{plot.name}.png") for plot in (suite.plots(results) if plots else ())]
-    for plot, picture in drawn:
-        plot.draw(picture)
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]
     lines += [table.markdown() for table in suite.tables(results)]
     lines += [f"{sentence}\n" for sentence in left_out]
-    lines += [f"![{plot.title}]({picture.name})\n" for plot, picture in drawn]
     markdown = output / f"{suite.name}.md"
     write_text(markdown, "\n".join(lines))
-    return [path, markdown, *(picture for _, picture in drawn)]
+    return [path, markdown]
 
 
 def headline(results: Results) -> str:

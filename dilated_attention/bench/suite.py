@@ -1,4 +1,4 @@
-"""The definition of a suite: groups of rows to measure one after another, and the tables and plots made from the rows."""
+"""The definition of a suite: groups of rows to measure one after another, and the tables made from the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
 
@@ -77,11 +76,8 @@ class Suite(ABC):
     @abstractmethod
     def tables(self, results: Results) -> list[Table]: ...
 
-    @abstractmethod
-    def plots(self, results: Results) -> list[Plot]: ...
-
     def finish(self, results: Results, session: Session) -> list[Path]:
-        """Called once every group is measured; returns the paths of files that it wrote in addition to JSON, Markdown and plots."""
+        """Called once every group is measured; returns the paths of files that it wrote in addition to JSON and Markdown."""
         return []
 
     def verdict(self, results: Results) -> int:

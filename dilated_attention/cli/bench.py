@@ -70,14 +70,13 @@ def _add_suite(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="DIR", help=f"for JSON, Markdown and plots; default ./{_OUTPUT}")
+    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="DIR", help=f"for JSON and Markdown; default ./{_OUTPUT}")
     parser.add_argument("--fresh", action="store_true", help="measure again what DIR already holds")
     parser.add_argument("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", help="default: bfloat16 on a GPU (float16 before sm_80), float32 on a CPU")
     parser.add_argument("--seconds", type=positive, help="of timing for each contender and pass; default 0.2")
     parser.add_argument("--minutes", type=float, help="start nothing after this time; the same command continues later")
-    parser.add_argument("--no-plots", action="store_true", help="JSON and Markdown only")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of tables")
 
@@ -119,7 +118,7 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
         if not args.quiet and session.rank == 0:
             print(f"{suite.name} {done + 1}/{total}, {time.monotonic() - begun:.0f} s: {label}", file=sys.stderr, flush=True)
 
-    outcome = run(suite, session, output=args.output, minutes=args.minutes, fresh=args.fresh, plots=not args.no_plots, started=started)
+    outcome = run(suite, session, output=args.output, minutes=args.minutes, fresh=args.fresh, started=started)
     if session.rank == 0:
         _tell(suite, outcome, args.json)
     return 1 if outcome.broken else suite.verdict(outcome.results)

@@ -12,7 +12,6 @@ import torch
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
-from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import accuracy
 from dilated_attention.bench.suites.accuracy import KINDS, PLAIN, Accuracy, backends, errors
 from dilated_attention.bench.workloads import contenders
@@ -63,7 +62,7 @@ def test_losses_of_dtypes_begin_alike_and_fall() -> None:
 @pytest.mark.slow
 def test_the_suite_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "accuracy", "--output", str(tmp_path), "--lengths", "32", "64", "--head-dim", "16", "--steps", "1", "--quiet"]
-    command += ["--dtypes", "bfloat16", "--masks", "full", "--backends", "auto", "math", "--no-plots"]
+    command += ["--dtypes", "bfloat16", "--masks", "full", "--backends", "auto", "math"]
     assert main([*command, "--parts", "error"]) == 0
     first = json.loads((tmp_path / "accuracy.json").read_text())["groups"]
     assert len(first) == 2 * 2
@@ -78,7 +77,7 @@ def test_the_suite_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert {row["name"] for row in rows if row["case"]["part"] != "loss"} == {"auto", "math"}
 
 
-def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
+def test_a_gpus_file_becomes_tables() -> None:
     rows: list[Row] = []
     for i, name in enumerate((PLAIN, "auto", "flash4", "xformers")):
         for n in (256, 1024, 65536):
@@ -96,8 +95,6 @@ def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     table = tables["relative error of dk against float64, dense, bfloat16, full"]
     assert {row[0]: row[-1] for row in table.rows}[PLAIN] == "–" and table.rows[2][1] == "0.0036 (0.833 ×)"
     assert tables["loss by dtype, 4,096 tokens"].rows == [["bfloat16", "6", "3.1", "0.15", "0.3", ""]]
-    names = {path.stem.removeprefix("accuracy-") for path in write(suite, results, tmp_path) if path.suffix == ".png"}
-    assert names == {f"growth-{kind}-bfloat16-full-{key}" for kind in KINDS for key in ("out", "dk")}
 
 
 def test_every_backend_is_asked() -> None:

@@ -73,8 +73,6 @@ def test_the_roof_is_the_lower_of_both_ceilings(tmp_path: Path) -> None:
     assert short.values["roof"] == pytest.approx(4 * short.values["intensity"]) and short.note == "memory"
     assert short.values["share"] == pytest.approx(50 / short.values["roof"])
     assert found["b", 256, None].note == "out of memory"
-    written = write(bandwidth.Bandwidth(), results, tmp_path)
-    names = [path.name for path in written if path.suffix == ".png"]
-    assert names == [f"bandwidth-roofline-{which}.png" for which in bandwidth.PASSES]
+    write(bandwidth.Bandwidth(), results, tmp_path)
     text = (tmp_path / "bandwidth.md").read_text()
     assert "| copy, bytes | 4,000 |" in text and "| a, forward | 1 |" in text and "out of memory" in text

@@ -1,4 +1,4 @@
-"""The benchmarks' harness: right first, fair turns, files that are continued, tables and plots from files alone."""
+"""The benchmarks' harness: right first, fair turns, files that are continued, tables from files alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dilated_attention.bench.measure import contest as measuring
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.skip import Refused, attempt
 from dilated_attention.bench.measure.timing import Timing, interleaved
-from dilated_attention.bench.report.plots import Line, Plot, short
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.report.tables import figure, pivot
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender, dense_pattern
@@ -56,11 +55,6 @@ class Counted(Suite):
     def tables(self, results: Results) -> list[Any]:
         return [pivot(results.rows, "ms", across="N", title="time")]
 
-    def plots(self, results: Results) -> list[Plot]:
-        rows = results.rows
-        line = Line("one", [row.case["N"] for row in rows], [row.values["ms"] for row in rows])
-        return [Plot(name="time", title="Time", x_label="positions", y_label="ms", lines=[line], log_x=True)]
-
 
 def test_what_a_file_holds_is_not_measured_again(tmp_path: Path) -> None:
     suite = Counted()
@@ -72,15 +66,14 @@ def test_what_a_file_holds_is_not_measured_again(tmp_path: Path) -> None:
     outcome = run(suite, session(), output=tmp_path)
     assert suite.calls == ["a", "b", "b", "c"]
     assert outcome.measured == 2
-    assert [path.name for path in outcome.written] == ["counted.json", "counted.md", "counted-time.png"]
+    assert [path.name for path in outcome.written] == ["counted.json", "counted.md"]
     assert "| one |" in (tmp_path / "counted.md").read_text()
-    assert (tmp_path / "counted-time.png").stat().st_size > 2500
     assert run(suite, session(), output=tmp_path).measured == 0
     assert run(suite, session(), output=tmp_path, fresh=True).measured == 3
 
 
 def test_a_file_of_other_hardware_versions_or_settings_is_not_continued(tmp_path: Path) -> None:
-    run(Counted(), session(), output=tmp_path, plots=False)
+    run(Counted(), session(), output=tmp_path)
     path = tmp_path / "counted.json"
     whole = json.loads(path.read_text())
     for section, key, value in (("hardware", "device", "an abacus"), ("versions", "torch", "0.1"), ("settings", "size", "full")):
@@ -88,10 +81,10 @@ def test_a_file_of_other_hardware_versions_or_settings_is_not_continued(tmp_path
         (changed["machine"][section] if section in changed["machine"] else changed["settings"])[key] = value
         path.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"made with other {section}: {key} '{value}' there.*--fresh"):
-            run(Counted(), session(), output=tmp_path, plots=False)
+            run(Counted(), session(), output=tmp_path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a benchmark result"):
-        run(Counted(), session(), output=tmp_path, plots=False)
+        run(Counted(), session(), output=tmp_path)
 
 
 def one_row(name: str, ms: float) -> Row:
@@ -111,10 +104,10 @@ def test_two_runs_into_one_folder_at_the_same_time_lose_nothing(tmp_path: Path) 
 
         def _measure(self, label: str) -> list[Row]:
             if label == "b" and self.meanwhile is not None:
-                run(self.meanwhile, session(), output=tmp_path, plots=False)
+                run(self.meanwhile, session(), output=tmp_path)
             return [one_row(f"{label} of {self.labels}", 1.5)]
 
-    first = run(Lengths("abc", Lengths("bde")), session(), output=tmp_path, plots=False)
+    first = run(Lengths("abc", Lengths("bde")), session(), output=tmp_path)
     found = {label: sorted(row.name for row in rows) for label, rows in Results.load(tmp_path / "counted.json").groups.items()}
     every = {"a": ["a of abc"], "b": ["b of abc", "b of bde"], "c": ["c of abc"], "d": ["d of bde"], "e": ["e of bde"]}
     assert found == every
@@ -170,28 +163,28 @@ def test_a_run_of_other_settings_meanwhile_is_an_error_and_not_a_loss(tmp_path: 
 )
 def test_a_file_of_another_form_is_named(change: Any, tmp_path: Path) -> None:
     path = tmp_path / "counted.json"
-    run(Counted(), session(), output=tmp_path, plots=False)
+    run(Counted(), session(), output=tmp_path)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(ValueError, match=r"counted\.json is not a benchmark result of schema 1 .*--fresh replaces it"):
-        run(Counted(), session(), output=tmp_path, plots=False)
+        run(Counted(), session(), output=tmp_path)
 
 
 def test_a_time_limit_leaves_groups_for_the_next_run(tmp_path: Path) -> None:
     suite = Counted()
-    outcome = run(suite, session(), output=tmp_path, minutes=0.0, plots=False)
+    outcome = run(suite, session(), output=tmp_path, minutes=0.0)
     assert (suite.calls, outcome.left_out) == ([], ["a", "b", "c"])
-    assert run(suite, session(), output=tmp_path, minutes=5.0, plots=False).left_out == []
+    assert run(suite, session(), output=tmp_path, minutes=5.0).left_out == []
 
 
 def test_out_of_memory_of_a_group_is_a_row_and_other_errors_are_not(tmp_path: Path) -> None:
     suite = Counted()
     suite.fails = torch.OutOfMemoryError("CUDA out of memory")
-    rows = run(suite, session(), output=tmp_path, plots=False).results.groups["b"]
+    rows = run(suite, session(), output=tmp_path).results.groups["b"]
     assert [row.note for row in rows] == ["out of memory"]
     assert "b: out of memory." in (tmp_path / "counted.md").read_text()
     suite.fails = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        run(suite, session(), output=tmp_path, fresh=True, plots=False)
+        run(suite, session(), output=tmp_path, fresh=True)
 
 
 def test_a_wrong_contender_has_no_speed() -> None:
@@ -297,22 +290,6 @@ def test_tables_say_why_a_figure_is_missing() -> None:
     assert [figure(x) for x in (0, 1234.5, 12.345, 0.00001)] == ["0", "1,234", "12.3", "1.0e-05"]
 
 
-def test_plots_of_every_form_are_drawn(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
-    lines = [Line(f"contender {i}", [512, 4096, 2**20], [i + 1, 2, 3], [i, 1, 2], [i + 2, 3, 4], dashed=i == 3) for i in range(12)]
-    for plot in (
-        Plot(name="l", title="lines", x_label="positions", y_label="ms", lines=lines, log_x=True, log_y=True, note="a note"),
-        Plot(
-            name="b", title="bars", x_label="kind", y_label="GB/s", lines=[Line(x.label, [], x.y) for x in lines[:3]], bars=["a", "b", "c"]
-        ),
-    ):
-        plot.draw(tmp_path / f"{plot.name}.png")
-        pixels = imread(tmp_path / f"{plot.name}.png")
-        assert pixels.shape[1] > 800 and pixels[..., :3].std() > 0.02
-    assert [short(n) for n in (512, 4096, 3 * 2**19, 1000, 2**30)] == ["512", "4k", "1.5M", "1,000", "1G"]
-
-
 def test_rows_and_machines_survive_their_file(tmp_path: Path) -> None:
     here = machine(CPU)
     assert here["hardware"]["threads"] == torch.get_num_threads()
@@ -339,7 +316,7 @@ def test_sizes_and_branches() -> None:
 @pytest.mark.slow
 def test_the_command_line_measures_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.001", "--lengths", "64", "--masks", "full"]
-    command += ["--contenders", "standard", "DilatedAttention", "--no-plots"]
+    command += ["--contenders", "standard", "DilatedAttention"]
     assert main(command) == 0
     first = capsys.readouterr()
     assert "DilatedAttention" in first.out and "speed 1/" in first.err

@@ -122,7 +122,6 @@ def test_lengths_double_until_memory_is_out(
         assert v["tokens_per_s"] == pytest.approx(1000 * row.case["N"] / v["ms"], rel=1e-3)
         assert max(row.errors.values()) < 1e-4
     assert f"{most:,}" in capsys.readouterr().out
-    assert (tmp_path / "extreme-memory.png").stat().st_size > 2500
 
     monkeypatch.setattr(extreme, "within", lambda *args, **options: pytest.fail("measured twice"))
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
@@ -181,10 +180,9 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     hardware = {"device": "NVIDIA H200", "devices": 1}
     settings = {"heads": 8, "head_dim": 64, "causal": False, "dtype": "bfloat16"}
     results = Results("extreme", {"date": "2026-01-01", "hardware": hardware, "versions": {"torch": "2.11"}}, settings, {"all": rows})
-    written = write(extreme.Extreme(), results, tmp_path)
+    write(extreme.Extreme(), results, tmp_path)
     text = (tmp_path / "extreme.md").read_text()
     assert "33,554,432" in text and "out of memory at 67,108,864" in text
-    assert sum(path.suffix == ".png" for path in written) == 2
 
 
 def test_options_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,6 @@ def test_peaks_of_attention_are_as_predicted(tmp_path: Path, capsys: pytest.Capt
     assert rows["flash4", "forward", 1024].note and not rows["flash4", "forward", 1024].values
     out = capsys.readouterr().out
     assert "less than standard" in out and "measured against predicted" in out
-    assert (tmp_path / "memory-peak-training.png").stat().st_size > 2500
 
     monkeypatch.setattr(memory, "within", lambda *args: pytest.fail("measured twice"))
     assert main(given) == 0
@@ -90,7 +89,7 @@ def test_a_model_is_extrapolated_from_a_few_of_its_layers(tmp_path: Path, monkey
         assert abs(v["off"]) < 0.15
 
 
-def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
+def test_a_gpus_result_becomes_tables(tmp_path: Path) -> None:
     attention, models = [], []
     for i, name in enumerate(memory.CONTENDERS):
         for n in (4096, 8192, 2**18):
@@ -103,8 +102,7 @@ def test_a_gpus_result_is_drawn(tmp_path: Path) -> None:
     models.append(Row(name="dense", case=case, values=values | {"predicted_bytes": 1.25e11, "off_all": -0.04}))
     failed = Row(name="all", case={"group": "attention N=1G"}, note="out of memory")
     results = Results("memory", machine(CPU), {}, {"a": attention, "m": models, "x": [failed]})
-    written = write(memory.Memory(), results, tmp_path)
-    assert [path.name for path in written if path.suffix == ".png"] == ["memory-peak-training.png"]
+    write(memory.Memory(), results, tmp_path)
     text = (tmp_path / "memory.md").read_text()
     for part in ("[1] out of memory", "| dense, training, checkpointed |", "| attention N=1G | out of"):
         assert part in text

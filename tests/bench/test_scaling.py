@@ -30,7 +30,7 @@ from tests.helpers.comm_volume import dense_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.scripts import free_port
 
-TINY = ["--heads", "2", "2", "16", "--seconds", "0.001", "--no-plots", "--quiet"]
+TINY = ["--heads", "2", "2", "16", "--seconds", "0.001", "--quiet"]
 NAMED = {case.name: case for case in CASES}
 # a package of ring-flash-attention's name: its zigzag forgets all other ranks, its ring raises
 WRONG_PACKAGE = """
@@ -278,7 +278,7 @@ def test_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_suites_of_one_process_refuse_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["bench", "memory", "--output", str(tmp_path), "--no-plots"]) == 1
+    assert main(["bench", "memory", "--output", str(tmp_path)]) == 1
     assert "2 processes were started and suite memory runs on one" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Suite ``speed``: figures that fit each other, gaps with a reason, named cases, competitors, and a GPU's file as tables and plots."""
+"""Suite ``speed``: figures that fit each other, gaps with a reason, named cases, competitors, and a GPU's file as tables."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _rows(name: str, rate: float, case: dict[str, Any], called: bool = False) ->
     return rows
 
 
-def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
+def test_a_gpus_file_becomes_tables(tmp_path: Path) -> None:
     suite, results = Speed(), gpu_results()
     tables = {table.title: table for table in suite.tables(results)}
     forward = tables["forward, length, bfloat16, full"]
@@ -120,9 +120,7 @@ def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
     assert [(row[0], row[2], row[-2]) for row in both.rows] == [
         ("ours, 5308", "1", "5,308"), ("torchscale, 5308", "0.25", "5,308"),
         ("ours, 10001", "1", "10,001"), ("torchscale, 10001", "0.25", "10,001")]  # fmt: skip
-    written = write(suite, results, tmp_path)
-    pictures = {path.stem for path in written if path.suffix == ".png" and path.stat().st_size > 6_000}
-    assert {"speed-ms-length-bfloat16-full-forward", "speed-tflops-length-bfloat16-full-backward"} <= pictures
+    write(suite, results, tmp_path)
     # the same from the file alone
     again = Results.load(tmp_path / "speed.json")
     assert [(table.title, table.columns, len(table.rows)) for table in suite.tables(again)] == [
@@ -133,7 +131,7 @@ def test_a_gpus_file_becomes_tables_and_plots(tmp_path: Path) -> None:
 
 
 def test_the_suite_measures_checks_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.002", "--lengths", "64", "128", "--quiet", "--no-plots"]
+    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.002", "--lengths", "64", "128", "--quiet"]
     command += ["--contenders", "sdpa_cpu", "flash4", "MultiheadDil*"]
     assert main([*command, "--cases", "length"]) == 0
     text = capsys.readouterr().out
@@ -161,7 +159,7 @@ def test_the_suite_measures_checks_and_goes_on(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_smoke_run_of_named_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["module-512-x2", "gigapath-5308", "option-documents", "option-float32", "option-query*", "chosen-131072"]
-    command = ["bench", "speed", "--size", "small", "--output", str(tmp_path), "--seconds", "0.001", "--quiet", "--no-plots", "--cases"]
+    command = ["bench", "speed", "--size", "small", "--output", str(tmp_path), "--seconds", "0.001", "--quiet", "--cases"]
     assert main([*command, *names, "--backends", "flash4", "--passes", "forward", "both", "--longest", "60"]) == 0
     rows = [row for group in json.loads((tmp_path / "speed.json").read_text())["groups"].values() for row in group]
     assert not [row for row in rows if row.get("note", "").startswith("wrong")]
@@ -193,7 +191,7 @@ def test_a_smoke_run_of_named_cases(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_wrong_arguments_exit_with_2(arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["bench", "speed", "--output", str(tmp_path), "--no-plots", *arguments])
+        main(["bench", "speed", "--output", str(tmp_path), *arguments])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
 
@@ -311,7 +309,7 @@ def test_others_are_held_to_the_same_check(tmp_path: Path, capsys: pytest.Captur
     command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.001", "--lengths", "192", "--heads", "2", "--head-dim", "16"]
     for name in ("right", "unscaled", "inference_only", "of_another_shape", "fails"):
         command += ["--contender", f"{name}={HERE}:{name}"]
-    command += ["--cases", "length", "--masks", "full", "--contenders", "torch sdpa", "--quiet", "--no-plots"]
+    command += ["--cases", "length", "--masks", "full", "--contenders", "torch sdpa", "--quiet"]
     assert main(command) == 0
     (rows,) = json.loads((tmp_path / "speed.json").read_text())["groups"].values()
     timed = {(row["name"], row["case"].get("pass")) for row in rows if "values" in row}
@@ -427,7 +425,7 @@ def test_the_defaults_are_the_published_ones() -> None:
 )
 def test_suites_run_on_a_gpu(given: list[str], tmp_path: Path) -> None:
     suite = given[0]
-    assert main(["bench", *given, "--output", str(tmp_path), "--size", "small", "--seconds", "0.01", "--quiet", "--no-plots"]) == 0
+    assert main(["bench", *given, "--output", str(tmp_path), "--size", "small", "--seconds", "0.01", "--quiet"]) == 0
     rows = [Row.from_dict(row) for group in json.loads((tmp_path / f"{suite}.json").read_text())["groups"].values() for row in group]
     # FlashAttention-4 called as its users do has wrong gradients at GigaPath's head dim of 48, which this library refuses
     assert not [row for row in rows if row.note.startswith("wrong") and (row.name, row.case["D"]) != ("fa4", 48)]

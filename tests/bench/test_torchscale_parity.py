@@ -30,7 +30,7 @@ from dilated_attention.cli import main
 def test_wrong_arguments_say_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
 ) -> None:
-    command = ["bench", "train-infer", "--tasks", "parity", "--quiet", "--no-plots", "--output", str(tmp_path), *arguments]
+    command = ["bench", "train-infer", "--tasks", "parity", "--quiet", "--output", str(tmp_path), *arguments]
     try:
         found = main(command)
     except SystemExit as ended:

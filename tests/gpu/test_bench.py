@@ -27,7 +27,6 @@ def rows_of(folder: Path, suite: str, *options: str) -> list[Row]:
         "--output",
         str(folder),
         "--quiet",
-        "--no-plots",
         *options,
     ]
     assert main(command) == 0

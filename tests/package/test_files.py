@@ -23,7 +23,6 @@ from dilated_attention.backends import tuning_table
 from dilated_attention.backends.tuning_table import Timing, TuningTable
 from dilated_attention.backends.tuning_table import TuningRow as Preferred
 from dilated_attention.bench import Results, Row, runner
-from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.models import LongNetConfig
 from dilated_attention.pattern import DilatedPattern
@@ -46,12 +45,7 @@ def _results(folder: Path, version: int) -> Results:
 def _report(folder: Path, version: int) -> None:
     results = _results(folder, version)
     results.replaced = results.path.read_bytes() if results.path and results.path.exists() else b""
-    runner.write(Counted(), results, folder, plots=False)
-
-
-def _plot(folder: Path, version: int) -> None:
-    line = Line("x", [1, 2], [1, version])
-    Plot(name="p", title="p", x_label="x", y_label="y", lines=[line]).draw(folder / "plot.png")
+    runner.write(Counted(), results, folder)
 
 
 def _picture(folder: Path, version: int) -> None:
@@ -66,7 +60,6 @@ WRITERS: dict[str, Callable[[Path, int], Any]] = {
     "preference table": _table,
     "results": lambda folder, version: _results(folder, version).save(),
     "results and Markdown": _report,
-    "plot": _plot,
     "picture of a pattern": _picture,
     "configuration": _config,
 }
@@ -98,7 +91,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> l
 
 FULL, INTERRUPTED = OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()
 # drawing takes long, and its files go through the same door
-DRAWN = ("plot", "picture of a pattern")
+DRAWN = ("picture of a pattern",)
 FAILURES = [(what, error) for what in WRITERS for error in (FULL, INTERRUPTED) if error is FULL or what not in DRAWN]
 
 

@@ -1,1 +1,1 @@
-"""Rows of results, and tables, plots and baselines made from them."""
+"""Rows of results, and tables and baselines made from them."""

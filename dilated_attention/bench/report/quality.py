@@ -1,21 +1,22 @@
-"""Tables and plots of suite ``quality``, created from its rows alone."""
+"""Tables and the picture of suite ``quality``, created from its rows alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
 from dilated_attention.bench.report.views import by, failures, having, labelled
+from dilated_attention.files import replacing
 
 # the name of the rows that others are compared with
 DENSE = "dense"
-# % over dense that a logarithmic axis begins with
+# % over dense that the picture's logarithmic axis begins with
 _LEAST = 0.01
 _EQUAL = "every pattern of a column keeps the same share of dense attention's causal pairs; a pair of several branches counts in each"
 _FIGURES = {
@@ -88,25 +89,25 @@ def _loss(rows: Sequence[Row], base: Row, title: str) -> Table:
     return Table(title, ["method", *(f"{share:g} %" for share in shares)], body, "\n".join([caption, *notes]))
 
 
-def plots(results: Results) -> list[Plot]:
-    found: list[Plot] = []
+def draw(results: Results, path: Path) -> None:
+    """Draws the loss over dense attention by the share of the pairs, a line for each method. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
     base = _dense(results, False)
-    for is_tuned, rows in by(having(results, task="loss"), "tuned"):
-        slug, suffix = ("-tuned", ", tuned") if is_tuned else ("", "")
-        lines, times = [], []
-        for name in dict.fromkeys(row.name for row in rows if row.values and row.name != DENSE and base is not None):
-            assert base is not None
-            mine = sorted((row for row in rows if row.name == name and row.values), key=lambda row: row.case["share"])
-            figures = [over(row, base) for row in mine]
-            # a single passage has no error, and nothing is shaded
-            y, low, high = ([max(_LEAST, x + (sign * error if sign else 0)) for x, error in figures] for sign in (0, -1, 1))
-            lines.append(Line(name, [row.case["share"] for row in mine], y, low, high))
-            times.append(Line(name, [row.values["us_per_token"] for row in mine], y))
-        note = f"what is below {_LEAST} % is drawn there; shaded: standard error over passages; {_EQUAL}"
-        style: dict[str, Any] = {"y_label": f"loss over dense, %{suffix}", "log_y": True, "note": note}
-        title = f"Loss over dense by share of the pairs{suffix}"
-        if lines:
-            found.append(Plot(name=f"loss{slug}", title=title, x_label="kept pairs, %", lines=lines, log_x=True, **style))
-            title = f"Loss over dense by time of a forward{suffix}"
-            found.append(Plot(name=f"time{slug}", title=title, x_label="µs a token", lines=times, **style))
-    return found
+    assert base is not None
+    # pyplot would open a window's backend and keep every figure
+    picture = Figure(figsize=(9, 5), layout="constrained")
+    axes = picture.add_subplot(xlabel="kept pairs, %", ylabel="loss over dense, %", xscale="log", yscale="log")
+    axes.grid(True, alpha=0.25)
+    rows = [row for row in having(results, task="loss", tuned=False) if row.values and row.name != DENSE]
+    for mark, name in zip(itertools.cycle("osD^vP*X<>hd"), dict.fromkeys(row.name for row in rows), strict=False):
+        mine = sorted((row for row in rows if row.name == name), key=lambda row: row.case["share"])
+        losses = [over(row, base) for row in mine]
+        y, low, high = ([max(_LEAST, x + (sign * error if sign else 0)) for x, error in losses] for sign in (0, -1, 1))
+        x = [row.case["share"] for row in mine]
+        (line,) = axes.plot(x, y, marker=mark, label=name)
+        # the standard error over passages; a single passage has none
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    picture.legend(frameon=False, loc="outside right upper")
+    with replacing(path) as new:
+        picture.savefig(new, format="png", dpi=110, metadata={"Software": None})

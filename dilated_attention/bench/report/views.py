@@ -1,4 +1,4 @@
-"""Rows of results as tables and lines: chosen and labelled by what their cases hold."""
+"""Rows of results as tables: chosen and labelled by what their cases hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure
 
@@ -57,8 +56,3 @@ def failures(results: Results) -> list[Table]:
     """Returns a table of the groups of which not even the inputs fitted; [] if there are none."""
     body = [(row.case["group"], row.note) for row in results.rows if "group" in row.case]
     return [Table("Groups that failed", ("group", "why"), body)] if body else []
-
-
-def plotted(lines: list[Line], **plot: Any) -> list[Plot]:
-    """Returns a plot of these lines; [] where none has two points."""
-    return [Plot(lines=lines, **plot)] if any(len(line.x) > 1 for line in lines) else []

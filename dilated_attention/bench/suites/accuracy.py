@@ -18,10 +18,9 @@ from dilated_attention.backends import registry
 from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
-from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
@@ -84,13 +83,6 @@ class Accuracy(Suite):
             tables += listing(rows, _LOSSES, title=f"loss by dtype, {n:,} tokens", caption=_LOSS_CAPTION)
         return [*tables, *failures(results)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        plots: list[Plot] = []
-        labels = {"x_label": "positions", "y_label": "relative error against float64"}
-        for (what, rows), key in itertools.product(_by_kind(results), ("out", "dk")):
-            name, title = f"growth-{what.replace(', ', '-')}-{key}", f"Error of {key}, {what}"
-            plots += plotted(lines_of(rows, key), name=name, title=title, log_x=True, log_y=True, **labels)
-        return plots
 
 
 _LOSSES = {"first loss": ("first", 1.0), "last loss": ("last", 1.0), "mean difference": ("mean", 1.0), "largest": ("largest", 1.0)}

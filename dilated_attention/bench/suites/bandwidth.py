@@ -13,10 +13,9 @@ import torch
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
 from dilated_attention.bench.measure.timing import interleaved
-from dilated_attention.bench.report.plots import Line, Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing
+from dilated_attention.bench.report.views import failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, Contender
 from dilated_attention.bench.workloads.problem import Problem
@@ -59,21 +58,6 @@ class Bandwidth(Suite):
             tables += listing(labelled(_with_roof(results, mine), "{name}, {pass}"), _PLACES, title=label, caption=_CAPTION)
         return [*tables, *failures(results)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        """Returns a roofline for each pass: TFLOP/s over FLOPs per byte, one point for each contender and shape."""
-        plots = []
-        for which, rows in by(_with_roof(results, having(results, part="attention")), "pass"):
-            rows = sorted((row for row in rows if "roof" in row.values), key=lambda row: row.values["intensity"])
-            lines = []
-            for name in dict.fromkeys(row.name for row in rows):
-                mine = [row.values for row in rows if row.name == name]
-                lines.append(Line(name, [v["intensity"] for v in mine], [v["tflops"] for v in mine], joined=False))
-            roof = [(row.values["intensity"], row.values["roof"]) for row in rows]
-            if roof:
-                lines.append(Line("roof", [x for x, _ in roof], [y for _, y in roof], dashed=True, marked=False))
-                plots.append(Plot(name=f"roofline-{which}", title=f"Roofline, {which}", x_label="FLOPs for each byte that must be moved",
-                                  y_label="TFLOP/s", lines=lines, log_x=True, log_y=True))  # fmt: skip
-        return plots
 
 
 _CEILINGS = {"GB/s": ("gb_s", 1.0), "TFLOP/s": ("tflops", 1.0), "data sheet": ("datasheet", 1.0), "reached, %": ("reached", 100.0)}

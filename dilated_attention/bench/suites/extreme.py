@@ -15,10 +15,9 @@ import torch
 
 from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, sampled_errors, wrong
 from dilated_attention.bench.measure.peak_call import called, planned, within
-from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import by, failures, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
@@ -133,14 +132,6 @@ class Extreme(Suite):
         planned_too = columns | {"tokens planned": ("planned_longest", 1.0)}
         return [*listing(longest, planned_too, title="longest sequence", caption=caption), *every, *failures(results)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        rows = _searches(results)
-        x: dict[str, Any] = {"x_label": "tokens", "log_x": True}
-        memory, speed = lines_of(rows, "bytes_per_token"), lines_of(rows, "tokens_per_s")
-        return [
-            *plotted(memory, name="memory", title="Peak memory of one call, to the longest that fits", y_label="bytes per token", **x),
-            *plotted(speed, name="throughput", title="Throughput, to the longest that fits", y_label="tokens per second", log_y=True, **x),
-        ]
 
 
 _FIGURES = {"seconds": ("ms", 1e-3), "M tokens/s": ("tokens_per_s", 1e-6), "GiB": ("peak_bytes", 2.0**-30)}

@@ -16,10 +16,9 @@ from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.models import model_memory
-from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
@@ -88,13 +87,6 @@ class Memory(Suite):
             found += listing(rows, _MODEL, title=f"memory of a model of {rows[0].case['shape']} at {n:,} positions", caption=caption)
         return [*found, *failures(results)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        found = []
-        for which, rows in by(having(results, part="attention"), "pass"):
-            title = f"Peak memory of {which}, causal attention"
-            lines = lines_of(rows, "peak_bytes", scale=2**-20)
-            found += plotted(lines, name=f"peak-{which}", title=title, x_label="positions", y_label="MiB", log_x=True, log_y=True)
-        return found
 
 
 _MIB = 2.0**-20

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.models import equal_pairs, pretrained, texts
 from dilated_attention.bench.models.equal_pairs import METHODS, Case, Family
 from dilated_attention.bench.report import quality as report
-from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.quality import DENSE
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.views import having
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.parsing import UsageError, below, positive, size
 from dilated_attention.pattern import Pattern
@@ -92,8 +94,16 @@ class Quality(Suite):
     def tables(self, results: Results) -> list[Table]:
         return report.tables(results)
 
-    def plots(self, results: Results) -> list[Plot]:
-        return report.plots(results)
+    def finish(self, results: Results, session: Session) -> list[Path]:
+        if results.path is None or not having(results, task="loss", tuned=False):
+            return []
+        if importlib.util.find_spec("matplotlib") is None:
+            sys.stderr.write('no picture of the loss, which needs matplotlib: pip install "dilated-attention[plot]"\n')
+            return []
+        picture = results.path.with_name("quality-loss.png")
+        report.draw(results, picture)
+        return [picture]
+
 
 
 def _rows(work: Callable[[], _Work], *given: Any) -> list[Row]:

@@ -22,7 +22,6 @@ from dilated_attention.bench.accuracy.correctness import wrong
 from dilated_attention.bench.measure.forward_backward import call_of
 from dilated_attention.bench.measure.reference_timing import Figures, change, sampled, verdict
 from dilated_attention.bench.measure.skip import attempt
-from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.report.views import labelled, listing
@@ -127,8 +126,6 @@ class Regression(Suite):
             tables += listing(mine, _CHANGES, title=state, caption=_CAPTION)
         return tables
 
-    def plots(self, results: Results) -> list[Plot]:
-        return []
 
 
 _FIGURES = {"ms": ("ms", 1.0), "noise, %": ("noise", 100.0)}

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.report.plots import Plot
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
 from dilated_attention.bench.sharded.cases import CASES, SHRINK, UNIT, Case
@@ -123,8 +122,6 @@ class Scaling(Suite):
         failed = [[row.case["group"], row.note] for row in results.rows if "W" not in row.case]
         return [*(table for table in found if table.rows), *([Table("not measured", ["group", "why"], failed)] if failed else [])]
 
-    def plots(self, results: Results) -> list[Plot]:
-        return []
 
 
 def _journal(session: Session) -> Path | None:

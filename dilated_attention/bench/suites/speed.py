@@ -23,10 +23,9 @@ from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
 from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
-from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import labelled, listing, plotted
+from dilated_attention.bench.report.views import labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
@@ -43,7 +42,6 @@ LENGTH, ALL, BASELINE = "length", (*DENSE, *MODULES, *MULTIHEAD), "torch sdpa"
 COLUMNS = {"ms": ("ms", 1.0), "×": ("times", 1.0), "called, ms": ("called", 1.0), "host, ms": ("host", 1.0),
            "kernels, ms": ("kernels", 1.0), "launches": ("launches", 1.0), "graph, ms": ("graph", 1.0), "tokens/s": ("tokens_per_s", 1.0),
            "TFLOP/s": ("tflops", 1.0), "% of peak": ("of_peak", 100.0), "peak, MiB": ("peak_bytes", 2.0**-20)}  # fmt: skip
-_PLOTS = {"ms": ("ms", 1.0), "tflops": ("TFLOP/s", 1.0), "peak_bytes": ("peak, MiB", 2.0**-20)}
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -198,14 +196,6 @@ class Speed(Suite):
         lines = [[name, what] for name, what in legend.items() if name in compared]
         return [*(tables or listing(results.rows, {}, title="nothing was measured")), Table("what is compared", ("", "what"), lines)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        plots = []
-        for (what, rows), which, (key, (title, scale)) in itertools.product(list(_parts(results)), PASSES, _PLOTS.items()):
-            lines = lines_of([row for row in _of_pass(rows, which) if isinstance(row.case["at"], int)], key, across="at", scale=scale)
-            name = "-".join([key.split("_")[0], *what.split(", "), which])
-            plots += plotted(lines, name=name, title=f"{title}: {_PASS_NAMES[which]}, {what}", x_label="positions", y_label=title,
-                             log_x=True, log_y=key == "ms")  # fmt: skip
-        return plots
 
 
 def _column(case: Case) -> Any:

@@ -11,10 +11,9 @@ from typing import Any, cast
 
 from dilated_attention.bench.models import slide_encoder, steps, torchscale
 from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape
-from dilated_attention.bench.report.plots import Plot, lines_of
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing, plotted
+from dilated_attention.bench.report.views import by, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
@@ -96,15 +95,6 @@ class TrainInfer(Suite):
         title = "greatest difference from TorchScale's models over the greatest value, float32 on a CPU"
         return [*found, *listing(having(results, task="parity"), columns, title=title), *failures(results)]
 
-    def plots(self, results: Results) -> list[Plot]:
-        found = []
-        for model, rows in by(results.rows, "model"):
-            for task, mine in by(rows, "task"):
-                several = len({row.case["B"] for row in mine}) > 1 and task != "train"
-                lines = lines_of(labelled(mine, "{name}, {B} requests") if several else mine, "tokens_per_s", rate=True)
-                axes = {"x_label": "positions of the context", "y_label": "tokens per second", "log_x": True, "log_y": True}
-                found += plotted(lines, name=f"{task}-{model.split(' ')[0]}", title=f"{model}: {_DOING[task]}", note=model, **axes)
-        return found
 
     def verdict(self, results: Results) -> int:
         return int(any(row.note.startswith("wrong") for row in having(results, task="parity")))
