@@ -1,4 +1,4 @@
-"""bench memory: measured peaks and predicted ones, models extrapolated from a few of their layers."""
+"""bench memory: measured peaks and predicted ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.subprocess_runner import why_no_children
-from dilated_attention.bench.models import model_memory
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import memory
@@ -28,7 +27,7 @@ def command(folder: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_peaks_of_attention_are_as_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["standard", "DilatedAttention", "flash4"]
-    given = command(tmp_path, "--parts", "attention", "--lengths", "1k", "2k", "--contenders", *names)
+    given = command(tmp_path, "--lengths", "1k", "2k", "--contenders", *names)
     assert main(given) == 0
     rows = {(row.name, row.case["pass"], row.case["N"]): row for row in Results.load(tmp_path / "memory.json").rows}
     for name in names[:2]:
@@ -73,36 +72,17 @@ def test_only_what_a_plan_describes_is_held_to_it() -> None:
     assert not any(predicted[name] for name in ("sdpa_flash", "flash3", "flex", "flash3_fp8"))
 
 
-@pytest.mark.slow
-def test_a_model_is_extrapolated_from_a_few_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_memory, "WORK", {name: model_memory.WORK[name] for name in ("training", "generating")})
-    monkeypatch.setattr(model_memory, "ATTENTION", ("dense",))
-    assert main(command(tmp_path, "--parts", "model", "--model-lengths", "512")) == 0
-    rows = {row.case["work"]: row for row in Results.load(tmp_path / "memory.json").rows}
-    embed, inner = 256, 688
-    parameters = 4 * embed**2 + 3 * embed * inner
-    for work, each in (("training", 16 * parameters), ("generating", 4 * parameters)):
-        v = rows[work].values
-        # weights, gradients and two moments of float32; and activations, or keys and values
-        assert each < v["layer_bytes"] < 2 * each
-        assert v["all_bytes"] == pytest.approx(v["few_bytes"] + 28 * v["layer_bytes"], rel=1e-3)
-        assert abs(v["off"]) < 0.15
-
-
 def test_a_gpus_result_becomes_tables(tmp_path: Path) -> None:
-    attention, models = [], []
+    attention = []
     for i, name in enumerate(memory.CONTENDERS):
         for n in (4096, 8192, 2**18):
             case = {"part": "attention", "pass": "training", "N": n}
             values = {"peak_bytes": n * 16384 * (1 + i), "predicted_bytes": n * 16000, "off": 0.02}
             too_long = name == "standard" and n > 8192
             attention.append(Row(name=name, case=case, values={} if too_long else values, note="out of memory" if too_long else ""))
-    values = {"few_bytes": 2e10, "layer_bytes": 3.5e9, "all_bytes": 1.2e11, "predicted_few_bytes": 2.1e10, "off": -0.05}
-    case = {"part": "model", "N": 4096, "work": "training, checkpointed", "shape": "Llama-7B's shape"}
-    models.append(Row(name="dense", case=case, values=values | {"predicted_bytes": 1.25e11, "off_all": -0.04}))
     failed = Row(name="all", case={"group": "attention N=1G"}, note="out of memory")
-    results = Results("memory", machine(CPU), {}, {"a": attention, "m": models, "x": [failed]})
+    results = Results("memory", machine(CPU), {}, {"a": attention, "x": [failed]})
     write(memory.Memory(), results, tmp_path)
     text = (tmp_path / "memory.md").read_text()
-    for part in ("[1] out of memory", "| dense, training, checkpointed |", "| attention N=1G | out of"):
+    for part in ("[1] out of memory", "| attention N=1G | out of"):
         assert part in text

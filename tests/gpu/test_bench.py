@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.models import model_memory
 from dilated_attention.cli import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -35,8 +34,6 @@ def rows_of(folder: Path, suite: str, *options: str) -> list[Row]:
 
 def test_peaks_of_attention_are_as_predicted(tmp_path: Path) -> None:
     given = (
-        "--parts",
-        "attention",
         "--lengths",
         "16k",
         "--contenders",
@@ -47,15 +44,6 @@ def test_peaks_of_attention_are_as_predicted(tmp_path: Path) -> None:
     )
     rows = [row for row in rows_of(tmp_path, "memory", *given) if row.values]
     assert len(rows) == 8
-    for row in rows:
-        assert abs(row.values["off"]) < 0.1, row
-
-
-def test_a_model_of_a_few_layers_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ("dilated", "block_sparse")
-    monkeypatch.setattr(model_memory, "ATTENTION", kinds)
-    rows = [row for row in rows_of(tmp_path, "memory", "--parts", "model", "--model-lengths", "4k") if row.case["part"] == "model"]
-    assert len(rows) == len(kinds) * len(model_memory.WORK)
     for row in rows:
         assert abs(row.values["off"]) < 0.1, row
 

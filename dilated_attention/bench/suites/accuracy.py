@@ -1,7 +1,4 @@
-"""Accuracy by dtype, backend and length.
-
-Errors against float64, and a tiny model's loss by dtype. Tests hold repeated runs and invariances bit for bit.
-"""
+"""Errors against float64 by dtype, backend and length. Tests hold repeated runs and invariances bit for bit."""
 
 from __future__ import annotations
 
@@ -15,19 +12,17 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.bench.accuracy.tiny_loss import losses
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing
+from dilated_attention.bench.report.views import by, failures, having
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size
 
 KINDS = ("dense", "dilated")
-PARTS = ("error", "loss")
 # plain softmax attention, every operation rounded to the inputs' dtype: what others are compared with
 PLAIN = "math"
 # the backend that materializes the scores is measured up to here
@@ -38,24 +33,19 @@ class Accuracy(Suite):
     """Measures how rounding affects results."""
 
     name = "accuracy"
-    about = "errors against float64 by dtype, backend and length, loss by dtype"
+    about = "errors against float64 by dtype, backend and length"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 256 1k 4k 16k 64k; on a CPU 64 256 1k")
         parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: both")
         parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
         parser.add_argument("--head-dim", type=size, default=64, help="default 64")
-        parser.add_argument("--steps", type=size, help="of training in each dtype; default 30, on a CPU 8")
         parser.add_argument("--backends", nargs="+", choices=backends(), help="default: all; each is recompiled for every dtype and mask")
-        parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
 
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
         chosen = {"backends": options.backends} if options.backends else {}
-        return super().settings(session) | {"head_dim": options.head_dim, "masks": options.masks, "steps": self.steps(session)} | chosen
-
-    def steps(self, session: Session) -> int:
-        return int(session.options.steps or (30 if session.full else 8))
+        return super().settings(session) | {"head_dim": options.head_dim, "masks": options.masks} | chosen
 
     def groups(self, session: Session) -> Sequence[Group]:
         options = session.options
@@ -64,13 +54,9 @@ class Accuracy(Suite):
         lengths = options.lengths or ([256, 1024, 4096, 16384, 65536] if session.full else [64, 256, 1024])
         make = functools.partial(Problem, device=session.device, head_dim=options.head_dim)
         groups: list[Group] = []
-        if "error" in options.parts:
-            for n, kind, mask, dtype in itertools.product(lengths, options.kinds, options.masks, dtypes):
-                problem = make(num_positions=n, dtype=dtype, num_heads=4, is_causal=mask == "causal")
-                groups.append(Group(f"error {kind} {problem.label}", functools.partial(errors, kind, problem, options.backends)))
-        if "loss" in options.parts:
-            n, steps = 4096 if session.full else 256, self.steps(session)
-            groups.append(Group(f"loss of {n} tokens, {steps} steps", functools.partial(losses, n, steps, session.device)))
+        for n, kind, mask, dtype in itertools.product(lengths, options.kinds, options.masks, dtypes):
+            problem = make(num_positions=n, dtype=dtype, num_heads=4, is_causal=mask == "causal")
+            groups.append(Group(f"error {kind} {problem.label}", functools.partial(errors, kind, problem, options.backends)))
         return groups
 
     def tables(self, results: Results) -> list[Table]:
@@ -79,17 +65,8 @@ class Accuracy(Suite):
         for (what, rows), key in itertools.product(_by_kind(results), RESULTS):
             title = f"relative error of {key} against float64, {what}"
             tables.append(pivot(rows, key, across="N", title=title, baseline=PLAIN, caption=caption))
-        for n, rows in by(having(results, part="loss"), "N"):
-            tables += listing(rows, _LOSSES, title=f"loss by dtype, {n:,} tokens", caption=_LOSS_CAPTION)
         return [*tables, *failures(results)]
 
-
-
-_LOSSES = {"first loss": ("first", 1.0), "last loss": ("last", 1.0), "mean difference": ("mean", 1.0), "largest": ("largest", 1.0)}
-_LOSS_CAPTION = (
-    "nats per token. The model of preset longnet-tiny from the same weights on the same data. float16 and bfloat16: by autocast with "
-    "float32 weights. Differences from float32 grow as the trainings diverge."
-)
 
 
 def backends(chosen: Sequence[str] | None = None) -> list[str]:

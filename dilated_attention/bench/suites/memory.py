@@ -1,4 +1,4 @@
-"""Peak memory, predicted and measured: attention by implementation and length, layers of Llama-7B's shape.
+"""Peak memory of attention, predicted and measured, by implementation and length.
 
 A peak is the same on every run. The longest sequence that fits is measured by suite ``extreme`` and estimated by ``plan``.
 """
@@ -15,10 +15,9 @@ from dilated_attention.bench.accuracy.contender_check import check
 from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
-from dilated_attention.bench.models import model_memory
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing
+from dilated_attention.bench.report.views import by, failures, having
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
@@ -26,7 +25,6 @@ from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, TopBlocks
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
-PARTS = ("attention", "model")
 # bytes beyond which a call is not run on a CPU, whose memory is needed for other things
 _MOST_ON_CPU = 2 * 2**30
 
@@ -35,14 +33,12 @@ class Memory(Suite):
     """Measures bytes instead of time."""
 
     name = "memory"
-    about = "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape"
+    about = "peak memory of attention by length, predicted and measured"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 4k … 256k; on a CPU 1k … 4k")
         parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-        parser.add_argument("--model-lengths", type=size, nargs="+", help="default: 4k 32k; on a CPU 512")
 
     def settings(self, session: Session) -> dict[str, Any]:
         return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch.")}
@@ -56,20 +52,13 @@ class Memory(Suite):
         ]
 
     def groups(self, session: Session) -> Sequence[Group]:
-        options, groups = session.options, []
-        if "attention" in options.parts:
-            chosen = [CONTENDERS[name] for name in options.contenders or CONTENDERS]
-            groups += [
-                Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
-                for problem in self.problems(session)
-                for which in options.passes
-            ]
-        if "model" in options.parts:
-            lengths = options.model_lengths or ([4096, 32768] if session.full else [512])
-            groups += [
-                Group(f"model N={n} {work}", functools.partial(_models, n, work, session)) for n in lengths for work in model_memory.WORK
-            ]
-        return groups
+        options = session.options
+        chosen = [CONTENDERS[name] for name in options.contenders or CONTENDERS]
+        return [
+            Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
+            for problem in self.problems(session)
+            for which in options.passes
+        ]
 
     def tables(self, results: Results) -> list[Table]:
         found = []
@@ -79,20 +68,11 @@ class Memory(Suite):
             mib = f"peak memory, MiB, {title}"
             found.append(pivot(rows, "peak_bytes", across="N", scale=_MIB, title=mib, caption=caption, baseline=standard))
             found.append(pivot(rows, "off", across="N", scale=100, title=f"measured against predicted, percent, {title}"))
-        for n, rows in by(labelled(having(results, part="model"), "{name}, {work}"), "N"):
-            caption = (
-                f"4 layers are measured; {model_memory.LAYERS} are these plus what each further layer takes, from 2 and 4 layers. "
-                "Training: AdamW in float32, its moments included."
-            )
-            found += listing(rows, _MODEL, title=f"memory of a model of {rows[0].case['shape']} at {n:,} positions", caption=caption)
         return [*found, *failures(results)]
 
 
 
 _MIB = 2.0**-20
-_MODEL = {"4 layers, MiB": ("few_bytes", _MIB), "predicted": ("predicted_few_bytes", _MIB), "off, %": ("off", 100.0)}
-_MODEL |= {"each layer": ("layer_bytes", _MIB), f"{model_memory.LAYERS} layers": ("all_bytes", _MIB)}
-_MODEL |= {"predicted, all": ("predicted_bytes", _MIB), "off, all, %": ("off_all", 100.0)}
 
 
 def _attention(contenders: Iterable[Contender], problem: Problem, which: str) -> list[Row]:
@@ -148,27 +128,3 @@ def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int |
     # calls of the standard attention share one mask, which is made before them
     shared = problem.num_positions**2 if contender is STANDARD and problem.is_causal else 0
     return int(planned(kind, problem, pattern, backward=which == "training")["predicted_bytes"]) - shared
-
-
-def _models(num_positions: int, work: str, session: Session) -> list[Row]:
-    """Measures and predicts 2 and 4 layers, and extrapolates to all of them."""
-    rows = []
-    for kind in model_memory.ATTENTION:
-        size = model_memory.Size(kind, work, num_positions, session.full)
-        row = Row(name=kind, case={"part": "model", "N": num_positions, "work": work, "shape": size.shape})
-        peaks: list[int] = []
-        for layers in (2, 4):
-            found = within(functools.partial(size.peak, layers, session.device), session.device)
-            if found.value is None:
-                row = replace(row, note=found.note)
-                break
-            peaks.append(found.value)
-        else:
-            each = (peaks[1] - peaks[0]) / 2
-            predicted, predicted_all = size.planned(4, session.device), size.planned(model_memory.LAYERS, session.device)
-            measured_all = peaks[1] + (model_memory.LAYERS - 4) * each
-            values = {"few_bytes": peaks[1], "predicted_few_bytes": predicted, "off": peaks[1] / predicted - 1, "layer_bytes": each}
-            values |= {"all_bytes": measured_all, "predicted_bytes": predicted_all, "off_all": measured_all / predicted_all - 1}
-            row = replace(row, values=values)
-        rows.append(row)
-    return rows
