@@ -1,10 +1,8 @@
-"""Training steps, prompts and decoding steps of language models by kind of attention, timed in turns."""
+"""Prompts and decoding steps of language models by kind of attention, timed in turns."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,81 +14,9 @@ from dilated_attention.bench.models.language import Shape, started
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
-from dilated_attention.models.summary import footprint
 
-# share of a device's memory that the estimate for weights, gradients, moments and activations may take
-_USABLE = 0.85
-# tensors of the weights' size and dtype: weights, gradients, two moments
-_COPIES = 4
 # turns of decoding; places of a random context at which a turn takes steps, and positions that these spread over
 _TURNS, _PLACES, _SPREAD = 5, 4, 32768
-
-
-def is_checkpointed(shape: Shape, tokens: int, dtype: torch.dtype, memory: int) -> bool:
-    """Returns whether AdamW's weights, gradients and moments leave too little of ``memory`` bytes for stored activations, by estimate."""
-    model = shape.model("dense", device="meta")
-    needed = _COPIES * model.num_parameters * dtype.itemsize + footprint(model.config, 0, checkpoint_activations=False).total(tokens)
-    return needed > _USABLE * memory
-
-
-class Trainer:
-    """One kind's training step on alternating batches. The parameters and the optimiser are shared with the other kinds."""
-
-    def __init__(self, batches: Sequence[torch.Tensor], shared: dict[str, Any], model: LongNetLM) -> None:
-        self.model, self.batches, self.values = model, itertools.cycle(batches), dict[str, float]()
-        device = batches[0].device
-        if not shared:
-            shared["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-        self.optimizer = shared["optimizer"]
-        # compiles, and creates the moments
-        self()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self()
-            torch.cuda.synchronize(device)
-            self.values["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-
-    def __call__(self) -> None:
-        tokens = next(self.batches)
-        try:
-            loss = self.model(tokens[:, :-1], targets=tokens[:, 1:])
-            loss.backward()
-            self.optimizer.step()
-        finally:
-            # an interrupted step leaves gradients
-            self.optimizer.zero_grad(set_to_none=True)
-        self.loss = loss.detach()
-
-
-def train(
-    shape: Shape, kinds: Sequence[str], context: int, batch: int, *, device: torch.device, dtype: torch.dtype, seconds: float,
-    checkpointed: bool | None = None,
-) -> list[Row]:  # fmt: skip
-    """Returns a row for each kind.
-
-    Values: ``ms`` of a step, with percentiles; ``samples_per_s``, sequences of ``context`` tokens; ``tokens_per_s``; ``tflops`` by the
-    FLOPs that the model needs, without recomputation; ``loss`` after the last step; on a GPU ``peak_bytes`` of everything.
-    """
-    if checkpointed is None:
-        # small models, which a CPU measures, fit
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**62
-        checkpointed = is_checkpointed(shape, batch * context, dtype, memory)
-    case = {"task": "train", "optimizer": "AdamW", "checkpointed": checkpointed} | _case(shape, context, batch, dtype)
-    start = functools.partial(Trainer, [_tokens(shape, batch, context + 1, i).to(device) for i in range(4)], {})
-    rows, able = started(shape, kinds, ("logits", "gradient"), case, start, device, dtype, checkpoint_activations=checkpointed)
-    timings = in_turns(able, device, seconds=seconds)
-    for i, row in enumerate(rows):
-        if row.name not in able:
-            continue
-        trainer, ms, tokens = able[row.name], timings[row.name].ms, batch * context
-        if not math.isfinite(loss := float(trainer.loss)):
-            rows[i] = replace(row, note=f"wrong: the loss is {loss}")
-            continue
-        values = timings[row.name].values() | {"samples_per_s": 1000 * batch / ms, "tokens_per_s": 1000 * tokens / ms, "loss": loss}
-        values |= {"tflops": tokens * trainer.model.summary((context,)).training_flops(context) / ms / 1e9}
-        rows[i] = replace(row, values=values | trainer.values)
-    return rows
 
 
 class Writer:

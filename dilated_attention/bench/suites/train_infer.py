@@ -1,4 +1,4 @@
-"""Whole models: samples per second in training, tokens per second in generating, and slide encoders and the code that they come from."""
+"""Whole models: tokens per second in generating, training steps of slide encoders, and equality with the code that they come from."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import UsageError, size
 
 MODELS = ("gpt2-124m", "llama-7b")
-# task → contexts on a CPU, for tasks of language models; the first two are the default
-TASKS: dict[str, tuple[int, ...]] = {"train": (512, 1024, 2048), "generate": (512, 2048), "decode": (2048,), "slides": (), "parity": ()}
-# on a GPU: contexts, tokens of a training step unless the context is longer, and most tokens of several prompts; the second entry applies
-# from this number of parameters on
+# task → contexts on a CPU, for tasks of language models; the first is the default
+TASKS: dict[str, tuple[int, ...]] = {"generate": (512, 2048), "decode": (2048,), "slides": (), "parity": ()}
+# on a GPU: contexts, and most tokens of several prompts; the second entry applies from this number of parameters on
 _LARGE = 10**9
 _CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
-_TOKENS, _PROMPTS = (32768, 8192), (131072, 65536)
-_DOING = {"train": "training", "prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
-_FURTHER = [("tflops", "TFLOP/s that the model needs", 1.0), ("peak_bytes", "peak memory, GiB", 2.0**-30)]
-_FURTHER += [("cache_bytes", "keys and values cached, MiB", 2.0**-20)]
+_PROMPTS = (131072, 65536)
+_DOING = {"prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
 
 
 class TrainInfer(Suite):
     """Measures whole models with random weights: how much attention matters in proportion to everything else."""
 
     name = "train-infer"
-    about = "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale"
+    about = "models: tokens/s of generating by kind of attention; training steps of slide encoders; equality with TorchScale"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         known = sorted(name for name, config in MODEL_PRESETS.items() if isinstance(config, LongNetConfig) and config.is_causal)
         parser.add_argument("--models", nargs="+", choices=known, metavar="preset", default=MODELS, help=f"default: {' '.join(MODELS)}")
         parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *MORE_KINDS), default=list(KINDS), help=f"default: {', '.join(KINDS)}")
-        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["train", "generate"], help="default: train generate")
+        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["generate"], help="default: generate")
         parser.add_argument("--contexts", type=size, nargs="+", help="default: 1k … 128k, of large models 2k … 32k; on a CPU 512 … 2k")
         parser.add_argument(
             "--batches", type=size, nargs="+", help="requests continued together; default: 1 and, where they fit, 8; on a CPU 4"
@@ -79,14 +76,14 @@ class TrainInfer(Suite):
             for task, mine in by(rows, "task"):
                 title, placed = f"{model}: {_DOING[task]}", labelled(mine, place="{B} × {N:,}")
                 about = [f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case]
-                how = [row.case["dtype"] + ", activations recomputed" * row.case.get("checkpointed", False) for row in mine]
-                caption = f"{' or '.join(dict.fromkeys(how))}; {'; '.join(dict.fromkeys(about))}; (… ×): over dense"
-                rate = "samples_per_s" if task == "train" else "tokens_per_s"
-                what = f"{title}, {'sequences' if task == 'train' else 'tokens of all requests'} per second by sequences × positions"
-                found.append(pivot(placed, rate, across="place", title=what, caption=caption, baseline="dense", more_is_better=True))
-                for value, what, scale in _FURTHER:
-                    if task != "prefill" and any(value in row.values for row in mine):
-                        found.append(pivot(placed, value, across="place", title=f"{title}, {what}", scale=scale))
+                dtypes = " or ".join(dict.fromkeys(row.case["dtype"] for row in mine))
+                caption = f"{dtypes}; {'; '.join(dict.fromkeys(about))}; (… ×): over dense"
+                what = f"{title}, tokens of all requests per second by sequences × positions"
+                how: dict[str, Any] = {"caption": caption, "baseline": "dense", "more_is_better": True}
+                found.append(pivot(placed, "tokens_per_s", across="place", title=what, **how))
+                if task != "prefill":
+                    what = f"{title}, keys and values cached, MiB"
+                    found.append(pivot(placed, "cache_bytes", across="place", title=what, scale=2.0**-20))
         slides = labelled(having(results, task="slides"), "{name}, {tiles:,} tiles")
         columns = {"ms": ("ms", 1.0), "peak, GB": ("peak_bytes", 1e-9), "off float32": ("output", 1.0)}
         title = "a training step of Prov-GigaPath's slide encoder on one slide"
@@ -117,17 +114,12 @@ def _groups(session: Session, preset: str, task: str) -> Iterator[Group]:
     options, full, shape = session.options, session.full, _shape(preset, session)
     large = shape.model("dense", device="meta").num_parameters > _LARGE
     where: dict[str, Any] = {"device": session.device, "dtype": session.dtype, "seconds": session.seconds}
-    if task != "train":
-        where |= {"new_tokens": (16 if task == "decode" else 32) if full else 8, "is_random": task == "decode"}
+    where |= {"new_tokens": (16 if task == "decode" else 32) if full else 8, "is_random": task == "decode"}
     for context in options.contexts or (_CONTEXTS[large] if full else TASKS[task]):
-        if task == "train":
-            batches = [max(1, (_TOKENS[large] if full else 2048) // context)]
-        else:
-            several = 8 if full else 4
-            batches = options.batches or ([1] if task == "generate" and several * context > _PROMPTS[large] else [1, several])
+        several = 8 if full else 4
+        batches = options.batches or ([1] if task == "generate" and several * context > _PROMPTS[large] else [1, several])
         for batch in batches:
-            measure: Any = steps.train if task == "train" else steps.generate
-            run = functools.partial(measure, shape, tuple(options.kinds), context, batch, **where)
+            run = functools.partial(steps.generate, shape, tuple(options.kinds), context, batch, **where)
             yield Group(f"{task} {shape.name} N={context} B={batch} {str(session.dtype).removeprefix('torch.')}", run)
 
 
