@@ -299,8 +299,9 @@ def test_the_multiplicity_that_flex_is_given_is_the_patterns(is_causal: bool) ->
     assert torch.equal(count(h, i, j).long(), pattern.dense_mask(40, 40, 6, is_causal=is_causal))
 
 
-def test_every_public_module_is_compared() -> None:
-    classes = {kind.__name__ for kind in KINDS.values()}
+def test_every_public_module_of_one_process_is_compared() -> None:
+    # rings compute the same; the suite scaling measures them
+    classes = {kind.__name__ for kind in KINDS.values() if not kind.__name__.startswith("Ring")}
     assert classes <= {name.split(" ")[0] for name in CONTENDERS}
     assert {"nn.MultiheadAttention", "torch sdpa", "attention"} <= set(CONTENDERS)
 

@@ -44,8 +44,10 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
         _truths[key] = Truth(problem, pattern, contender.mixture_grad)
     truth = _truths[key]
     torch.manual_seed(SEED)
+    # a function of this process's part has one of whole sequences, too
+    attend = getattr(attend, "whole", attend)
     with torch.set_grad_enabled(gradients):
-        out = _whole(attend)(*truth.leaves)
+        out = attend(*truth.leaves)
     grads = torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ()
     return truth.errors(out, grads, contender.until(problem))
 
@@ -53,24 +55,15 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
 @functools.lru_cache(maxsize=256)
 def _against_itself(contender: Contender, problem: Problem) -> tuple[tuple[str, float], ...]:
     """Returns the errors of out and of the input gradients against the same module in float64; computed once per process."""
-    attend = _whole(contender.make(problem))
+    attend = contender.make(problem)
     leaves = inputs_of(contender, problem, 7)
     copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
     dout = torch.randn_like(leaves[0]).detach()
-    reference = (contender.reference or contender.make)(replace(problem, dtype=torch.float64, device=torch.device("cpu")))
-    # the module with projections behind a function of this process's part
-    inner = getattr(attend, "__self__", attend)
-    inner = getattr(inner, "part", inner)
-    if isinstance(inner, OfEmbedded) and isinstance(reference, OfEmbedded):
-        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in inner.module.state_dict().items()})
+    reference = contender.make(replace(problem, dtype=torch.float64, device=torch.device("cpu")))
+    if isinstance(attend, OfEmbedded) and isinstance(reference, OfEmbedded):
+        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in attend.module.state_dict().items()})
     found, true = attend(*leaves), reference(*copies)
     grads, true_grads = torch.autograd.grad(found, leaves, dout), torch.autograd.grad(true, copies, dout.cpu().double())
     names = ("out", "dx") if contender.inputs == "x" else ("out", "dq", "dk", "dv")
     pairs = zip(names, (found, *grads), (true, *true_grads), strict=True)
     return tuple((name, relative(a.detach().cpu(), b.detach())) for name, a, b in pairs)
-
-
-def _whole(attend: Attend) -> Attend:
-    """Returns ``attend`` as a function of whole sequences, where it is one of this process's part."""
-    found: Attend = getattr(attend, "whole", attend)
-    return found

@@ -32,10 +32,9 @@ from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, to
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend
 from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.rings import RINGS
 from dilated_attention.parsing import UsageError, size
 
-CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *RINGS, *FUNCTIONS, *COMPETITORS)}
+CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *FUNCTIONS, *COMPETITORS)}
 # the cases of every length, who is measured there, and with whom they are compared
 LENGTH, ALL, BASELINE = "length", (*DENSE, *MODULES, *MULTIHEAD), "torch sdpa"
 # columns of the tables, where there are such figures: heading → (figure, factor)

@@ -45,7 +45,6 @@ class Contender:
         until: problem → first position whose results are known to be another function's; None if there is none.
         of: problem → the problem that it computes instead, as the one without options.
         costs: instead of ``make``: calls that are timed to compare with, and whose results nobody asks for.
-        reference: problem → the same on one process, to compare a function of x with; None for ``make``.
         local: problem → the part that this process holds, where processes share the sequence.
     """
 
@@ -60,7 +59,6 @@ class Contender:
     until: Callable[[Problem], int | None] = lambda problem: None
     of: Callable[[Problem], Problem] | None = None
     costs: Callable[[Problem], Costs] | None = None
-    reference: Callable[[Problem], Attend] | None = None
     local: Callable[[Problem], Problem] | None = None
 
     def allowed(self, problem: Problem) -> float:
@@ -223,15 +221,14 @@ def module(
 ) -> Contender:
     """A module of this library, ``create_attention(kind)`` with ``config`` of the problem; ``pattern`` as in ``Contender``."""
 
-    def make(problem: Problem, *, prefix: str = "", **options: Any) -> Attend:
-        """Returns the module as a function; rings have ``prefix`` before the kind and further ``options``."""
-        options |= config(problem)
-        made = functools.partial(create_attention, (prefix + kind).removesuffix("_"))
+    def make(problem: Problem) -> Attend:
+        options = config(problem)
         if "multihead" not in kind:
-            return functools.partial(made(**options), is_causal=problem.is_causal)
+            return functools.partial(create_attention(kind, **options), is_causal=problem.is_causal)
         torch.manual_seed(0)
         options |= {"embed_dim": problem.embed_dim, "num_heads": problem.num_heads, "num_kv_heads": problem.num_kv_heads}
-        return OfEmbedded(made(device=problem.device, dtype=problem.dtype, **options), {"is_causal": problem.is_causal})
+        made = create_attention(kind, device=problem.device, dtype=problem.dtype, **options)
+        return OfEmbedded(made, {"is_causal": problem.is_causal})
 
     inputs = "x" if "multihead" in kind else "qkv"
     return Contender(name=name, what=what, make=make, pattern=pattern or (lambda problem: None), inputs=inputs)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import dilated_attention as da
 from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.workloads.contenders import MODULES, MULTIHEAD, Contender, dense_pattern, dilated_pattern, module
+from dilated_attention.bench.workloads.contenders import Contender, dilated_pattern
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
@@ -100,23 +100,3 @@ def ring(alone: Contender, name: str, layout: str, **options: Any) -> Contender:
         return OnShards(functools.partial(ring_call, problem, layout=held, **options), held)
 
     return replace(alone, name=name, make=make, local=lambda problem: local_part(layout_of(layout, problem), problem))
-
-
-def _sharded(alone: Contender, layout: str = "contiguous") -> Contender:
-    """Returns the ring of a module of one process, to which it is compared where no pattern describes it."""
-    return replace(
-        alone,
-        name="Ring" + alone.name.removesuffix(" 10%"),
-        what=f"{alone.what}, sharded over processes",
-        make=lambda problem: OnShards(alone.make(problem, prefix="ring_", layout=layout), layout),
-        reference=alone.make,
-        local=functools.partial(local_part, layout),
-    )
-
-
-_MODULES = {alone.name: alone for alone in (*MODULES, *MULTIHEAD)}
-RINGS: tuple[Contender, ...] = (
-    _sharded(module("Attention", "dense attention", "", lambda problem: {}, dense_pattern), "zigzag"),
-    *(_sharded(_MODULES[name]) for name in ("DilatedAttention", "BlockSparseAttention 10%", "BlockSparseDilatedAttention")),
-    *(_sharded(alone) for alone in MULTIHEAD if alone.name.startswith("Multihead")),
-)
