@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
     )
     names = ", ".join((*PLAN_KINDS, *MODEL_PRESETS))
-    parser.add_argument("what", help=f"a kind of attention, a model preset, or the config.json of a transformers model: {names}, FILE.json")
+    parser.add_argument("what", help=f"a kind of attention, or a model preset: {names}")
     parser.add_argument(
         "--length", type=size, nargs="+", required=True, metavar="N", help="positions: 65536, 64k, 1M; several give a table"
     )
@@ -79,8 +78,6 @@ def _plan(args: argparse.Namespace) -> int:
         put_json(found[0] if len(found) == 1 else found)
         return 0
     put(plans[0] if len(plans) == 1 else plans_table(plans))
-    for settings, _ in getattr(plans[-1], "suggestions", ()):
-        put(f"try: {_command(args, settings)}")
     gpu = machine_of(args.gpu, args.memory).gpu
     if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
         put(f"{gpu.name}: {wheels}")
@@ -103,22 +100,14 @@ def _attention(args: argparse.Namespace) -> Callable[..., AttentionPlan | ModelP
 
 def _model(args: argparse.Namespace) -> Callable[..., AttentionPlan | ModelPlan]:
     from dilated_attention.planning import plan_model
-    from dilated_attention.planning.whole_models.hub_config import read_hub_config
 
-    is_file = args.what.endswith(".json")
-    if not is_file and args.what not in MODEL_PRESETS:
+    if args.what not in MODEL_PRESETS:
         raise UsageError(
-            f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}), a preset ({', '.join(MODEL_PRESETS)}), "
-            "or a transformers model's config.json"
+            f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}) or a preset ({', '.join(MODEL_PRESETS)})"
         )
-    refused = [name for name in (*_OF_PATTERNS, *_OF_ATTENTION) if not is_file or name not in _OF_BRANCHES]
-    _refuse(args, refused, "of a kind of attention")
-    model = args.what
-    if is_file:
-        dilated = any(getattr(args, name) is not None for name in _OF_BRANCHES)
-        model = read_hub_config(args.what, pattern_from(args, "dilated", args.what) if dilated else None)  # type: ignore[arg-type]
+    _refuse(args, (*_OF_PATTERNS, *_OF_ATTENTION), "of a kind of attention")
     return functools.partial(
-        plan_model, model, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args)
+        plan_model, args.what, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args)
     )
 
 
@@ -127,26 +116,6 @@ def _shared(args: argparse.Namespace) -> dict[str, Any]:
         "batch_size": args.batch, "dtype": dtype_of(args), "world_size": args.world_size, "training": not args.infer, "gpu": args.gpu,
         "memory": args.memory,
     }  # fmt: skip
-
-
-def _command(args: argparse.Namespace, changes: dict[str, int | bool]) -> str:
-    """Returns the command that plans the last length with changed settings."""
-    settings = {
-        name: getattr(args, name)
-        for name in ("batch", "dtype", "gpu", "world_size", "checkpoint", "weight_shards", *_OF_PATTERNS)
-        if getattr(args, name) not in (None, False)
-    }
-    settings |= {"checkpoint" if name == "checkpoint_activations" else name: value for name, value in changes.items()}
-    words = ["python", "-m", "dilated_attention", "plan", args.what, "--length", str(args.length[-1])]
-    for name, value in settings.items():
-        if (name == "batch" or name == "world_size") and value == 1:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    if args.memory is not None:
-        words += ["--memory", f"{args.memory / 2**30:g}"]
-    return shlex.join([*words, *(["--infer"] if args.infer else [])])
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:

@@ -193,11 +193,10 @@ class ModelPlan(Plan):
         terms: (what, bytes) at the highest point.
         moment: when the highest point occurs.
         flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
-        seconds: an estimate, None where no rate is known; ``time_source`` says what it is based on. For a language model's inference, of
-            processing a prompt of N positions.
+        seconds: an estimate, None where no rate is known; ``time_source`` says what it is based on. For inference, of one
+            forward over all positions.
         decode_seconds: of a step after these, which adds a token to every sequence; None in training, where no rate is known, or for a
             model that does not generate from a cache. ``decode_source`` says what it is based on.
-        suggestions: if it does not fit, (settings, peak bytes with them) of those that make it fit, with the fewest processes: at most two.
     """
 
     preset: str
@@ -213,7 +212,6 @@ class ModelPlan(Plan):
     time_source: str
     decode_seconds: float | None = None
     decode_source: str = ""
-    suggestions: tuple[tuple[dict[str, int | bool], int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -256,8 +254,7 @@ class ModelPlan(Plan):
             lines.append(f"on the wire  {self.exchange.name}; {received}")
         lines.append(f"time         {_time(self.seconds, self.no_time)}")
         if self.seconds is not None:
-            of_what = "positions/s" if self.decode_seconds is None else "tokens/s of the prompt"
-            lines[-1] += f", {self.batch_size * self.num_positions / self.seconds:,.0f} {of_what}"
+            lines[-1] += f", {self.batch_size * self.num_positions / self.seconds:,.0f} positions/s"
             # one part per line; text in brackets stays together
             lines += [f"             {part}" for part in re.split(r"; (?![^(]*\))", self.time_source)]
         if self.decode_seconds is not None:
@@ -265,9 +262,6 @@ class ModelPlan(Plan):
             lines.append(f"generating   {seconds_text(self.decode_seconds)} a step (an estimate), {rate}")
             lines.append(f"             {self.decode_source}")
         lines.append(self._fit(self.peak))
-        for settings, peak in self.suggestions:
-            given = ", ".join(f"{name}={value}" for name, value in settings.items())
-            lines.append(f"             it fits with {given}: {readable(peak)} per process")
         return "\n".join(lines)
 
 

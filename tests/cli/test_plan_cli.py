@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +84,6 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
         (["dense"], 2, "--length"),
         (["dense", "--length", "0"], 2, "'0' is not a size"),
         (["sparse", "--length", "1k"], 2, "what is 'sparse'; expected a kind of attention (dense, "),
-        (["none/config.json", "--length", "1k"], 2, "none/config.json cannot be read"),
         (["longnet-tiny", "--length", "1k", "--window", "4"], 2, "--window given, an option of a kind of attention"),
         (["dilated", "--length", "1k"], 2, "--segment-lengths"),
         (["dense", "--length", "1k", "--window", "5"], 2, "--window given, which dense does not take"),
@@ -114,19 +112,6 @@ def test_what_cannot_be_planned_is_told_on_stderr(arguments: list[str], code: in
     assert text in captured.err and captured.out == ""
 
 
-def test_a_model_that_does_not_fit_is_told_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, "llama-7b", "--length", "8k", "--gpu", "H100", "--world-size", "4")
-    assert "it fits with weight_shards=4" in text
-    command = next(line for line in text.splitlines() if line.startswith("try: ")).removeprefix("try: python -m dilated_attention plan ")
-    assert "fits         yes" in run(capsys, *command.split())
-    # one GPU with less memory: the command keeps what was asked for
-    text = run(capsys, "longnet-125m", "--length", "64k", "--gpu", "H100", "--memory", "12", "--batch", "2")
-    tried = [line for line in text.splitlines() if line.startswith("try: ")]
-    assert tried and all("--memory 12" in line and "--batch 2" in line and "--gpu H100" in line for line in tried)
-    for line in tried:
-        assert "fits         yes" in run(capsys, *line.removeprefix("try: python -m dilated_attention plan ").split())
-
-
 def test_gpus_before_turing_are_told_their_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     for gpu in ("V100", "P100"):
         assert "needs torch's wheels for CUDA 12.6" in run(capsys, "dense", "--length", "1k", "--gpu", gpu)
@@ -134,13 +119,3 @@ def test_gpus_before_turing_are_told_their_wheels(capsys: pytest.CaptureFixture[
     for machine, told in (("volta", True), ("pascal", True), ("turing", False), ("rocm", False)):
         main(["info", "--for", machine])
         assert ("wheels for CUDA 12.6" in capsys.readouterr().out) is told
-
-
-def test_a_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 97, **shape}))
-    dense = json.loads(run(capsys, str(path), "--length", "16k", "--gpu", "H200", "--json"))
-    dilated = json.loads(run(capsys, str(path), "--length", "16k", "--gpu", "H200", "--json", *BRANCHES))
-    assert dense["parameters"] == dilated["parameters"] and dense["flops"] > dilated["flops"]
-    assert "tokens/s" in run(capsys, str(path), "--length", "16k", "--gpu", "H200", "--infer")

@@ -130,15 +130,6 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     )
 
 
-def branchwise_arithmetic(problem: Problem) -> tuple[float, str] | str:
-    """Returns (seconds of a forward's arithmetic, its source) if no pairs are shared between branches; else why the rate is not known."""
-    try:
-        seconds, _, rates = _arithmetic(problem, _work(problem, backward=False, shares=False), backward=False)
-    except _NoRate as error:
-        return str(error)
-    return seconds, "; ".join(dict.fromkeys(rate.source for rate in rates))
-
-
 def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: bool) -> tuple[float, float, list[_Rate]]:
     """Returns (seconds, FLOPs, the rates) of ``work``."""
     per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
@@ -147,7 +138,7 @@ def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: b
     return sum(each / rate.rate for each, rate in zip(flops, rates, strict=True)), float(sum(flops)), rates
 
 
-def _work(problem: Problem, backward: bool, *, shares: bool = True) -> list[tuple[int, int, bool]]:
+def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:
     """Returns a list of (pairs of one sequence, number of rows to look up the rate, whether the nested kernel computes them)."""
     N, H, is_causal = problem.num_positions, problem.num_heads, problem.is_causal
     if problem.computes == "block_sparse":
@@ -160,7 +151,7 @@ def _work(problem: Problem, backward: bool, *, shares: bool = True) -> list[tupl
 
     pattern = problem.pattern
     assert isinstance(pattern, DilatedPattern)
-    if backward or not shares or problem.world_size > 1 or not is_nested(problem):
+    if backward or problem.world_size > 1 or not is_nested(problem):
         return branches(pattern, N)
     work: list[tuple[int, int, bool]] = []
     for piece in make_pieces(pattern, H, N):

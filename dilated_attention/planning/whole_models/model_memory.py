@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from dilated_attention.models.summary import cache_rows
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import Problem
-from dilated_attention.planning.whole_models.hub_config import HubModel
 from dilated_attention.planning.whole_models.trace import (
     DEPTHS,
     LENGTHS,
@@ -45,7 +44,7 @@ Terms = tuple[tuple[str, int], ...]
 class Run:
     """Everything that a trace depends on."""
 
-    preset: str | HubModel
+    preset: str
     overrides: tuple[tuple[str, Any], ...]
     batch_size: int
     training: bool
@@ -76,7 +75,7 @@ class Fixed(NamedTuple):
 def fixed_of(run: Run, shards: int) -> Fixed:
     model = model_of(run.preset, run.overrides)
     sizes, size = [parameter.numel() for parameter in model.parameters()], run.weight_dtype.itemsize
-    total = (sum(sizes) + extra_parameters(run.preset)) * size
+    total = sum(sizes) * size
     blocks = [
         sum(p.numel() for p in module.parameters()) for name, module in model.named_modules() if name.rpartition(".")[0].endswith("blocks")
     ]
@@ -158,27 +157,15 @@ def _kept_bytes(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def model_of(preset: str | HubModel, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
+def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
     with Unfilled():
-        return _created(preset, **dict(overrides), device="meta")
+        return create_model(preset, **dict(overrides), device="meta")
 
 
 def stack_of(model: Pretrained) -> LongNetConfig:
     """Returns the configuration of a model's blocks."""
     config: LongNetConfig = getattr(model.config, "encoder", model.config)
     return config
-
-
-def extra_parameters(preset: str | HubModel) -> int:
-    """Returns the number of parameters of a model that its blocks do not have."""
-    return 0 if isinstance(preset, str) else preset.extra_parameters
-
-
-def _created(preset: str | HubModel, **options: Any) -> Pretrained:
-    if isinstance(preset, str):
-        return create_model(preset, **options)
-    changes = {field.name: options.pop(field.name) for field in fields(LongNetConfig) if field.name in options}
-    return LongNetLM(replace(preset.config, **changes), **options)
 
 
 @functools.lru_cache(maxsize=32)
@@ -193,7 +180,7 @@ def _moments(run: Run, rows: int, blocks: int) -> Traced:
     overrides = dict(run.overrides) | {"num_layers": blocks}
     with fake_tensors():
         with Unfilled():
-            model = _created(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
+            model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
         model.train(run.training)
         tape = Tape(on_gpu=run.on_gpu, parameters=model.parameters())
         # in training, norms before linear layers are this library's own operation

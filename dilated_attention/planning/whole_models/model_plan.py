@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters, summarise
+from dilated_attention.models.summary import USABLE, embedding_parameters, summarise
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import most_positions, pairs_of, search
 from dilated_attention.planning.estimate.problem import Problem, checked_sizes, machine_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of
 from dilated_attention.planning.plans import ModelPlan
-from dilated_attention.planning.whole_models.hub_config import HubModel
-from dilated_attention.planning.whole_models.model_memory import Run, extra_parameters, fixed_of, model_of, peak_of_step, stack_of
-from dilated_attention.planning.whole_models.model_time import decode_seconds, prompt_seconds, step_seconds
+from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, stack_of
+from dilated_attention.planning.whole_models.model_time import decode_seconds, step_seconds
 from dilated_attention.validation import check_bool
-
-Settings = dict[str, int | bool]
-# when a model does not fit, settings with up to this many processes are tried, and at most two are shown
-_MOST_PROCESSES, _SHOWN = 64, 2
 
 
 def plan_model(
-    preset: str | HubModel,
+    preset: str,
     *,
     num_positions: int,
     batch_size: int = 1,
@@ -45,7 +38,7 @@ def plan_model(
     """Estimates what a model needs on one process, from fake tensors and formulas.
 
     Args:
-        preset: a name of ``factory.MODEL_PRESETS``, or what ``read_hub_config`` returns for a transformers model's ``config.json``.
+        preset: a name of ``factory.MODEL_PRESETS``.
         num_positions: N of each sequence; for a slide its tiles, for an image its patches.
         batch_size: sequences at a time.
         training: a step of forward, backward and AdamW in float32. False: a language model generates, with keys and values of N positions
@@ -82,44 +75,30 @@ def plan_model(
         preset=preset, overrides=fields, batch_size=batch_size, training=training, dtype=problem.dtype, casts=casts,
         checkpoint_activations=checkpoint_activations, on_gpu=machine.gpu is not None,
     )  # fmt: skip
-    most = None if isinstance(preset, str) else preset.max_positions
-    if most is not None and num_positions > most:
-        raise ValueError(f"num_positions is {num_positions:,}; expected at most {most:,}, the length of the model's table of positions")
-
     def excess(n: int) -> int:
         return sum(size for _, size in peak_of_step(run, weight_shards, problem.of_length(n))[0]) - budget
-
-    def peak_with(settings: Settings) -> int:
-        changed = replace(run, checkpoint_activations=bool(settings.get("checkpoint_activations", checkpoint_activations)))
-        given = sizes | {name: int(value) for name, value in settings.items() if name in sizes}
-        attention = _attention_of(config, machine.gpu, given, dtype, training)
-        return sum(size for _, size in peak_of_step(changed, given["weight_shards"], attention)[0])
 
     terms, moment = peak_of_step(run, weight_shards, problem)
     budget = int(USABLE * machine.memory)
     fits = sum(size for _, size in terms) <= budget
-    longest = search(excess, world_size, most or most_positions(problem)) if find_longest else num_positions * fits
-    suggestions = _fitting(peak_with, run, world_size, weight_shards, budget) if find_longest and not fits else ()
+    longest = search(excess, world_size, most_positions(problem)) if find_longest else num_positions * fits
     exchange = exchange_of(problem)
     sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
     flops = _flops(config, sizes_of, problem)
     generates = isinstance(model, LongNetLM) and not training
-    if isinstance(model, LongNetLM) and generates and world_size == 1 and cache_rows(config, num_positions) is not None:
-        seconds, source, why_not = prompt_seconds(run, problem, model)
-    else:
-        seconds, source, why_not = step_seconds(run, problem, exchange, flops)
+    seconds, source, why_not = step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""
     if generates and weight_shards == 1:
         looked_up = 0 if config.tie_embeddings else sum(n for name, n in sizes_of.items() if name.endswith("embedding.weight"))
         read = fixed_of(run, weight_shards).weights - looked_up * run.weight_dtype.itemsize
         per_token, token_source = decode_seconds(config, problem, read)
     return ModelPlan(
-        preset=preset if isinstance(preset, str) else preset.name, num_positions=num_positions, batch_size=batch_size, training=training,
+        preset=preset, num_positions=num_positions, batch_size=batch_size, training=training,
         dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
-        checkpoint_activations=checkpoint_activations, parameters=sum(sizes_of.values()) + extra_parameters(preset),
+        checkpoint_activations=checkpoint_activations, parameters=sum(sizes_of.values()),
         layers=config.num_layers, terms=terms, moment=moment, flops=flops, exchange=exchange, seconds=seconds, time_source=source,
         no_time=why_not, device=machine.name, device_memory=machine.memory, fits=fits, longest=longest, decode_seconds=per_token,
-        decode_source=token_source, suggestions=suggestions,
+        decode_source=token_source,
     )  # fmt: skip
 
 
@@ -144,29 +123,6 @@ def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> fl
     else:
         each = summary.training_flops(problem.num_positions)
     return problem.batch_size * problem.num_positions * each / (1 if problem.training else 3)
-
-
-def _fitting(peak_with: Callable[[Settings], int], run: Run, world: int, shards: int, budget: int) -> tuple[tuple[Settings, int], ...]:
-    """Returns at most two (settings, peak) that fit in ``budget`` bytes, with the fewest processes: each is planned, none is a rule."""
-    present = processes = max(world, shards)
-    while processes <= max(present, _MOST_PROCESSES):
-        checkpoint: Settings = {"checkpoint_activations": True} if run.training and not run.checkpoint_activations else {}
-        sharded: Settings = {"weight_shards": processes} if processes > shards else {}
-        # a language model generates from a cache that processes do not share
-        shared: Settings = {"world_size": processes} if run.training and processes > world else {}
-        both = shared | sharded
-        found: list[tuple[Settings, int]] = []
-        # those of fewer changes first
-        for settings in (checkpoint, sharded, shared, sharded | checkpoint, both, shared | checkpoint, both | checkpoint):
-            useless = not settings or (processes > present and settings == checkpoint)
-            # what fits with fewer changes needs no more of them
-            if not useless and len(found) < _SHOWN and not any(given.items() <= settings.items() for given, _ in found):
-                peak = peak_with(settings)
-                found += [(settings, peak)] if peak <= budget else []
-        if found:
-            return tuple(found)
-        processes *= 2
-    return ()
 
 
 def _frozen(value: Any) -> Any:
