@@ -101,7 +101,10 @@ def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]
 
 def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
     work, gpu, W = _work(problem, backward), problem.gpu, problem.world_size
-    seconds, flops, rates = _arithmetic(problem, work, backward)
+    per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
+    rates = [_nested_rate(problem) if nested else _rate_of(problem, length, backward) for _, length, nested in work]
+    flops = [per_pair * pairs for pairs, *_ in work]
+    seconds = sum(each / rate.rate for each, rate in zip(flops, rates, strict=True))
     several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
     if several and (backward or not any(nested for *_, nested in work)):
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
@@ -125,17 +128,9 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         links=links,
         exposed=exposed,
         backend=" and ".join(dict.fromkeys(rate.backend for rate in rates)),
-        rate=flops / seconds if seconds else 0.0,
+        rate=sum(flops) / seconds if seconds else 0.0,
         source="; ".join(dict.fromkeys(rate.source for rate in rates)),
     )
-
-
-def _arithmetic(problem: Problem, work: list[tuple[int, int, bool]], backward: bool) -> tuple[float, float, list[_Rate]]:
-    """Returns (seconds, FLOPs, the rates) of ``work``."""
-    per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
-    rates = [_nested_rate(problem) if nested else _rate_of(problem, length, backward) for _, length, nested in work]
-    flops = [per_pair * pairs for pairs, *_ in work]
-    return sum(each / rate.rate for each, rate in zip(flops, rates, strict=True)), float(sum(flops)), rates
 
 
 def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:

@@ -12,8 +12,6 @@ from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.planning.text import seconds_text
 from dilated_attention.planning.whole_models.model_memory import Run, model_of, stack_of, trace_of
 
-# seconds, what they are based on, and where there are none the reason
-Estimate = tuple[float | None, str, str]
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
 # step of Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured
 # (benchmarks/results/2026-11-21-h200/slide-encoder.jsonl)
@@ -23,17 +21,20 @@ _BANDWIDTH_SHARE, _LINEAR_SHARE = 0.5, 0.45
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
 # rows over which the keys of a generated token are averaged
 _ROWS = 4096
-_NOT_MEASURED = "rates of its linear layers were not measured"
 
 
-def step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> Estimate:
-    """Estimates a training step or a forward: attention, linear layers at a share of the peak, traffic at a share of the bandwidth."""
+def step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
+    """Estimates a training step or a forward: attention, linear layers at a share of the peak, traffic at a share of the bandwidth.
+
+    Returns (seconds, what they are based on, the reason where there are none).
+    """
     passes, why_not = passes_of(problem, exchange, (0, 0))
     if not passes:
         return None, "", why_not
-    rates = _rates(problem)
-    if rates is None:
-        return None, "", _NOT_MEASURED
+    gpu = problem.gpu
+    peak = None if gpu is None else gpu.peak(problem.dtype)
+    if gpu is None or peak is None or gpu.bandwidth is None:
+        return None, "", "rates of its linear layers were not measured"
     config = stack_of(model_of(run.preset, run.overrides))
     again = run.training and run.checkpoint_activations
     attention = config.num_layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
@@ -41,25 +42,15 @@ def step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -
     if not isinstance(problem.pattern, BlockPattern):
         pairs = problem.pattern.pairs(problem.num_positions, config.num_heads, is_causal=config.is_causal)
     attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
-    linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / rates[0]
-    moved = trace_of(run).moved(-(-problem.num_positions // problem.world_size)) / rates[1]
-    source = _source(attention, passes[0].source, linear, moved)
-    return attention + linear + moved, f"{source}; without the CPU's own time, which short sequences wait for", ""
-
-
-def _rates(problem: Problem) -> tuple[float, float] | None:
-    """Returns the (FLOP/s of linear layers, bytes/s between them) that are assumed; None where the GPU's are not known."""
-    peak = None if problem.gpu is None else problem.gpu.peak(problem.dtype)
-    if problem.gpu is None or peak is None or problem.gpu.bandwidth is None:
-        return None
-    return peak * _LINEAR_SHARE, problem.gpu.bandwidth * _BANDWIDTH_SHARE
-
-
-def _source(attention: float, rates: str, linear: float, moved: float) -> str:
-    return (
-        f"attention {seconds_text(attention)} ({rates}); linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
-        f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth"
+    linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
+    moved = trace_of(run).moved(-(-problem.num_positions // problem.world_size)) / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    source = (
+        f"attention {seconds_text(attention)} ({passes[0].source}); "
+        f"linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
+        f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; "
+        "without the CPU's own time, which short sequences wait for"
     )
+    return attention + linear + moved, source, ""
 
 
 def decode_seconds(config: LongNetConfig, problem: Problem, weight_bytes: int) -> tuple[float | None, str]:
