@@ -193,8 +193,8 @@ class ModelPlan(Plan):
         terms: (what, bytes) at the highest point.
         moment: when the highest point occurs.
         flops: of the whole step: forward and backward, without recomputation; for inference, of the forward.
-        seconds: an estimate, None where no rate is known; ``time_source`` says what it is based on. For inference, of one
-            forward over all positions.
+        seconds: an estimate, None where no rate is known; ``time_source`` says what it is based on. None for a prompt that
+            enters a cache.
         decode_seconds: of a step after these, which adds a token to every sequence; None in training, where no rate is known, or for a
             model that does not generate from a cache. ``decode_source`` says what it is based on.
     """
