@@ -34,7 +34,6 @@ SUITES = {
     "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",
     "accuracy": "errors against float64 by dtype, backend and length, loss by dtype",
     "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape",
-    "bandwidth": "achieved against possible bandwidth and FLOP/s of every pass (roofline)",
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
     "scaling": "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention",
     "train-infer": "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale",

@@ -22,14 +22,12 @@ from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites.speed import ALL, CONTENDERS, Speed
 from dilated_attention.bench.workloads import cases, competitors
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, STANDARD, Contender, dense_pattern, equal_pattern
-from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
 from dilated_attention.factory.create import KINDS
 from dilated_attention.pattern import DilatedPattern
 
 CPU = torch.device("cpu")
-HERE = "tests.bench.test_speed"
 H200 = {"device": "NVIDIA H200", "devices": 1, "memory_bytes": 150_000_000_000, "capability": "9.0"}
 # TFLOP/s of the forward
 RATES = {"standard": 60.0, "torch sdpa": 460.0, "flash3_fp8": 630.0, "flash4": 530.0}
@@ -39,32 +37,6 @@ def options(*arguments: str, **more: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     Speed().add_arguments(parser)
     return argparse.Namespace(**vars(parser.parse_args(arguments)) | {"dtypes": None, "seconds": None} | more)
-
-
-def right(problem: Problem) -> Any:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal).transpose(1, 2)
-
-    return attend
-
-
-def unscaled(problem: Problem) -> Any:
-    attend = right(problem)
-    return lambda q, k, v: attend(3 * q, k, v)
-
-
-def inference_only(problem: Problem) -> Any:
-    attend = right(problem)
-    return lambda q, k, v: attend(q.detach(), k.detach(), v.detach())
-
-
-def of_another_shape(problem: Problem) -> Any:
-    return lambda q, k, v: q.flatten(2)
-
-
-def fails(problem: Problem) -> Any:
-    raise NotImplementedError("only for even days")
 
 
 def gpu_results(hardware: dict[str, Any] = H200) -> Results:
@@ -186,7 +158,6 @@ def test_a_smoke_run_of_named_cases(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--cases", "apex-512"], "FAMILY one of gigapath"),
         (["--contenders", "apex*"], "--contenders apex*: there is none"),
         (["--torchscale", "no/such/folder"], "there is no torchscale/component/dilated_attention.py"),
-        (["--contender", "torch sdpa=tests.bench.test_speed:right"], "--contender is named 'torch sdpa', which is already taken"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,28 +277,6 @@ def test_every_public_module_of_one_process_is_compared() -> None:
     assert {"nn.MultiheadAttention", "torch sdpa", "attention"} <= set(CONTENDERS)
 
 
-def test_others_are_held_to_the_same_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "speed", "--output", str(tmp_path), "--seconds", "0.001", "--lengths", "192", "--heads", "2", "--head-dim", "16"]
-    for name in ("right", "unscaled", "inference_only", "of_another_shape", "fails"):
-        command += ["--contender", f"{name}={HERE}:{name}"]
-    command += ["--cases", "length", "--masks", "full", "--contenders", "torch sdpa", "--quiet"]
-    assert main(command) == 0
-    (rows,) = json.loads((tmp_path / "speed.json").read_text())["groups"].values()
-    timed = {(row["name"], row["case"].get("pass")) for row in rows if "values" in row}
-    assert ("right", "both") in timed and ("inference_only", "forward") in timed and ("inference_only", "both") not in timed
-    notes = {row["name"]: row["note"] for row in rows if "note" in row}
-    assert notes["unscaled"].startswith("wrong: out off by") and notes["fails"] == "raised NotImplementedError: only for even days"
-    assert notes["of_another_shape"].startswith(f"{HERE}:of_another_shape returned (")
-    assert f"{HERE}:right, yours" in capsys.readouterr().out
-    for wrong, text in (
-        ("x", "expected name=module"),
-        ("x=no.such:f", "must be importable"),
-        (f"x={HERE}:nothing", "no function 'nothing'"),
-    ):
-        with pytest.raises(argparse.ArgumentTypeError, match=text):
-            foreign(wrong)
-
-
 def test_what_takes_too_long_is_left_out() -> None:
     def slow(problem: Problem) -> Any:
         right = STANDARD.make(problem)
@@ -365,7 +314,7 @@ def test_a_kernel_that_raises_has_a_note_and_the_others_their_figures() -> None:
     assert all(row.values for row in rows[1:]) and len(rows) == 4
 
     def no_gradient(problem: Problem) -> Any:
-        attend = right(problem)
+        attend = STANDARD.make(problem)
 
         def forward_only(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():

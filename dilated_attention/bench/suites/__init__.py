@@ -2,7 +2,6 @@
 
 from dilated_attention.bench.suite import Suite
 from dilated_attention.bench.suites.accuracy import Accuracy
-from dilated_attention.bench.suites.bandwidth import Bandwidth
 from dilated_attention.bench.suites.extreme import Extreme
 from dilated_attention.bench.suites.memory import Memory
 from dilated_attention.bench.suites.quality import Quality
@@ -12,7 +11,7 @@ from dilated_attention.bench.suites.speed import Speed
 from dilated_attention.bench.suites.train_infer import TrainInfer
 
 SUITES: dict[str, type[Suite]] = {
-    suite.name: suite for suite in (Speed, Accuracy, Memory, Bandwidth, Extreme, Scaling, TrainInfer, Quality, Regression)
+    suite.name: suite for suite in (Speed, Accuracy, Memory, Extreme, Scaling, TrainInfer, Quality, Regression)
 }
 
 __all__ = ["SUITES"]

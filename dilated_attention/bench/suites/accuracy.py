@@ -68,7 +68,6 @@ class Accuracy(Suite):
         return [*tables, *failures(results)]
 
 
-
 def backends(chosen: Sequence[str] | None = None) -> list[str]:
     """Returns every backend, or those ``chosen``, the library's own choice first. 8-bit products are measured separately."""
     if chosen is not None:

@@ -133,7 +133,6 @@ class Extreme(Suite):
         return [*listing(longest, planned_too, title="longest sequence", caption=caption), *every, *failures(results)]
 
 
-
 _FIGURES = {"seconds": ("ms", 1e-3), "M tokens/s": ("tokens_per_s", 1e-6), "GiB": ("peak_bytes", 2.0**-30)}
 _FIGURES |= {"bytes per token": ("bytes_per_token", 1.0), "off the plan, %": ("off", 100.0)}
 

@@ -71,7 +71,6 @@ class Memory(Suite):
         return [*found, *failures(results)]
 
 
-
 _MIB = 2.0**-20
 
 

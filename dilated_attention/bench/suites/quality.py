@@ -105,7 +105,6 @@ class Quality(Suite):
         return [picture]
 
 
-
 def _rows(work: Callable[[], _Work], *given: Any) -> list[Row]:
     return list(work().rows(*given))
 

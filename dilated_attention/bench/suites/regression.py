@@ -127,7 +127,6 @@ class Regression(Suite):
         return tables
 
 
-
 _FIGURES = {"ms": ("ms", 1.0), "noise, %": ("noise", 100.0)}
 _CHANGES = {"ms then": ("then_ms", 1.0), "ms now": ("ms", 1.0), "change, %": ("change", 100.0), "noise, %": ("noise", 100.0)}
 _CAPTION = "Change and noise are of times relative to the yardsticks', not of milliseconds, which are longer on a busy machine."

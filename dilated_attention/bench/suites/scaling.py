@@ -123,7 +123,6 @@ class Scaling(Suite):
         return [*(table for table in found if table.rows), *([Table("not measured", ["group", "why"], failed)] if failed else [])]
 
 
-
 def _journal(session: Session) -> Path | None:
     """Returns the file in which the first of torchrun's processes writes what is measured; it is left where that ends the process."""
     if session.rank or "MASTER_ADDR" not in os.environ or getattr(session.options, "output", None) is None:

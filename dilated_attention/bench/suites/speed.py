@@ -20,7 +20,6 @@ import torch
 
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
-from dilated_attention.bench.measure.skip import attempt
 from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
 from dilated_attention.bench.report.rows import Results, Row
@@ -30,7 +29,6 @@ from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend
-from dilated_attention.bench.workloads.external import foreign
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import UsageError, size
 
@@ -63,14 +61,6 @@ class Speed(Suite):
         parser.add_argument("--list", nargs=0, action=_List, help="print the named cases and who is compared, measure nothing")
         parser.add_argument("--contenders", nargs="+", metavar="NAME", help="names or wildcards; default: those of each case")
         parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="ours and the floor by these backends too")
-        parser.add_argument(
-            "--contender",
-            type=foreign,
-            action="append",
-            default=[],
-            metavar="NAME=MODULE.PATH:FUNCTION",
-            help="another implementation: function(problem) -> callable of q, k, v (B, N, H, D); may be repeated",
-        )
         parser.add_argument("--torchscale", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
         parser.add_argument("--kernel", help="backend that stands in for flash-attn in TorchScale; default sdpa_flash, on a CPU sdpa_cpu")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: all")
@@ -85,7 +75,6 @@ class Speed(Suite):
     def settings(self, session: Session) -> dict[str, Any]:
         options = session.options
         chosen: dict[str, Any] = {"longest": self.longest(session), "contenders": options.contenders or "all"}
-        chosen |= {"others": {other.name: other.target for other in options.contender}} if options.contender else {}
         chosen |= {} if options.ways is None else {"ways": options.ways}
         return super().settings(session) | chosen
 
@@ -141,10 +130,6 @@ class Speed(Suite):
                 raise UsageError(str(missing)) from missing
         for backend in options.backends:
             found |= {each.name: each for each in (*(of_backend(backend, kind) for kind in ("dilated", "dense")), floor(backend))}
-        taken = [*found, *(other.name for other in options.contender)]
-        for other in options.contender:
-            if taken.count(other.name) > 1:
-                raise UsageError(f"--contender is named {other.name!r}, which is already taken; choose another name")
         return found
 
     def compared(self, session: Session, case: Case, catalogue: dict[str, Contender]) -> list[str]:
@@ -161,14 +146,7 @@ class Speed(Suite):
     def _measure(self, session: Session, case: Case, contenders: list[Contender]) -> list[Row]:
         problem, options, by_length = case.problem, session.options, case.family == LENGTH
         extra: dict[str, Any] = {"family": case.family, "at": _column(case)}
-        rows: list[Row] = []
-        for other in options.contender if by_length else ():
-            made = attempt(functools.partial(other.contender, problem), foreign=True)
-            if made.value is None:
-                rows.append(Row(name=other.name, case=problem.case | extra, note=made.note))
-            else:
-                contenders = [*contenders, made.value]
-        rows += measure(
+        rows = measure(
             contenders,
             problem,
             passes=options.passes,
@@ -191,10 +169,8 @@ class Speed(Suite):
                 tables += _table(results, _of_pass(rows, which), which, f"{_PASS_NAMES[which]}, {what}")
         compared = {row.name for row in results.rows}
         legend = {name: contender.what for name, contender in CONTENDERS.items()}
-        legend |= {name: f"{target}, yours" for name, target in results.settings.get("others", {}).items()}
         lines = [[name, what] for name, what in legend.items() if name in compared]
         return [*(tables or listing(results.rows, {}, title="nothing was measured")), Table("what is compared", ("", "what"), lines)]
-
 
 
 def _column(case: Case) -> Any:
