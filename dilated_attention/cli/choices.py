@@ -32,11 +32,11 @@ USE_CASES = {
 # bench.suites.SUITES, with what each says about itself
 SUITES = {
     "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",
-    "accuracy": "errors against float64 by dtype, backend and length, loss by dtype",
-    "memory": "peak memory by length, predicted and measured: attention, layers of Llama-7B's shape",
+    "accuracy": "errors against float64 by dtype, backend and length",
+    "memory": "peak memory of attention by length, predicted and measured",
     "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
     "scaling": "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention",
-    "train-infer": "models: samples/s of training, tokens/s of generating, by kind of attention; slide encoders; equality with TorchScale",
+    "train-infer": "models: tokens/s of generating by kind of attention; training steps of slide encoders; equality with TorchScale",
     "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
     "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
 }

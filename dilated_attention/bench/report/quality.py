@@ -41,7 +41,7 @@ def over(row: Row, base: Row) -> tuple[float, float]:
     return 100 * (row.values["bits_per_byte"] / loss - 1), 100 * error / loss
 
 
-def _dense(results: Results, is_tuned: bool) -> Row | None:
+def dense_row(results: Results, is_tuned: bool) -> Row | None:
     return next((row for row in having(results, task="loss", tuned=is_tuned) if row.name == DENSE and row.values), None)
 
 
@@ -49,8 +49,8 @@ def tables(results: Results) -> list[Table]:
     found = []
     for is_tuned, rows in by(having(results, task="loss"), "tuned"):
         suffix = ", tuned" if is_tuned else ""
-        bases = {"Loss over dense, %": _dense(results, False)}
-        bases |= {"Loss over dense that was tuned as long, %": _dense(results, True)} if is_tuned else {}
+        bases = {"Loss over dense, %": dense_row(results, False)}
+        bases |= {"Loss over dense that was tuned as long, %": dense_row(results, True)} if is_tuned else {}
         found += [_loss(rows, base, title + suffix) for title, base in bases.items() if base is not None]
         about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['about']}" for row in rows if "about" in row.case))
         kept = labelled(rows, kept="{share:g} %")
@@ -93,8 +93,8 @@ def draw(results: Results, path: Path) -> None:
     """Draws the loss over dense attention by the share of the pairs, a line for each method. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    base = _dense(results, False)
-    assert base is not None
+    base = dense_row(results, False)
+    assert base is not None, "the caller asks dense_row first"
     # pyplot would open a window's backend and keep every figure
     picture = Figure(figsize=(9, 5), layout="constrained")
     axes = picture.add_subplot(xlabel="kept pairs, %", ylabel="loss over dense, %", xscale="log", yscale="log")

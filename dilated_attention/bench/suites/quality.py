@@ -21,7 +21,6 @@ from dilated_attention.bench.report import quality as report
 from dilated_attention.bench.report.quality import DENSE
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import having
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.parsing import UsageError, below, positive, size
 from dilated_attention.pattern import Pattern
@@ -95,7 +94,7 @@ class Quality(Suite):
         return report.tables(results)
 
     def finish(self, results: Results, session: Session) -> list[Path]:
-        if results.path is None or not having(results, task="loss", tuned=False):
+        if results.path is None or report.dense_row(results, False) is None:
             return []
         if importlib.util.find_spec("matplotlib") is None:
             sys.stderr.write('no picture of the loss, which needs matplotlib: pip install "dilated-attention[plot]"\n')
