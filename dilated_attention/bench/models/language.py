@@ -80,13 +80,13 @@ class Shape:
         return cast(LongNetLM, create_model(self.preset, **positions | self.changes | self.kind(kind), **options))
 
 
-def family(shape: Shape, kinds: Sequence[str], device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, LongNetLM]:
+def family(shape: Shape, kinds: Sequence[str], device: torch.device, dtype: torch.dtype) -> dict[str, LongNetLM]:
     """Returns a model for each kind, all sharing the same parameters."""
     torch.manual_seed(0)
-    first = shape.model(kinds[0], device=device, dtype=dtype, **options)
+    first = shape.model(kinds[0], device=device, dtype=dtype)
     found = {kinds[0]: first}
     for kind in kinds[1:]:
-        found[kind] = shape.model(kind, device="meta", dtype=dtype, **options)
+        found[kind] = shape.model(kind, device="meta", dtype=dtype)
         found[kind].load_state_dict(first.state_dict(keep_vars=True), assign=True)
     return found
 
@@ -123,7 +123,7 @@ def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.devi
 
 def started(
     shape: Shape, kinds: Sequence[str], names: Sequence[str], case: dict[str, Any], start: Callable[[LongNetLM], T], device: torch.device,
-    dtype: torch.dtype, **options: Any,
+    dtype: torch.dtype,
 ) -> tuple[list[Row], dict[str, T]]:  # fmt: skip
     """Checks each kind, makes its model and calls ``start`` with it.
 
@@ -138,7 +138,7 @@ def started(
         rows[kind] = Row(name=kind, case=case | {"attention": shape.legend(kind)}, errors=errors, note=note)
     release()
     able = [kind for kind in kinds if not rows[kind].note]
-    made = attempt(functools.partial(family, shape, able, device, dtype, **options)) if able else None
+    made = attempt(functools.partial(family, shape, able, device, dtype)) if able else None
     for kind in able:
         assert made is not None
         one = made if made.value is None else attempt(functools.partial(start, made.value[kind]))
