@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention.backends import Dropout
-from dilated_attention.bench.accuracy.correctness import sampled_errors, whole_errors, wrong
+from dilated_attention.bench.accuracy.correctness import sampled_errors, wrong
 from dilated_attention.bench.accuracy.truth import BOUNDS, SEED, Truth
 from dilated_attention.bench.workloads.contenders import STANDARD, dense_pattern
 from dilated_attention.bench.workloads.problem import Problem
@@ -125,6 +125,12 @@ def test_pairs_of_a_window_are_counted(left: int | None, right: int, is_causal: 
     problem = replace(make({})[0], window=(left, right), is_causal=is_causal, batch_size=2)
     expected = sum(1 for i in range(37) for j in range(37) if j >= i - (37 if left is None else left) and j <= i + right)
     assert problem.pairs(DENSE) == 2 * 6 * expected
+
+
+def whole_errors(attend: Any, pattern: Any, problem: Problem) -> dict[str, float]:
+    truth = Truth(problem, pattern, whole=True)
+    out = attend(*truth.leaves)
+    return truth.errors(out, torch.autograd.grad(out, truth.leaves, truth.dout))
 
 
 def test_sampled_and_whole_errors_see_a_shifted_row() -> None:

@@ -26,14 +26,6 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found.double() - true).norm() / true.norm().clamp(min=torch.finfo(torch.float64).tiny))
 
 
-def whole_errors(attend: Attend, pattern: Pattern, problem: Problem, *, gradients: bool = True) -> dict[str, float]:
-    """Returns errors of out and, with ``gradients``, of dq, dk, dv over all rows of two heads. It takes N² work, so N must be small."""
-    truth = Truth(problem, pattern, whole=True, gradients=gradients)
-    with torch.set_grad_enabled(gradients):
-        out = attend(*truth.leaves)
-    return truth.errors(out, torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ())
-
-
 def sampled_errors(
     pattern: Pattern, problem: Problem, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], *, count: int = 8
 ) -> dict[str, float]:
