@@ -62,7 +62,7 @@ def serve() -> None:
     with profile_memory(ops=device == "cpu") as found:
         for length in lengths:
             step(length)
-    sys.stdout.write(json.dumps(found.result.as_dict()) + "\n")
+    sys.stdout.write(json.dumps(found.as_dict()) + "\n")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,4 +72,4 @@ def test_varied_lengths_do_not_fragment_expandable_segments(kind: str) -> None:
     # of tensors that matter, so that the allocator's pages of 20 MiB for each stream do not
     assert found["peak_allocated"] > 2**30
     assert found["peak_reserved"] <= BOUND * found["peak_allocated"]
-    assert found["retries"] == 0 and found["refused"] == 0
+    assert found["stats"]["retries"] == 0 and found["stats"]["refused"] == 0

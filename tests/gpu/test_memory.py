@@ -52,10 +52,15 @@ def test_figures_are_torchs_own(name: str) -> None:
     assert profile.peak_allocated == torch.cuda.max_memory_allocated() and profile.peak_reserved == torch.cuda.max_memory_reserved()
     # what the replayed events say was alive at the peak, and what lay there before, is the allocator's own figure
     assert profile.allocated_before + sum(op.at_peak for op in profile.ops) == profile.peak_allocated
-    assert profile.fragmentation >= 1 and profile.retries == 0 and profile.refused == 0 and profile.device_allocs > 0
+    assert (
+        profile.fragmentation >= 1
+        and profile.stats["retries"] == 0
+        and profile.stats["refused"] == 0
+        and profile.stats["device_allocs"] > 0
+    )
     assert any(op.name.startswith("dilated_attention::") and op.name.endswith("_backward") and op.kept > 0 for op in profile.ops)
     plain = profile_memory(lambda: step(CALLS[name], tensors), ops=False)
-    assert abs(plain.peak_allocated - profile.peak_allocated) <= 2**21 and plain.ops == () and plain.cannot_tell
+    assert abs(plain.peak_allocated - profile.peak_allocated) <= 2**21 and plain.ops == ()
     print(profile, *profile.advice(), sep="\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import weakref
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 
 from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.memory import attention_memory
-from dilated_attention.engine.oom.requirement import MemoryRequirement, Setting
 from dilated_attention.engine.ops import op_hooks
 from dilated_attention.models import LongNetConfig, LongNetEncoder
 from dilated_attention.profiling import MemoryProfile, profile_memory
@@ -49,9 +47,9 @@ def test_every_byte_of_a_known_program() -> None:
     assert 12 * MIB <= profile.peak_allocated < 12 * MIB + 64
     assert profile.allocated_after == 0 and profile.allocated_before == 0
     ones, add, cat = (profile.op(f"aten::{name}") for name in ("ones", "add", "cat"))
-    assert (ones.calls, ones.allocated, ones.largest, ones.at_peak) == (1, 4 * MIB, 4 * MIB, 0)
+    assert (ones.calls, ones.allocated, ones.at_peak) == (1, 4 * MIB, 0)
     # beside it the number 1 as a tensor
-    assert 4 * MIB <= add.allocated < 4 * MIB + 64 and add.largest == 4 * MIB and add.at_peak == 4 * MIB
+    assert 4 * MIB <= add.allocated < 4 * MIB + 64 and add.at_peak == 4 * MIB
     assert (cat.allocated, cat.peak, cat.kept, cat.scratch, cat.at_peak) == (8 * MIB, 8 * MIB, 8 * MIB, 0, 8 * MIB)
     assert profile.ops[0].name == "aten::cat"
     with pytest.raises(KeyError, match=r"aten::mm.*allocated nothing.*aten::cat"):
@@ -76,9 +74,6 @@ def test_our_opaque_ops_are_seen_through() -> None:
     # out and lse; dq, dk, dv, of which the gradients are made
     assert forward.kept == size + lse and backward.kept == 3 * size
     assert forward.scratch > 0 and backward.scratch > 0
-    # the kernel below our op
-    assert any("scaled_dot_product" in name for name, _ in forward.inner)
-    assert sum(count for _, count in forward.inner) == forward.allocated
     assert profile.allocated_after == 3 * size
 
 
@@ -104,22 +99,12 @@ def test_both_forms_say_the_same() -> None:
     called = profile_memory(attention, q, k, v, device="cpu", is_causal=True)
     with profile_memory(device="cpu") as block:
         attention(q, k, v, is_causal=True)
-    assert isinstance(called, MemoryProfile) and isinstance(block.result, MemoryProfile)
     assert called.peak_allocated == block.peak_allocated and called.ops == block.ops
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        called.seconds = 0.0  # type: ignore[misc]
     text = str(block)
-    assert "dilated_attention::dilated_attention" in text and "cannot tell" in text and "MiB" in text
+    assert "dilated_attention::dilated_attention" in text and "MiB" in text
     assert json.loads(json.dumps(called.as_dict()))["ops"][0]["name"] == called.ops[0].name
-    # what a CPU does not tell is None, not 0
-    assert called.fragmentation is None and called.peak_reserved is None and called.as_dict()["retries"] is None
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the process's memory is read from /proc")
-def test_the_process_is_seen_to_hold_what_it_touches() -> None:
-    profile = profile_memory(lambda: torch.ones(floats(200)).sum(), device="cpu")
-    # of the process at the peak, which has torch in it, too: other memory may be given back in between
-    assert profile.resident_peak > 200 * MIB and 0 < profile.resident_before <= profile.total
+    # what a CPU does not report is None, not 0
+    assert called.fragmentation is None and called.peak_reserved is None and called.as_dict()["stats"] == {}
 
 
 def test_what_is_refused() -> None:
@@ -130,9 +115,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="device is meta"):
         profile_memory(device="meta")
     with pytest.raises(TypeError, match="expected a function"):
-        profile_memory(torch.ones(3), device="cpu")  # type: ignore[call-overload]
+        profile_memory(torch.ones(3), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="without a function"):
-        profile_memory(device="cpu", tokens=3)  # type: ignore[call-overload]
+        profile_memory(device="cpu", tokens=3)
     block = profile_memory(device="cpu")
     with pytest.raises(RuntimeError, match="after the with block"):
         _ = block.peak_allocated
@@ -172,13 +157,9 @@ def advised(profile: MemoryProfile, words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_advice_about_dtypes_and_gradients() -> None:
+def test_advice_about_gradients() -> None:
     q, k, v = leaves()
     wide = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward(), device="cpu")
-    (text,) = advised(wide, "bfloat16 in place of float32")
-    assert "q (1, 1024, 4, 32)" in text and "MiB" in text
-    narrow = profile_memory(lambda: dilated_attention(*leaves(dtype=torch.bfloat16), [256, 1024], [1, 4]).sum().backward(), device="cpu")
-    assert not advised(narrow, "bfloat16")
     assert not advised(wide, "torch.no_grad()")
     kept = profile_memory(lambda: dilated_attention(q, k, v, [256, 1024], [1, 4]), device="cpu")
     assert advised(kept, "torch.no_grad()")
@@ -203,38 +184,25 @@ def test_advice_about_activations_is_followed() -> None:
 
 
 def gpu_profile(**changes: object) -> MemoryProfile:
-    plain = MemoryProfile(
-        device="cuda:0", hardware="a GPU", seconds=1.0, peak_allocated=10 * GIB, allocated_before=GIB, allocated_after=GIB,
-        peak_reserved=11 * GIB,
-        reserved_before=GIB, reserved_after=11 * GIB, inactive_split=0, peak_inactive_split=GIB, retries=0, refused=0, device_allocs=5,
-        device_frees=0, total=80 * GIB,
-    )  # fmt: skip
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    """A profile with these figures, as if measured."""
+    profile = MemoryProfile(torch.device("cuda:0"), by_op=False)
+    figures = {
+        "seconds": 1.0, "peak_allocated": 10 * GIB, "allocated_before": GIB, "allocated_after": GIB, "peak_reserved": 11 * GIB,
+        "stats": {}, "ops": (), "seen": (),
+    }  # fmt: skip
+    vars(profile).update(figures | changes)
+    return profile
 
 
-def call(size: int) -> tuple[MemoryRequirement, int]:
-    """A call that needs ``size`` bytes."""
-    setting = Setting(batch=1, length=100, dtype=torch.bfloat16)
-    plain = MemoryRequirement(
-        op="dilated_attention", pass_name="forward", device=torch.device("cuda"), shapes="q", held=0, setting=setting,
-        terms=lambda x: (("all", size),),
-    )  # fmt: skip
-    return plain, 2
-
-
-def test_advice_about_a_gpu_speaks_only_where_figures_say_so() -> None:
+def test_advice_about_a_gpu_speaks_only_where_figures_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     assert gpu_profile().advice() == []
     assert gpu_profile().fragmentation == pytest.approx(1.1)
     split = gpu_profile(peak_reserved=15 * GIB)
     (text,) = split.advice()
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text and "15.00 GiB" in text and "10.00 GiB" in text and "1.50" in text
-    (text,) = dataclasses.replace(split, allocator="expandable_segments:True").advice()
-    assert "empty_cache" in text and "on already" in text
-    (text,) = gpu_profile(retries=3).advice()
-    assert "3 times" in text
-    (text,) = gpu_profile(seen=(call(48 * GIB),)).advice()
-    assert "a ring over several GPUs" in text and "48.00 GiB of 80.00 GiB" in text
-    assert gpu_profile(seen=(call(30 * GIB),)).advice() == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert split.advice() == []
 
 
 def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
@@ -273,18 +241,17 @@ def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> N
 
 def test_the_counters_of_a_gpu_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU's path, on a CPU: torch's functions return what an allocator would."""
-    counters = [f"{kind}_bytes.all.{what}" for kind in ("allocated", "reserved", "inactive_split") for what in ("current", "peak")]
+    counters = [f"{kind}_bytes.all.{what}" for kind in ("allocated", "reserved") for what in ("current", "peak")]
     counters += ["num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"]
     readings = iter([{name: i for i, name in enumerate(counters)}, {name: 100 + 2 * i for i, name in enumerate(counters)}])
-    fakes = {"memory_stats": lambda _: next(readings), "get_device_properties": lambda _: SimpleNamespace(name="a GPU", total_memory=GIB)}
+    fakes = {"memory_stats": lambda _: next(readings)}
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory._record_memory_history", "memory._dump_snapshot"):
         fakes[name] = lambda *_, **__: None
     for name, fake in fakes.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     profile = profile_memory(lambda: None, device="cuda:0", ops=False, snapshot=tmp_path / "a.pickle")
     assert (profile.allocated_before, profile.allocated_after, profile.peak_allocated) == (0, 100, 102)
-    assert (profile.reserved_before, profile.reserved_after, profile.peak_reserved) == (2, 104, 106)
-    assert (profile.inactive_split, profile.peak_inactive_split) == (108, 110)
-    assert (profile.retries, profile.refused, profile.device_allocs, profile.device_frees) == (106, 107, 108, 109)
+    assert profile.peak_reserved == 106
+    assert profile.stats == {"retries": 104, "refused": 105, "device_allocs": 106, "device_frees": 107}
     text = str(profile)
-    assert "a GPU" in text and "retried 106, was refused 107" in text and "a.pickle" in text and "ops=False" in text
+    assert "retried 104, was refused 105" in text and "a.pickle" in text
