@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,10 +61,13 @@ class MemoryProfile:
         self._before: dict[str, int] = {}
         self._calls: dict[tuple[object, ...], tuple[MemoryRequirement, int]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        if name in MemoryProfile.__annotations__:
-            raise RuntimeError(f"this profile has no {name} yet; read it after the with block")
-        raise AttributeError(f"a profile has no {name!r}; expected one of {', '.join(MemoryProfile.__annotations__)}")
+    # hidden from type checkers, which would then take any name for an attribute
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MemoryProfile.__annotations__:
+                raise RuntimeError(f"this profile has no {name} yet; read it after the with block")
+            raise AttributeError(f"a profile has no {name!r}; expected one of {', '.join(MemoryProfile.__annotations__)}")
 
     def __enter__(self) -> MemoryProfile:
         if self._began is not None:
