@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from dilated_attention.backends import registry
+from tests.gpus.machine import COUNT, GPUS
 
 # torch.manual_seed notes for each kind of accelerator, with the stack as text, that it is to be seeded once there is one: milliseconds in
 # the deep stacks of tests, thousands of times
@@ -104,12 +105,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = "-".join([item.originalname, *(str(values[parameter]) for parameter in mark.args)])  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.xdist_group(name))
     mark_for_the_inner_loop(items)
-    count = torch.cuda.device_count()
     for item in items:
         # not by keywords, of which a folder's name is one
-        if count < 1 and item.get_closest_marker("gpu"):
+        if GPUS < 1 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        if count < 2 and item.get_closest_marker("gpus") and os.environ.get("DILATED_GPUS_ON_CPU") != "1":
+        if COUNT < 2 and item.get_closest_marker("gpus"):
             item.add_marker(pytest.mark.skip(reason="needs 2 GPUs"))
 
 

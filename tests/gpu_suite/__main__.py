@@ -1,7 +1,7 @@
 """Run every test that needs one GPU, or several, to the end, and write what came of each of them under build/.
 
     python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one after another
-    python -m tests.gpu_suite --several    2 to 4 GPUs: tests marked ``gpus``
+    python -m tests.gpu_suite --several    2 to 4 GPUs: tests marked ``gpus``; DILATED_GPUS_SHARED=2: two processes share one GPU
 
 Writes build/test-gpu.json and build/test-gpu.md (test-gpus.* with --several). Exit code 0: every test that was collected has passed, or
 was skipped for a reason that ``skips.py`` names. Optional libraries are tested where they are: flash-attn-4 on PYTHONPATH,
@@ -83,6 +83,8 @@ def main() -> int:
     import torch
 
     count, least = torch.cuda.device_count(), 2 if args.several else 1
+    if count and args.several:
+        count = max(count, int(os.environ.get("DILATED_GPUS_SHARED", "0")))
     if count < least:
         parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
     needed = ["pytest", "pytest_timeout", *(["xdist"] if args.processes > 1 else [])]

@@ -16,7 +16,7 @@ class NamedSkip(NamedTuple):
 
 SKIPS = (
     NamedSkip("", r"is not installed", "an optional package of a backend; the reason says how to install it"),
-    NamedSkip("tests/gpus/", r"^needs [34] GPUs$", "a world of more processes than there are GPUs"),
+    NamedSkip("tests/gpus/", r"^needs [234] GPUs$", "a world of more processes than there are GPUs"),
     NamedSkip("flash3_fp8", r"needs a Hopper GPU and fa3-fwd", "an optional package, and kernels of compute capability 9.0"),
     NamedSkip("gpu/test_tiles_gluon", r"needs a Hopper GPU", "kernels of compute capability 9.0"),
     NamedSkip(

@@ -1,7 +1,9 @@
 """The GPUs that the tests of this folder have, and live processes on them.
 
 Without GPUs the tests are skipped. With DILATED_GPUS_ON_CPU=1 they run over gloo instead of NCCL, as if four GPUs were there: a try of
-the tests themselves. DILATED_GPUS_PERCENT makes sweeps shorter.
+the tests themselves. With DILATED_GPUS_SHARED=2 those of two GPUs run over NCCL in two processes that share one: what is computed and
+sent is the same, times are not. (Three and four processes on one H200 stopped inside the driver.) DILATED_GPUS_PERCENT makes sweeps
+shorter.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 from tests.helpers.pool import Pool, pool_of
 
 ON_CPU = os.environ.get("DILATED_GPUS_ON_CPU") == "1"
-COUNT = 4 if ON_CPU else torch.cuda.device_count()
+GPUS = torch.cuda.device_count()
+SHARED = int(os.environ.get("DILATED_GPUS_SHARED", "0")) if GPUS else 0
+COUNT = 4 if ON_CPU else max(GPUS, SHARED)
 # where this process, which is no rank, computes what ranks are held to
 DEVICE = torch.device("cpu" if ON_CPU or not COUNT else "cuda")
 PERCENT = int(os.environ.get("DILATED_GPUS_PERCENT", "100"))

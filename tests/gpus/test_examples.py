@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.machine import COUNT, ON_CPU
+from tests.gpus.machine import COUNT as PROCESSES
+from tests.gpus.machine import GPUS, ON_CPU
 from tests.scripts.test_examples import EXAMPLES, bits_of, run, torchrun, write_text
 from tests.scripts.test_examples import SMALL as SMALL_TEXT
 from tests.scripts.test_genome import SMALL as SMALL_GENOME
@@ -19,6 +20,8 @@ from tests.scripts.test_readme import PROGRAMS
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(400)]
 
+# torchrun gives each process a GPU of its own
+COUNT = PROCESSES if ON_CPU else GPUS
 needs_2 = pytest.mark.skipif(COUNT < 2, reason="needs 2 GPUs")
 needs_4 = pytest.mark.skipif(COUNT < 4, reason="needs 4 GPUs")
 # losses of bfloat16 products in another order, after three steps

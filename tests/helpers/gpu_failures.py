@@ -33,6 +33,7 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import wire_of
 from dilated_attention.distributed.comm.watchdog import COLLECT, GRACE, POLL
 from dilated_attention.distributed.errors import RingError
+from tests.helpers.pool import device_of
 
 GPU = torch.cuda.is_available() and os.environ.get("DILATED_GPUS_ON_CPU") != "1"
 TIMEOUT = 5.0
@@ -202,7 +203,7 @@ MODES = [mode for mode in ENDS if GPU or mode not in ON_GPU_ONLY]
 
 def rank_main(mode: str) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
+    device = device_of(int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
     if GPU:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if GPU else "gloo", timeout=datetime.timedelta(seconds=600))

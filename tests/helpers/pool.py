@@ -43,6 +43,21 @@ def here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if _device_type == "cuda" else torch.device("cpu")
 
 
+def device_of(rank: int) -> torch.device:
+    """The GPU of a rank; call it before the process makes a group.
+
+    Where there are fewer GPUs than ranks, some share one. NCCL refuses that of two processes of one machine, so each rank counts as a
+    machine of its own, and messages go through sockets: nothing is as fast as on GPUs of their own, everything else is the same.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(os.environ.get("DILATED_GPUS_SHARED", "0")) > count:
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        rank %= count
+    return torch.device("cuda", rank)
+
+
 def patience() -> float:
     """Seconds that a rank waits for another: on a GPU, where one may compile a kernel that others do not need, minutes."""
     return 240.0 if _device_type == "cuda" else 30.0
@@ -92,7 +107,7 @@ class Pool:
     """Processes 0 to world − 1 of one world. After a failure they are replaced, for messages may lie about unread.
 
     Args:
-        backend: of ``init_process_group``. With ``"nccl"`` in it, rank r has GPU r.
+        backend: of ``init_process_group``. With ``"nccl"`` in it, rank r has GPU ``device_of(r)``.
         bound: the group is told its GPU at once, which makes the communicator at once and others by splitting it.
     """
 
@@ -218,7 +233,7 @@ def _serve(rank: int, world: int, backend: str, bound: bool, pipe: Connection, f
     if "nccl" in backend:
         global _device_type
         _device_type = "cuda"
-        device = torch.device("cuda", rank)
+        device = device_of(rank)
         torch.cuda.set_device(device)
     for owner, name in POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
