@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.block_exchange.op import (
-    resolve_ring_blocks,
+from dilated_attention.distributed.exchange.op import (
+    resolve_ring,
     ring_block_sparse_attention_op,
     ring_block_sparse_dilated_attention_op,
 )
@@ -92,7 +92,7 @@ def ring_block_sparse_attention(
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
     pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
     ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
-    ops = ring_block_sparse_attention_op, resolve_ring_blocks
+    ops = ring_block_sparse_attention_op, resolve_ring
     return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, pattern, (), options, ring, ops)
 
 
@@ -147,7 +147,7 @@ def ring_block_sparse_dilated_attention(
     branches = lengths, rates, head_offsets, branch_heads, tail
     pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
     ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
-    ops = ring_block_sparse_dilated_attention_op, resolve_ring_blocks
+    ops = ring_block_sparse_dilated_attention_op, resolve_ring
     return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, pattern, (), options, ring, ops)
 
 

@@ -10,7 +10,7 @@ import torch
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.distributed import spans
-from dilated_attention.distributed.exchange import cost, crossing, ring_pass
+from dilated_attention.distributed.exchange import cost, crossing, setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.testing import (
@@ -125,7 +125,7 @@ def separate_from(rank: int, world: int, nbytes: int) -> None:
     """Sets the size from which calls are separated; setups of another size are forgotten."""
     crossing.SMALL_BYTES = nbytes
     registry.cached.clear()
-    ring_pass._setups.clear()
+    setup._setups.clear()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -34,7 +34,7 @@ from dilated_attention.distributed.block_exchange.parts import make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes
-from dilated_attention.distributed.exchange import ring_pass
+from dilated_attention.distributed.exchange import setup
 from dilated_attention.engine.blocks.lists import block_lists, select_rows
 from dilated_attention.pattern import (
     BigBird,
@@ -66,6 +66,7 @@ from tests.functional.test_block_sparse import (
     some_patterns,
 )
 from tests.helpers.comm_volume import block_bytes
+from tests.helpers.op_settings import PLAIN
 from tests.helpers.pool import here, patience, pool_of
 
 SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
@@ -587,23 +588,23 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
         shards = tuple(ascending_runs(spans(N, rank, world, layout)) for rank in range(world))
         ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
-            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"))
+            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"), None, PLAIN, True)
             assert part.lists.mask_kind == "interval"
 
 
 def test_steps_of_heads_without_masks_ask_for_none() -> None:
     pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
     ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"))
+    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"), None, PLAIN, False)
     assert [part.lists.mask_kind for some in parts for part in some] == ["interval", "none"]
 
 
 def test_setups_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_pass, "MAX_CACHED_BYTES", 1)
+    monkeypatch.setattr(setup, "MAX_CACHED_BYTES", 1)
     x = torch.randn(1, 130, 1, 4)
     for window in (3, 4, 5):
         ring_block_sparse_attention(x, x, x, LocalWindow(window, block_size=64))
-        assert len(ring_pass._setups) == 1
-    kept = next(iter(ring_pass._setups.values()))
+        assert len(setup._setups) == 1
+    kept = next(iter(setup._setups.values()))
     ring_block_sparse_attention(x, x, x, LocalWindow(5, block_size=64))
-    assert next(iter(ring_pass._setups.values())) is kept
+    assert next(iter(setup._setups.values())) is kept

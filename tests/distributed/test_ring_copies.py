@@ -7,7 +7,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import registry
-from dilated_attention.distributed.exchange import crossing, ring_pass, run
+from dilated_attention.distributed.exchange import crossing, run, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.distributed.exchange.rows import copy_tables as tables
 from dilated_attention.distributed.exchange.rows import sparse_rows
@@ -138,7 +138,7 @@ def with_kernels(rank: int, world: int, fused: bool) -> None:
     run.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     crossing.SMALL_BYTES = 0 if fused else SMALL_BYTES
     registry.cached.clear()
-    ring_pass._setups.clear()
+    setup._setups.clear()
 
 
 def kept_sparse(rank: int, world: int) -> int:

@@ -17,7 +17,7 @@ from dilated_attention import (
     ring_dilated_attention,
     shard_sequence,
 )
-from dilated_attention.distributed.comm import call_consistency
+from dilated_attention.distributed.comm import session
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
 from dilated_attention.pattern import LocalWindow
@@ -214,14 +214,14 @@ def in_two_groups(rank: int, world: int) -> set[str]:
     pair = dist.new_group([0, 1])
     x = {name: y[:1, :1] for name, y in tensors().items()}
     whole, own = x | {"seq_len": world}, x | {"seq_len": 2, "group": pair}
-    most, call_consistency.MOST_KINDS = call_consistency.MOST_KINDS, 8
+    most, session.MOST_KINDS = session.MOST_KINDS, 8
     try:
         texts = {call_of(rank, whole)}
         if rank < 2:
             texts |= {call_of(rank, own | {"scale": 1.0 + i}) for i in range(12)}
         return texts | {call_of(rank, whole)}
     finally:
-        call_consistency.MOST_KINDS = most
+        session.MOST_KINDS = most
 
 
 def test_calls_of_one_group_leave_another_ones_agreement() -> None:

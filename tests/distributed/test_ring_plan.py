@@ -175,7 +175,7 @@ def test_messages_match_and_bring_every_key_where_it_is_read(problem: RingProble
 @given(problem=problems())
 def test_steps_have_all_heads_once(problem: RingProblem) -> None:
     for rank in range(problem.size):
-        steps, _ = make_steps(problem, rank, CPU)
+        steps, *_ = make_steps(problem, rank, CPU)
         heads = [step.kv_heads for step in steps]
         if problem.exchange == "ring":
             assert heads == [(0, problem.num_kv_heads)] * problem.size

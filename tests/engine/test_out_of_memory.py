@@ -271,20 +271,20 @@ def test_memory_of_this_machine() -> None:
 
 def one_rank_runs_out(rank: int, world: int) -> str:
     from dilated_attention import ring_attention
-    from dilated_attention.distributed.exchange import context_parallel
+    from dilated_attention.distributed.exchange import ring_pass
 
     group = dist.new_group(list(range(world)))
-    plain = context_parallel.kernel_ready
+    plain = ring_pass.kernel_ready
     if rank == 1:
         # before anything is sent
-        context_parallel.kernel_ready = fails()
+        ring_pass.kernel_ready = fails()
     q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
     try:
         ring_attention(q, k, v, group=group, exchange="ring", layout="contiguous", seq_len=64 * world, timeout=3.0)
     except (RingError, torch.OutOfMemoryError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        context_parallel.kernel_ready = plain
+        ring_pass.kernel_ready = plain
     return "passed"
 
 

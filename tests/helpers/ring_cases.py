@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
 from dilated_attention.distributed import LAYOUTS, spans
-from dilated_attention.distributed.exchange import cost, ring_pass
+from dilated_attention.distributed.exchange import cost, setup
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
 from tests.helpers.pool import here, patience
@@ -200,13 +200,13 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 def byte_limits_of_one() -> Iterator[None]:
     before = cost.STEP_BYTES, cost.PREFETCH_BYTES
     # calls of a kind share their preparation, which depends on the limits
-    ring_pass._setups.clear()
+    setup._setups.clear()
     cost.STEP_BYTES = cost.PREFETCH_BYTES = 1
     try:
         yield
     finally:
         cost.STEP_BYTES, cost.PREFETCH_BYTES = before
-        ring_pass._setups.clear()
+        setup._setups.clear()
 
 
 def run(

@@ -6,7 +6,8 @@ A rank may hold a part of a query block: the launch then has whole blocks, and r
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,91 +15,120 @@ from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
-from dilated_attention.distributed.block_exchange.plan import Columns, RingBlockProblem, columns_of, key_span, needed_keys, needs_of
-from dilated_attention.distributed.exchange.parts import Branches
+from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
+from dilated_attention.distributed.exchange.parts import Computation, Masks, Pair, Part, StepParts, Tensors
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
+from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.ops.settings import CallSettings
 
-Tensors = tuple[torch.Tensor, ...]
 
-
-@dataclass(frozen=True, eq=False)
-class Queries:
-    """The query rows of a launch: whole blocks, of which the rank may hold only a part.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockPart(Part):
+    """One document's query blocks and some heads of them, on rows of a step's memory that begin at position ``first_key``.
 
     Args:
-        rows: the range [first, last) of the rank's rows if these are all of the launch's rows; else None.
-        held, place: the rank's rows, and their indices among the launch's rows.
-        positions: (L,) positions in the whole sequence.
+        place: of the launch's rows, which are whole blocks, those that the rank holds; None for all of them.
+        positions: (L,) of the launch's rows in the whole sequence.
+        exchanges: whether keys of other ranks are in transit meanwhile.
     """
 
-    rows: slice | None
-    held: torch.Tensor
-    place: torch.Tensor
+    settings: CallSettings
+    place: torch.Tensor | None
     positions: torch.Tensor
+    first_key: int
+    lists: BlockLists
+    exchanges: bool
 
-    def of(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> Pair:
+        q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
+        backend = self.backend(q, k, masks.padding is not None, False)
+        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks))  # type: ignore[arg-type]
+        return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
+
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
+        dout, q, k, v, out, lse = tensors
+        # for rows that the rank does not hold, weights and gradients are 0
+        dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
+        k, v = k[:, self.key_rows], v[:, self.key_rows]
+        dlse = None if dlse is None else self._launched(dlse, 2)
+        backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
+        tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
+        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse)  # type: ignore[arg-type]
+        return dq if self.place is None else dq.index_select(1, self.place), dk, dv
+
+    def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
-        if self.rows is not None:
+        if self.place is None:
+            assert isinstance(self.rows, slice)
             return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
         shape = list(x.shape)
         shape[dim] = len(self.positions)
-        return x.new_full(shape, value).index_copy_(dim, self.place, x.index_select(dim, self.held))
+        return x.new_full(shape, value).index_copy_(dim, self.place, x.index_select(dim, self.rows))  # type: ignore[arg-type]
 
-    def put(self, x: torch.Tensor, dim: int, values: torch.Tensor) -> None:
-        """Writes the launch's rows to the rank's x."""
-        if self.rows is not None:
-            self.of(x, dim).copy_(values)
-        else:
-            x.index_copy_(dim, self.held, values.index_select(dim, self.place).to(x.dtype))
+    def _options(self, q: torch.Tensor, masks: Masks) -> Options:
+        settings, first, count = self.settings, self.first_key, self.key_rows.stop - self.key_rows.start
+        padding = None if masks.padding is None else masks.padding[:, first : first + count]
+        dropout = None
+        if settings.dropout_p:
+            batch, device = q.shape[0], q.device
+            positions = torch.arange(first, first + count, device=device)
+            queries, keys = (x.expand(batch, -1) for x in (self.positions, positions))
+            entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
+            dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+        return Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
 
+    def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
+        """Returns the backend of a pass on tensors like these; None if no key is kept.
 
-def queries_of(ring_problem: RingBlockProblem, rank: int, columns: Columns, part: RankLists, device: torch.device) -> Queries:
-    positions = part.positions + ring_problem.documents[part.document][0]
-    place = (columns.rank_of_position[positions] == rank).nonzero()[:, 0]
-    held = columns.row_of_position[positions[place]]
-    rows = slice(int(held[0]), int(held[-1]) + 1) if len(place) == len(positions) else None
-    return Queries(rows, held.to(device), place.to(device), positions.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class BlockPart:
-    """One document's query blocks and some heads of them, on the rows ``keys`` of a step's memory, which begin at position ``first_key``.
-
-    Args:
-        forward_backend, backward_backend: None if no key is kept, or the pass is not needed.
-    """
-
-    queries: Queries
-    heads: Range
-    keys: slice
-    first_key: int
-    lists: BlockLists
-    forward_backend: Backend | None = None
-    backward_backend: Backend | None = None
-
-    def views(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return keys[:, self.keys], values[:, self.keys]
+        Raises:
+            BackendUnavailable: if there is none.
+        """
+        if not self.lists.num_entries or not q.shape[0]:
+            return None
+        kind = (is_backward, has_padding, q.stride(), k.stride())
+        if kind not in self.passes:
+            request = request_of(self.lists, (q, k), self.settings, has_padding, is_backward)
+            # meanwhile the next step's keys, or the last one's gradients, are transferred
+            self.passes[kind] = select_backend(replace(request, beside_exchange=self.exchanges), self.settings)
+        return self.passes[kind]  # type: ignore[no-any-return]
 
 
 def make_block_steps(
-    ring_problem: RingBlockProblem, rank: int, head_steps: tuple[int, ...], device: torch.device, branches: RingProblem | None = None
+    ring_problem: RingBlockProblem,
+    rank: int,
+    head_steps: tuple[int, ...],
+    device: torch.device,
+    branches: RingProblem | None,
+    settings: CallSettings,
+    exchanges: bool,
 ) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
-    """Returns a rank's steps, what it computes of the blocks in each, without backends, and the span of keys that it gathers.
+    """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers.
 
     Args:
         head_steps: the number of key/value heads in each step.
         branches: dilated branches that are computed on the same keys.
+        settings: of the blocks alone.
+        exchanges: whether any rank receives keys.
     """
     assert sum(head_steps) == ring_problem.num_kv_heads
     needs, columns = needs_of(ring_problem, device), columns_of(ring_problem)
     lists = rank_lists(ring_problem, rank, device)
-    queries = [queries_of(ring_problem, rank, columns, part, device) for part in lists]
+    common = []
+    for document in lists:
+        positions = document.positions + ring_problem.documents[document.document][0]
+        place = (columns.rank_of_position[positions] == rank).nonzero()[:, 0]
+        held = columns.row_of_position[positions[place]]
+        whole = len(place) == len(positions)
+        rows: dict[str, Any] = {"rows": slice(int(held[0]), int(held[-1]) + 1), "place": None} if whole else {}
+        rows = rows or {"rows": held.to(device), "place": place.to(device)}
+        common.append({**rows, "positions": positions.to(device), "settings": settings, "exchanges": exchanges})
     span, ratio = key_span(ring_problem, needs, rank), ring_problem.num_heads // ring_problem.num_kv_heads
     if branches is not None and span[1]:
         other = branch_span(branches, rank)
@@ -121,11 +151,11 @@ def make_block_steps(
             return of_blocks if branches is None else of_blocks | of_branches(reader)
 
         steps.append(gathering(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}"))
-        parts.append(tuple(_part_of(ring_problem, part, rows, span, heads) for part, rows in zip(lists, queries, strict=True)))
+        parts.append(tuple(_part_of(ring_problem, part, span, heads, rows) for part, rows in zip(lists, common, strict=True)))
     return tuple(steps), tuple(parts), KeySpan(*span, documents)
 
 
-def _part_of(ring_problem: RingBlockProblem, part: RankLists, queries: Queries, span: Range, heads: Range) -> BlockPart:
+def _part_of(ring_problem: RingBlockProblem, part: RankLists, span: Range, heads: Range, common: dict[str, Any]) -> BlockPart:
     """Returns what is computed of a document on the keys at positions ``span``, which begin with a block of the document."""
     start, end = ring_problem.documents[part.document]
     lists, size = lists_of_heads(part.lists, heads), ring_problem.pattern.k_block
@@ -135,117 +165,14 @@ def _part_of(ring_problem: RingBlockProblem, part: RankLists, queries: Queries, 
         # branches may end the keys inside a block, which no query of the rank keeps then
         place[(place * size + size).clamp(max=end - low) > high - low] = -1
         lists = lists_of_buffer(lists, place.clamp(min=-1), high - low)
-    return BlockPart(queries, heads, slice(low - span[0], high - span[0]), low, lists)
-
-
-@dataclass(frozen=True)
-class BlockOptions:
-    """What launches need in addition to tensors and lists.
-
-    Args:
-        padding: (B, N) bool of the whole sequence, True = padding.
-        seed: the dropout seed; dropout depends on positions in the whole sequence.
-    """
-
-    scale: float
-    deterministic: bool
-    dropout_p: float
-    softcap: float
-    padding: torch.Tensor | None = None
-    seed: int = 0
-
-    def of(self, part: BlockPart, batch: int, device: torch.device) -> Options:
-        first, count = part.first_key, part.keys.stop - part.keys.start
-        padding = None if self.padding is None else self.padding[:, first : first + count]
-        dropout = None
-        if self.dropout_p:
-            positions = torch.arange(first, first + count, device=device)
-            queries, keys = (x.expand(batch, -1) for x in (part.queries.positions, positions))
-            entries, heads = torch.arange(batch, device=device), torch.arange(*part.heads, device=device)
-            dropout = Dropout(self.dropout_p, self.seed, entries, heads, queries, keys)
-        return Options(self.scale, mask=Mask(padding), dropout=dropout, deterministic=self.deterministic, softcap=self.softcap)
-
-
-class Blocks:
-    """Block-sparse attention on the keys of each step (``exchange/run.py``); nothing is merged.
-
-    Args:
-        parts: what is computed in each step.
-        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
-    """
-
-    def __init__(
-        self,
-        parts: tuple[tuple[BlockPart, ...], ...],
-        options: BlockOptions,
-        q: torch.Tensor,
-        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-    ) -> None:
-        self.parts, self.options, self.q, self.rest = parts, options, q, rest
-        self._out: torch.Tensor | None = None
-        self._lse: torch.Tensor | None = None
-
-    def _is_only(self, part: BlockPart) -> bool:
-        """Whether a part's results are the rank's, so that nothing need be copied."""
-        return part.queries.rows == slice(0, self.q.shape[1]) and part.heads == (0, self.q.shape[2])
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        B, n, H, _ = self.q.shape
-        if self._lse is None:
-            self._lse = self.q.new_empty((B, H, n), dtype=accumulation_dtype(self.q.dtype))
-        return self.dq(), self._lse
-
-    def dq(self) -> torch.Tensor:
-        """Returns dq of all parts, or in a forward out."""
-        if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        return self._out
-
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for part in self.parts[index]:
-            heads = slice(*part.heads)
-            options = self.options.of(part, self.q.shape[0], self.q.device)
-            rows = part.queries.of(self.q, 1)[:, :, heads]
-            k, v = part.views(keys, values)
-            out, lse = forward_lists(part.forward_backend, part.lists, rows, k, v, options)  # type: ignore[arg-type]
-            if self._is_only(part):
-                self._out, self._lse = out, lse
-                return
-            all_out, all_lse = self.results()
-            part.queries.put(all_out[:, :, heads], 1, out)
-            part.queries.put(all_lse[:, heads], 2, lse)
-
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        assert self.rest is not None
-        dout, out, lse, dlse = self.rest
-        grads: tuple[torch.Tensor, torch.Tensor] | None = None
-        for part in self.parts[index]:
-            heads, queries = slice(*part.heads), part.queries
-            options = self.options.of(part, self.q.shape[0], self.q.device)
-            # for rows that the rank does not hold, weights and gradients are 0
-            dout_, q_, out_ = (queries.of(x, 1)[:, :, heads] for x in (dout, self.q, out))
-            tensors = (dout_, q_, *part.views(keys, values), out_, queries.of(lse, 2, torch.inf)[:, heads])
-            some_dlse = None if dlse is None else queries.of(dlse, 2)[:, heads]
-            dq, dk, dv = backward_lists(part.backward_backend, part.lists, tensors, options, some_dlse)  # type: ignore[arg-type]
-            if self._is_only(part):
-                self._out = dq.to(self.q.dtype)
-            else:
-                queries.put(self.dq()[:, :, heads], 1, dq)
-            if part.keys == slice(0, keys.shape[1]):
-                return dk, dv
-            if grads is None:
-                # a document's keys that no query of this rank sees have none
-                grads = keys.new_zeros(keys.shape, dtype=dk.dtype), keys.new_zeros(keys.shape, dtype=dk.dtype)
-            for whole, share in zip(grads, (dk, dv), strict=True):
-                whole[:, part.keys] = share
-        return grads
+    return BlockPart(heads=heads, key_rows=slice(low - span[0], high - span[0]), first_key=low, lists=lists, **common)
 
 
 class BlocksAndBranches:
     """A block pattern and dilated branches on the same keys: one softmax over the keys of both, merged by their log-sum-exps."""
 
-    def __init__(self, blocks: Blocks, branches: Branches) -> None:
-        self.blocks, self.branches = blocks, branches
+    def __init__(self, of_blocks: StepParts, of_branches: StepParts, *given: Any) -> None:
+        self.blocks, self.branches = Computation(of_blocks, *given), Computation(of_branches, *given)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         (out, lse), (part, part_lse) = self.branches.results(), self.blocks.results()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from dilated_attention.distributed.comm.call_order import CallOrder
+from dilated_attention.distributed.comm.call_order import CallForm, CallOrder
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.errors import RingError, first_line
 from dilated_attention.fork import in_child
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+# kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
+MOST_KINDS = 4096
 
 
 class Comparing(Protocol):
@@ -50,6 +52,7 @@ class Session:
         order: the calls made so far.
         comparison: compares these calls with those of the other ranks, once it exists.
         wires: the wires of this group, in the order in which all ranks made them.
+        agreed: the kinds of calls that the ranks have agreed on. The ranks make the same calls, so they forget them at the same call.
     """
 
     rank: int
@@ -62,6 +65,12 @@ class Session:
     order: CallOrder = field(default_factory=CallOrder)
     comparison: Comparing | None = None
     wires: list[weakref.ref[Any]] = field(default_factory=list)
+    agreed: dict[object, CallForm] = field(default_factory=dict)
+
+    def remember(self, kind: object, form: CallForm) -> None:
+        if len(self.agreed) >= MOST_KINDS:
+            self.agreed = {}
+        self.agreed[kind] = form
 
     def check(self) -> None:
         if self.failed is not None:
@@ -88,7 +97,7 @@ def names(session: Session, ranks: Sequence[int]) -> str:
     return text if others == list(ranks) else f"{text} (global ranks {', '.join(map(str, others))})"
 
 
-_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
 # the store of the groups that existed when this process was forked
 _parents_store: Store | None = None
 _FORKED = (
@@ -99,7 +108,7 @@ _FORKED = (
 
 def _leave_parents_groups() -> None:
     global _parents_store
-    for session in list(_sessions.values()):
+    for session in list(sessions.values()):
         session.failed = _FORKED
     if dist.is_available() and dist.is_initialized():
         _parents_store = dist.distributed_c10d._get_default_store()
@@ -115,9 +124,9 @@ def session_of(members: Members, timeout: float) -> Session:
         RingError: if some ranks have not joined within the timeout.
     """
     assert members.group is not None, "one process has nobody to tell"
-    session = _sessions.get(members.group)
+    session = sessions.get(members.group)
     if session is None:
-        session = _sessions[members.group] = _meet(members, members.group, timeout)
+        session = sessions[members.group] = _meet(members, members.group, timeout)
     return session
 
 

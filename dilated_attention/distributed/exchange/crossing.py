@@ -8,7 +8,8 @@ computed as a ring of its own, on rows gathered by head, and merged into the res
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dilated_attention.distributed.exchange.parts import QueryPart, rows_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
@@ -79,12 +80,12 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     return Crossing(home, sparse, step, firsts, tuple(first))
 
 
-def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSettings, rank: int) -> tuple[QueryPart, ...]:
+def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSettings, rank: int, first_head: int) -> tuple[QueryPart, ...]:
     """Returns what a rank computes on its own rows: each of its ranges is a sequence of its own."""
-    alone = RingProblem(
-        home, problem.documents, problem.shards, problem.num_heads, problem.num_kv_heads, problem.is_causal, None, "all_gather", ()
-    )
+    heads = (0, problem.num_heads)
+    alone = replace(problem, pattern=home, window=None, exchange="all_gather", head_steps=())
+    common: dict[str, Any] = {"problem": alone, "settings": settings, "heads": heads, "first_head": first_head}
     return tuple(
-        QueryPart(alone, settings, rows, span, span, rows, KeySpan(*span, ((0, span[1] - span[0]),)), (0, problem.num_heads))
+        QueryPart(rows=rows, queries=span, keys=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
         for rows, span in rows_of(problem.shards[rank])
     )

@@ -1,14 +1,16 @@
-"""Computes ranges of a rank's queries on the keys of a step, with the engine of a single process.
+"""Computes a rank's queries on the keys of each step, with the engine of a single process.
 
 A range of queries is a call with ``query_offset`` on the keys at hand: all of them (all_gather), or those of one rank (ring), whose
-result is a part that the caller merges.
+result is a part that is merged. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,50 +26,69 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 # host time in ms of the rest of a ring's forward and backward, measured on H200s (bench scaling, 2,048 tokens a GPU)
 HOST_MS = {False: 0.4, True: 1.2}
 # larger results are written one by one, so that they are not in memory twice
 JOINED_BYTES = 2**26
 
 
-@dataclass(frozen=True)
-class Masks:
-    """What differs from call to call: padding of all keys (B, N) bool or None, the seed of dropout, and the first head of this rank."""
+class Masks(NamedTuple):
+    """What differs from call to call: padding of all keys (B, N) bool or None, and the seed of dropout."""
 
     padding: torch.Tensor | None
     seed: int
-    first_head: int
 
 
-@dataclass(frozen=True, eq=False)
-class QueryPart:
-    """Queries at positions ``queries``, which are ``rows`` of the rank, on keys at positions ``keys``, rows ``key_rows`` of the memory.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part(ABC):
+    """Some of a rank's query rows and heads on some rows of a step's memory.
 
     Args:
-        span: the keys as a sequence of their own, if the pattern allows it; None if ``keys`` are a part of the whole sequence.
+        rows: the rows, a slice or their indices.
         heads: the query heads, counted on this rank.
+        key_rows: the rows of the memory.
         passes: how each pass runs, by the strides of the tensors it reads.
     """
 
-    problem: RingProblem
-    settings: CallSettings
-    rows: slice
-    queries: Range
-    keys: Range
-    key_rows: slice
-    span: KeySpan | None
+    rows: slice | torch.Tensor
     heads: Range
+    key_rows: slice
     passes: dict[Any, Any] = field(default_factory=dict)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the step's heads; ``k``, ``v``: the memory's."""
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> Pair:
+        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's."""
+
+    @abstractmethod
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
+        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QueryPart(Part):
+    """Queries at positions ``queries`` on keys at positions ``keys``.
+
+    Args:
+        span: the keys as a sequence of their own, if the pattern allows it; None if ``keys`` are a part of the whole sequence.
+        first_head: the first of this rank's heads, counted over the whole model.
+    """
+
+    rows: slice
+    problem: RingProblem
+    settings: CallSettings
+    queries: Range
+    keys: Range
+    span: KeySpan | None
+    first_head: int
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> Pair:
         views = _narrow(self.rows, 1, q)[0], *_narrow(self.key_rows, 1, k, v)
         run, call = self._resolved(views, masks, strategy.choose_forward)
         out, lse = run(*views, call, None)
         return out, lse
 
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
-        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``."""
         dout, q, k, v, out, lse = tensors
         dout, q, out = _narrow(self.rows, 1, dout, q, out)
         views = dout, q, *_narrow(self.key_rows, 1, k, v), out
@@ -77,7 +98,7 @@ class QueryPart:
         return run((*views, lse), call, dlse, None)  # type: ignore[no-any-return]
 
     def _resolved(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
-        kind = (masks.padding is None, masks.first_head, *(x.stride() for x in views))
+        kind = (masks.padding is None, *[x.stride() for x in views])
         known = self.passes.get(kind)
         if known is None:
             known = self.passes[kind] = self._choose(views, masks, choose)
@@ -102,7 +123,7 @@ class QueryPart:
         shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), documents, None, num_keys)
         if self.span is None:
             shape = replace(shape, keys=self.keys)
-        call = replace(call, first_head=masks.first_head + self.heads[0], position_offset=origin, key_offset=shape.keys[0])
+        call = replace(call, first_head=self.first_head + self.heads[0], position_offset=origin, key_offset=shape.keys[0])
         call = replace(call, host_ms=HOST_MS[is_backward])
         # the mask of this call must not stay in memory
         return choose(pattern, shape, views, call), replace(call, padding=None)
@@ -113,22 +134,25 @@ class QueryPart:
         return pattern.with_heads(*self.heads, self.problem.num_heads) if pattern.branch_heads == "all" else pattern
 
 
-def parts_of(problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan | None) -> tuple[QueryPart, ...]:
+def parts_of(
+    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan | None, first_head: int = 0
+) -> tuple[QueryPart, ...]:
     """Returns what a rank computes in a step, the largest part first. ``span``: of an all_gather, else None."""
     ratio = problem.num_heads // problem.num_kv_heads
-    heads = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
+    common: dict[str, Any] = {"problem": problem, "settings": settings, "first_head": first_head}
+    common["heads"] = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
     found = []
     for rows, queries in rows_of(problem.shards[rank]):
         if span is not None:
             mine = span.around(queries)
             mine = mine.before(queries[1]) if problem.is_causal else mine
-            key_rows = slice(mine.start - span.start, mine.end - span.start)
-            found.append(QueryPart(problem, settings, rows, queries, (mine.start, mine.end), key_rows, mine, heads))
+            key_rows, keys = slice(mine.start - span.start, mine.end - span.start), (mine.start, mine.end)
+            found.append(QueryPart(rows=rows, queries=queries, keys=keys, key_rows=key_rows, span=mine, **common))
             continue
         low, high = hull(problem, (queries,))
         for key_rows, keys in rows_of(step.keys):
             if keys[0] < high and keys[1] > low and sees_keys(problem, queries, keys):
-                found.append(QueryPart(problem, settings, rows, queries, keys, key_rows, None, heads))
+                found.append(QueryPart(rows=rows, queries=queries, keys=keys, key_rows=key_rows, span=None, **common))
     return tuple(sorted(found, key=lambda part: part.keys[0] - part.keys[1])) if span is not None else tuple(found)
 
 
@@ -136,7 +160,7 @@ def _narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
     """Returns views of a range along a dimension; the tensors themselves if it is all of it, since a view takes the host time."""
     if where == slice(0, tensors[0].shape[dim]):
         return tensors
-    return tuple(x.narrow(dim, where.start, where.stop - where.start) for x in tensors)
+    return tuple([x.narrow(dim, where.start, where.stop - where.start) for x in tensors])
 
 
 def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
@@ -148,100 +172,122 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
         row += end - start
 
 
-class Branches:
-    """Dilated and dense attention on the keys of each step.
+class StepParts:
+    """What a rank computes in each step, for calls alike.
 
     Args:
-        parts: what is computed in each step.
+        parts: of each step.
         merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        q: the queries of a call, (B, n, H, D).
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Part]], merges: bool, q: torch.Tensor) -> None:
+        self.parts, self.merges, self.acc = parts, merges, accumulation_dtype(q.dtype)
+        # whether each row's result is that of one part: then they are joined, which takes the host less time than copying them one by one
+        only = parts[0] if len(parts) == 1 and not merges else ()
+        rows = [part.rows.stop - part.rows.start if isinstance(part.rows, slice) else 0 for part in only]
+        self.joins = bool(only) and sum(rows) == q.shape[1] and all(part.heads == (0, q.shape[2]) for part in only)
+        self.joins = self.joins and (len(only) == 1 or q.numel() * q.element_size() <= JOINED_BYTES)
+        read = [sorted((part.key_rows.start, part.key_rows.stop) for part in some) for some in parts]
+        # whether several parts of a step contribute to the gradients of one key
+        self.sums = any(a[1] > b[0] for some in read for a, b in itertools.pairwise(some))
+
+
+class Computation:
+    """What a pass computes on the keys of its steps, and its results.
+
+    Args:
         rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
     """
 
-    def __init__(
-        self,
-        parts: tuple[tuple[QueryPart, ...], ...],
-        merges: bool,
-        masks: Masks,
-        q: torch.Tensor,
-        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-    ) -> None:
-        self.parts, self.merges, self.masks, self.q, self.rest = parts, merges, masks, q, rest
-        self.acc = accumulation_dtype(q.dtype)
-        # whether each row's result is that of one part: then they are joined, which takes the host less time than copying them one by one
-        self.joins = len(parts) == 1 and not merges and all(part.heads == (0, q.shape[2]) for part in parts[0])
-        self.joins = self.joins and sum(part.rows.stop - part.rows.start for part in parts[0]) == q.shape[1]
-        self.joins = self.joins and (len(parts[0]) == 1 or q.numel() * q.element_size() <= JOINED_BYTES)
-        self.done: set[tuple[int, int]] = set()
+    def __init__(self, of: StepParts, masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
+        self.of, self.masks, self.q, self.rest = of, masks, q, rest
+        self._done: set[tuple[int, int]] = set()
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
-    @staticmethod
-    def _joined(results: list[tuple[int, torch.Tensor]], dim: int) -> torch.Tensor:
-        """Returns results in order of their first row, one after the other."""
-        return results[0][1] if len(results) == 1 else torch.cat([x for _, x in sorted(results, key=lambda result: result[0])], dim)
-
-    def _room(self) -> torch.Tensor:
-        """Returns out, or dq, of all parts."""
+    def dq(self) -> torch.Tensor:
+        """Returns dq of all parts, or in a forward out."""
         if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.acc if self.merges else self.q.dtype, device=self.q.device)
+            self._out = torch.empty(self.q.shape, dtype=self.of.acc if self.of.merges else self.q.dtype, device=self.q.device)
         return self._out
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._room()
+    def results(self) -> Pair:
         if self._lse is None:
-            self._lse = out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=self.acc)
+            B, n, H, _ = self.q.shape
+            self._lse = torch.empty((B, H, n), dtype=self.of.acc, device=self.q.device)
+        out = self.dq() if self._out is None else self._out
         return out.to(self.q.dtype), self._lse
 
-    def dq(self) -> torch.Tensor:
-        return self._room()
+    def _put(self, to: torch.Tensor, dim: int, part: Part, x: torch.Tensor) -> None:
+        if isinstance(part.rows, slice):
+            to.narrow(dim, part.rows.start, x.shape[dim]).copy_(x)
+        else:
+            to.index_copy_(dim, part.rows, x.to(to.dtype))
 
-    def _is_first(self, part: QueryPart) -> bool:
+    def _is_first(self, part: Part) -> bool:
+        """Whether no earlier step had these rows."""
+        if not self.of.merges:
+            return True
+        assert isinstance(part.rows, slice)
         key = (part.rows.start, part.heads[0])
-        first = key not in self.done
-        self.done.add(key)
+        first = key not in self._done
+        self._done.add(key)
         return first
 
     def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.joins and self.parts[0]:
-            found = [(part.rows.start, part.forward(self.q, keys, values, self.masks)) for part in self.parts[0]]
-            self._out, self._lse = (self._joined([(row, results[i]) for row, results in found], dim) for i, dim in ((0, 1), (1, 2)))
+        """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
+        parts = self.of.parts[index]
+        if self.of.joins:
+            found = [(part.rows.start, part.forward(self.q, keys, values, self.masks)) for part in parts]  # type: ignore[union-attr]
+            if len(found) == 1:
+                self._out, self._lse = found[0][1]
+                return
+            found.sort(key=_first_row)
+            self._out, self._lse = (torch.cat([results[i] for _, results in found], dim) for i, dim in ((0, 1), (1, 2)))
             return
-        for part in self.parts[index]:
+        for part in parts:
             heads = slice(*part.heads)
             out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
-            room = self._room()[:, part.rows, heads]
             if self._lse is None:
-                B, n, H, _ = self.q.shape
-                self._lse = torch.empty((B, H, n), dtype=self.acc, device=self.q.device)
+                self.results()
+            all_out, all_lse = self.dq()[:, :, heads], self._lse[:, heads]  # type: ignore[index]
             if self._is_first(part):
-                room.copy_(out)
-                self._lse[:, heads, part.rows].copy_(lse)
+                self._put(all_out, 1, part, out)
+                self._put(all_lse, 2, part, lse)
             else:
-                merge_onto(room, self._lse[:, heads, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+                merge_onto(all_out[:, part.rows], all_lse[:, :, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
 
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        assert self.rest is not None
+    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
         dout, out, lse, dlse = self.rest
-        parts = self.parts[index]
-        of_rows: list[tuple[int, torch.Tensor]] = []
-        grads: tuple[torch.Tensor, torch.Tensor] | None = None
-        for part in parts:
+        joined: list[tuple[int, torch.Tensor]] = []
+        grads: Pair | None = None
+        for part in self.of.parts[index]:
             heads = slice(*part.heads)
             dout_, q_, out_ = _narrow(heads, 2, dout, self.q, out)
             lse_, *dlse_ = _narrow(heads, 1, lse, *(() if dlse is None else (dlse,)))
             dq, dk, dv = part.backward((dout_, q_, keys, values, out_, lse_), dlse_[0] if dlse_ else None, self.masks)
-            if self.joins:
-                of_rows.append((part.rows.start, dq))
+            if self.of.joins:
+                joined.append((part.rows.start, dq))  # type: ignore[union-attr]
+            elif self._is_first(part):
+                self._put(self.dq()[:, :, heads], 1, part, dq)
             else:
-                room = self._room()[:, part.rows, heads]
-                (room.copy_ if self._is_first(part) else room.add_)(dq)
+                self.dq()[:, part.rows, heads] += dq
             if grads is None and dk.shape[1] == keys.shape[1]:
                 grads = dk, dv
                 continue
             if grads is None:
-                grads = keys.new_zeros(keys.shape, dtype=self.acc), keys.new_zeros(keys.shape, dtype=self.acc)
+                dtype = self.of.acc if self.of.sums else dk.dtype
+                grads = keys.new_zeros(keys.shape, dtype=dtype), keys.new_zeros(keys.shape, dtype=dtype)
             for total, share in zip(grads, (dk, dv), strict=True):
                 total[:, part.key_rows] += share
-        if of_rows:
-            self._out = self._joined(of_rows, 1)
+        if len(joined) == 1:
+            self._out = joined[0][1]
+        elif joined:
+            self._out = torch.cat([dq for _, dq in sorted(joined, key=_first_row)], 1)
         return grads
+
+
+def _first_row(found: tuple[int, Any]) -> int:
+    return found[0]

@@ -1,188 +1,323 @@
-"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, setup, padding, and wires.
+"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, setup, padding, exchange, computation.
 
-Dilated and dense attention (``context_parallel.py``) and block-sparse attention (``block_exchange/context_parallel.py``) are the two kinds.
+All kinds of attention run here. They differ in their setup, which says what is exchanged and what each step computes, and in when the
+ranks can tell whether they have kernels.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.distributed.comm.call_consistency import Agreement, RingCall, begin_backward
+from dilated_attention.backends import BackendUnavailable
+from dilated_attention.distributed.block_exchange.setup import make_block_setup
+from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
-from dilated_attention.distributed.comm.p2p import Wire, wire_of
-from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.distributed.comm.p2p import Lanes, Wire, wires_of
+from dilated_attention.distributed.comm.session import session_of, sessions
+from dilated_attention.distributed.exchange import run
+from dilated_attention.distributed.exchange.parts import Masks, Pair, Tensors
+from dilated_attention.distributed.exchange.requirements import ring_blocks_requirement, ring_requirement
+from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import document_ranges, new_like, new_lse
+from dilated_attention.engine.ops.prepare import bounds_of, document_ranges, kernel_ready, new_like, new_lse, prepare
+from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.fork import cached_property
 
-Tensors = tuple[torch.Tensor, ...]
-# the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted
-MAX_CACHED_BYTES = 2**30
-MOST_SETUPS = 512
+# what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
+MOST_KNOWN = 8
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PassSetup:
-    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
+class ResolvedRing(ResolvedCall):
+    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU.
 
-    Args:
-        steps: the steps of the exchange on this rank.
-        depth: the number of steps whose keys are in memory at once.
-        nbytes: bytes of its tables and lists.
-        lanes: of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the
-            computation. None if no rank sends anything. All ranks must choose the same, so it does not depend on what this rank receives.
+    ``passes`` holds the strides of tensors that kernels accept as they are.
     """
 
-    steps: tuple[StepPlan, ...]
-    depth: int
-    lanes: tuple[str, str, int | None] | None
-    nbytes: int
+    name = "ring_attention"
+    requirement = staticmethod(ring_requirement)
+    make_setup = staticmethod(make_setup)
 
+    @cached_property
+    def ring(self) -> RingCall:
+        return ring_call(self.settings)
 
-# in order of use
-_setups: dict[Hashable, PassSetup] = {}
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What calls of this record have found, by the bounds of their documents: what the ranks agreed on, and setups."""
+        return {}
 
+    def keep(self, key: object, found: Any) -> None:
+        """Adds to ``known``. Documents differ from batch to batch, so only the last ones are kept."""
+        if len(self.known) >= MOST_KNOWN:
+            self.known.clear()
+        self.known[key] = found
 
-def _make_room(new: PassSetup) -> None:
-    """Forgets the oldest of the cached setups until another one fits. Packed batches differ, so theirs are not used again."""
-    # a copy, since threads of other groups may add theirs meanwhile: a dictionary's is made at once, a list of its items is not
-    kept = list(_setups.copy().items())
-    count, nbytes = len(kept), new.nbytes + sum(one.nbytes for _, one in kept)
-    for kind, one in kept:
-        if count < MOST_SETUPS and nbytes <= MAX_CACHED_BYTES:
-            return
-        _setups.pop(kind, None)
-        count, nbytes = count - 1, nbytes - one.nbytes
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        members, ring = members_named(self.ring.group_name), self.ring
+        bounds = None if inputs[4] is None else bounds_of(inputs[4])
+        session = None if members.group is None else sessions.get(members.group)
+        agreed, number = self.known.get(("agreed", bounds), _NOTHING), 0
+        # the group's dictionary is another one after its ranks have forgotten what they agreed on
+        if agreed.among is (session.agreed if session is not None else members.group):
+            if session is not None:
+                if session.failed is not None:
+                    session.check()
+                number = session.order.enter_forward(agreed.form)
+        else:
+            agreed, number = self.agree(members, inputs, bounds)
+            if ring.seq_len >= 0:
+                # later calls skip this; not where the ranks have to ask each other for N
+                self.keep(("agreed", bounds), agreed)
+            ring = of_length(ring, agreed.seq_len)
+        if inputs[0].shape[0]:
+            out, lse = RingPass(self, members, ring, bounds, inputs).forward()
+        else:
+            out, lse = new_like(inputs[0]), new_lse(inputs[0])
+        return out, lse, torch.tensor((ring.seq_len, number), dtype=torch.int64)
 
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+        out, lse, whole = outputs
+        N, number = whole.tolist()
+        members = members_named(self.ring.group_name)
+        if members.group is not None:
+            session = sessions.get(members.group) or session_of(members, self.ring.timeout)
+            if session.failed is not None:
+                session.check()
+            # for comparison with the other ranks
+            session.order.enter_backward(number)
+        if not inputs[0].shape[0]:
+            return tuple(new_like(x) for x in inputs[:3])
+        bounds = None if inputs[4] is None else bounds_of(inputs[4])
+        return RingPass(self, members, of_length(self.ring, N), bounds, inputs, dout, out).backward(lse, dlse)
 
-class RingPass(ABC):
-    """One pass on one rank: its tensors, and its part of the results.
+    def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
+        """Returns what the ranks agree on and the number of the call, counted from 1 on its group; 0 in one process.
 
-    Args:
-        inputs: see ``ResolvedCall``.
-        known: what calls of the same record have found: what the ranks agreed on, and setups.
-    """
-
-    def __init__(self, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, known: dict[Any, Any]) -> None:
-        self.members, self.settings, self.ring, self.known = members, settings, ring, known
-        self.tensors: Tensors = inputs[:3]
-        self.own_padding, cu_seqlens, seed = inputs[3:6]
-        whole = ((0, ring.seq_len),) if ring.seq_len else ()
-        self.documents = whole if cu_seqlens is None else document_ranges(cu_seqlens, ring.seq_len)
-        self.seed = 0 if seed is None else int(seed.item())
-        # (B, N) bool, of all ranks' keys
-        self.padding: torch.Tensor | None = None
-
-    @classmethod
-    @abstractmethod
-    def agree(
-        cls, members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, known: dict[Any, Any]
-    ) -> tuple[Agreement, RingPass | None]:
-        """Returns the pass of a call that all ranks make alike, and for which all have kernels; None if there is nothing to compute.
-
-        Nothing has been sent by then.
+        They make the same call, and all of them have kernels. Nothing has been sent by then.
 
         Raises:
-            BackendUnavailable: if no rank has kernels.
-            ValueError: if calls differ.
+            BackendUnavailable: if this rank has no kernels.
+            ValueError: if calls differ, or another rank has no kernels.
         """
+        unavailable: list[BackendUnavailable] = []
 
-    @abstractmethod
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
+        def kernels() -> str:
+            (q, k, v, padding), settings = inputs[:4], self.settings
+            num_keys = self.ring.seq_len if self.ring.seq_len >= 0 else q.shape[1] * members.size
+            try:
+                for is_backward in (False, True) if settings.needs_grad else (False,):
+                    views = (q, k, v, q) if is_backward else (q, k, v)
+                    prepare(is_backward, views, settings.pattern, settings, padding, num_keys=num_keys)
+            except BackendUnavailable as error:
+                # raising here would leave the other ranks waiting
+                unavailable.append(error)
+                return f"unavailable: {str(error).splitlines()[0]}"
+            return "available"
 
-    @abstractmethod
-    def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None) -> Tensors:
-        """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
-
-    @abstractmethod
-    def make_setup(self) -> PassSetup:
-        """Makes the setup of calls like this one."""
-
-    def find_setup(self, *kind: Hashable) -> Any:
-        """Returns the setup of calls like this one: of the same record, group and documents, and of this ``kind``."""
-        place = (type(self), self.members.rank, self.members.size, self.ring, self.documents)
-        options = (self.settings, self.own_padding is None, torch.are_deterministic_algorithms_enabled())
-        key = (*place, *options, *kind)
-        setup = _setups.pop(key, None)
-        if setup is None:
-            setup = self.make_setup()
-            _make_room(setup)
-        _setups[key] = setup
-        return setup
-
-    def gather_padding(self) -> None:
-        """Gathers the padding mask of all ranks' keys, and takes the padding out of this rank's, which could spread NaN through sums."""
-        if self.own_padding is None:
-            return
-        ring, size = self.ring, self.members.size
-        rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
-        whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
-        mine = self.own_padding.to(torch.uint8)[..., None]
-        (mask,) = reshard([mine], [rows], [whole], self.members.rank, self.wire(), "padding masks")
-        self.padding = mask[..., 0].bool()
-        q, k, v = self.tensors
-        self.tensors = (q, *without_padding(k, v, self.own_padding))
-
-    def wire(self, lane: str = "keys", most_ctas: int | None = None) -> Wire | None:
-        """Returns the wire of a lane; None in one process. Every rank opens it, even one that has nothing to exchange."""
-        if self.members.size == 1:
-            return None
-        wire = wire_of(self.members, self.ring.timeout, lane, most_ctas)
-        wire.open(self.tensors[0].device)
-        return wire
-
-    def wires(self, setup: PassSetup) -> tuple[Wire | None, Wire | None]:
-        """Returns the wires for keys and for their gradients."""
-        if setup.lanes is None:
-            return None, None
-        keys, gradients, most_ctas = setup.lanes
-        wire = self.wire(keys, most_ctas)
-        # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
-        return wire, self.wire(gradients, most_ctas) if self.settings.needs_grad else wire
+        found = agreed_call(members, inputs, self.settings, self.ring, bounds, kernels)
+        if unavailable:
+            raise unavailable[0]
+        return found
 
 
-def ring_forward(
-    kind: type[RingPass], inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, known: dict[Any, Any]
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Returns (out (B, n, H, D), lse (B, H, n), (N, number of the call on its group)). For the arguments see ``RingPass``."""
-    agreement, work = kind.agree(members_named(ring.group_name), inputs, settings, ring, known)
-    whole = agreement.seq_len, agreement.number
-    if work is None:
-        return new_like(inputs[0]), new_lse(inputs[0]), whole
-    work.gather_padding()
-    return *work.forward(), whole
+_NOTHING = Agreed(-1, ..., None, None)
+_NO_WIRES = (None, None)
 
 
-def ring_backward(
-    kind: type[RingPass],
-    inputs: tuple[Any, ...],
-    gradients: tuple[Any, ...],
-    settings: CallSettings,
-    ring: RingCall,
-    number: int,
-    known: dict[Any, Any],
-) -> Tensors:
-    """Returns (dq, dk, dv).
+class ResolvedRingBlocks(ResolvedRing):
+    """Calls of block-sparse attention on a sharded sequence. Which kernels they need follows from N."""
+
+    name = "ring_block_sparse_attention"
+    requirement = staticmethod(ring_blocks_requirement)
+    make_setup = staticmethod(make_block_setup)
+
+    def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
+        agreed, number = agreed_call(members, inputs, self.settings, self.ring, bounds, None)
+        kernels, unavailable = {"kernels": "available"}, None
+        try:
+            digest = RingPass(self, members, of_length(self.ring, agreed.seq_len), bounds, inputs).setup.digest
+            if digest:
+                kernels["pattern (the blocks that its function keeps)"] = digest
+        except BackendUnavailable as error:
+            kernels["kernels"], unavailable = f"unavailable: {str(error).splitlines()[0]}", error
+        agree_on_kernels(members, self.settings, self.ring, agreed, kernels)
+        if unavailable is not None:
+            raise unavailable
+        return agreed, number
+
+
+class RingPass:
+    """One pass on one rank.
 
     Args:
-        gradients: dout, out, lse (B, H, n), and dlse or None.
-        number: the number of the call on its group.
+        bounds: of packed documents, or None.
+        inputs: see ``ResolvedCall``.
+        of_backward: dout and out.
     """
-    members = members_named(ring.group_name)
-    begin_backward(members, number, ring.timeout)
-    if not inputs[0].shape[0]:
-        return tuple(new_like(x) for x in inputs[:3])
-    work = kind(members, inputs, settings, ring, known)
-    work.gather_padding()
-    return work.backward(*gradients)
+
+    def __init__(
+        self,
+        call: ResolvedRing,
+        members: Members,
+        ring: RingCall,
+        bounds: tuple[int, ...] | None,
+        inputs: tuple[Any, ...],
+        *of_backward: torch.Tensor,
+    ) -> None:
+        self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
+        self.padding, self.cu_seqlens, seed = inputs[3:6]
+        tensors = (*inputs[:3], *of_backward)
+        if not call.known_pass(tensors):
+            ready = tuple(kernel_ready(x) for x in tensors)
+            if all(map(operator.is_, tensors, ready)):
+                call.keep_pass(tensors, True)
+            tensors = ready
+        self.tensors, self.of_backward = tensors[:3], tensors[3:]
+        kind = bounds, ring.seq_len, members.rank, members.size, torch.are_deterministic_algorithms_enabled()
+        setup = call.known.get(kind)
+        if setup is None:
+            setup = self._find_setup(call.settings, ring)
+            call.keep(kind, setup)
+        self.setup: RingSetup = setup
+        self.masks = Masks(None, 0 if seed is None else int(seed.item()))
+        self.is_moved = self.padding is None and setup.sharding is None
+
+    def _find_setup(self, settings: CallSettings, ring: RingCall) -> RingSetup:
+        members, tensors, padding = self.members, self.tensors, self.padding
+        whole = ((0, ring.seq_len),) if ring.seq_len else ()
+        documents = whole if self.cu_seqlens is None else document_ranges(self.cu_seqlens, ring.seq_len)
+        place = (self.call.make_setup, members.rank, members.size, ring, documents)
+        options = (settings, padding is None, torch.are_deterministic_algorithms_enabled())
+        q, k, _ = tensors
+        kind = (*place, *options, q.dtype, q.device, q.shape, k.shape)
+        return cached_setup(kind, lambda: self.call.make_setup(members, tensors, documents, settings, ring, padding))
+
+    def _move(self, what: str) -> None:
+        """Gathers the padding of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
+        self.is_moved = True
+        if self.padding is not None:
+            ring, size = self.ring, self.members.size
+            rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
+            whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
+            mine = self.padding.to(torch.uint8)[..., None]
+            (mask,) = reshard([mine], [rows], [whole], self.members.rank, self._wires(LANES[0])[0], "padding masks")
+            self.masks = self.masks._replace(padding=mask[..., 0].bool())
+            q, k, v = self.tensors
+            # padding could spread NaN through sums
+            self.tensors = (q, *without_padding(k, v, self.padding))
+        self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
+
+    def _wires(self, lanes: Lanes) -> tuple[Wire | None, Wire | None]:
+        """Returns the wires for keys and for their gradients. Every rank opens them, even one that has nothing to exchange."""
+        # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
+        gradients = self.call.settings.needs_grad and lanes is self.setup.lanes
+        return wires_of(self.members, self.ring.timeout, lanes, self.tensors[0].device, gradients=gradients)
+
+    def _reshard(self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
+        """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
+        sharding = self.setup.sharding
+        if sharding is None:
+            return tuple(tensors)
+        given, used = ([sides["qk".index(letter)] for letter in which] for sides in (sharding.given, sharding.used))
+        old, new = (used, given) if back else (given, used)
+        return tuple(reshard(tensors, old, new, self.members.rank, self._wires(LANES[0])[0], what, add=add))
+
+    def forward(self) -> Pair:
+        """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
+        if not self.is_moved:
+            self._move("forward")
+        (q, k, v), setup, masks, sparse = self.tensors, self.setup, self.masks, self.setup.query_rows
+        wire, _ = _NO_WIRES if setup.lanes is None else self._wires(setup.lanes)
+        if setup.home is None or sparse is None:
+            work = setup.compute(masks, q)
+            if setup.is_local:
+                work.forward(0, k, v)
+            else:
+                run.forward(work, setup.steps, k, v, wire, setup.depth)
+            out, lse = work.results()
+        else:
+            own, work = setup.home(masks, q), setup.compute(masks, sparse.of([q])[0][0])
+            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
+            run.forward(work, setup.steps, keys, values, wire, setup.depth, lambda: own.forward(0, k, v))
+            out, lse = own.results()
+            lse = sparse.merge(out, lse, *work.results())
+        if setup.sharding is not None:
+            out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
+            lse = lse.transpose(1, 2)
+        return out.contiguous(), lse.contiguous()
+
+    def backward(self, lse: torch.Tensor, dlse: Optional) -> Tensors:
+        """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
+        if not self.setup.by_branch:
+            dout, out = self.of_backward
+            return self._backward(dout, out, lse, dlse)
+        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
+        settings, H = self.call.settings, self.tensors[0].shape[2]
+        total: list[torch.Tensor] = []
+        for branch in range(settings.pattern.num_branches):
+            alone = settings.pattern.with_branches([branch], H)
+            branches = alone.segment_lengths, alone.dilation_rates, alone.head_offsets, alone.branch_heads, alone.tail
+            of_branch = settings._replace(branches=branches)
+            self.setup = self._find_setup(of_branch, replace(self.ring, exchange="ring"))
+            branch_out, _ = self.forward()
+            shares = self._backward(self.of_backward[0], branch_out, lse, None)
+            total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
+        return tuple(x.to(self.tensors[0].dtype) for x in total)
+
+    def _backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: Optional) -> Tensors:
+        if not self.is_moved:
+            self._move("backward")
+        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
+        if setup.sharding is not None:
+            if dlse is None and self.ring.lse_grad:
+                # other ranks may have a gradient of lse, and all must send the same
+                dlse = torch.zeros_like(lse)
+            rows = (lse, *(() if dlse is None else (dlse,)))
+            more = (dout, out, *(x.transpose(1, 2) for x in rows))
+            dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
+            lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
+        wires = _NO_WIRES if setup.lanes is None else self._wires(setup.lanes)
+        if setup.home is None or sparse is None:
+            work = setup.compute(self.masks, q, (dout, out, lse, dlse))
+            if setup.is_local:
+                dk, dv = work.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
+            else:
+                dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth)
+            dq = work.dq()
+        else:
+            own = setup.home(self.masks, q, (dout, out, lse, dlse))
+            (some_q, some_dout, some_out), stats = sparse.of([q, dout, out], [x for x in (lse, dlse) if x is not None])
+            some_lse, some_dlse = [*stats, None][:2]
+            work = setup.compute(self.masks, some_q, (some_dout, some_out, some_lse, some_dlse))
+            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
+            of_home: list[Pair] = []
+
+            def at_home() -> Pair:
+                # a rank without rows has no parts
+                of_home.append(own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v)))
+                return of_home[0]
+
+            dk, dv = run.backward(work, setup.steps, keys, values, wires, setup.depth, at_home)
+            dq = own.dq()
+            sparse.add(dq, work.dq())
+            if setup.key_rows is not None:
+                shares, (dk, dv) = (dk, dv), of_home[0]
+                for grad, share in zip((dk, dv), shares, strict=True):
+                    setup.key_rows.add(grad, share)
+        if setup.sharding is not None:
+            # ranks that share a key/value head each have a contribution to its gradient
+            shared = self.num_kv_heads < setup.sharding.inner
+            (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
+            dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
+        return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
 def of_length(ring: RingCall, seq_len: int) -> RingCall:
