@@ -7,10 +7,10 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import registry
-from dilated_attention.distributed.exchange import crossing, run, setup
+from dilated_attention.distributed.exchange import crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.distributed.exchange.rows import copy_tables as tables
-from dilated_attention.distributed.exchange.rows import sparse_rows
+from dilated_attention.distributed.exchange.rows import sparse_rows, transfer
 from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
 from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.engine.branches.merge import has_kernels
@@ -135,16 +135,14 @@ def test_kernels_of_sparse_rows_do_as_torch_does(shape: tuple[int, int, int, int
 
 def with_kernels(rank: int, world: int, fused: bool) -> None:
     """From now on, float32 calls of this process copy rows by kernels, as on a GPU, or by torch's operations."""
-    run.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    transfer.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     crossing.SMALL_BYTES = 0 if fused else SMALL_BYTES
     registry.cached.clear()
     setup._setups.clear()
 
 
 def kept_sparse(rank: int, world: int) -> int:
-    from dilated_attention.distributed.exchange.rows import fused_transfer
-
-    return sum(step.sparse is not None for _, step, *_ in fused_transfer._kept)
+    return sum(step.sparse is not None for _, step, *_ in transfer._kept)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpus/test_ring.py has calls on GPUs")

@@ -144,9 +144,7 @@ def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, a
         session.remember(settled, CallForm(0, same))
 
 
-def _same_of_tensors(
-    q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, bounds: tuple[int, ...] | None
-) -> dict[str, object]:
+def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, bounds: tuple[int, ...] | None) -> dict[str, object]:
     """Returns the properties of the tensors that must be equal on all ranks, by name."""
     return {
         "q.shape[0]": q.shape[0],

@@ -245,8 +245,7 @@ class RingPass:
             out, lse = work.results()
         else:
             own, work = setup.home(masks, q), setup.compute(masks, sparse.of([q])[0][0])
-            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
-            run.forward(work, setup.steps, keys, values, wire, setup.depth, lambda: own.forward(0, k, v))
+            run.forward(work, setup.steps, k, v, wire, setup.depth, lambda: own.forward(0, k, v))
             out, lse = own.results()
             lse = sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
@@ -297,21 +296,14 @@ class RingPass:
             (some_q, some_dout, some_out), stats = sparse.of([q, dout, out], [x for x in (lse, dlse) if x is not None])
             some_lse, some_dlse = [*stats, None][:2]
             work = setup.compute(self.masks, some_q, (some_dout, some_out, some_lse, some_dlse))
-            keys, values = (k, v) if setup.key_rows is None else setup.key_rows.of([k, v])[0]
-            of_home: list[Pair] = []
 
             def at_home() -> Pair:
                 # a rank without rows has no parts
-                of_home.append(own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v)))
-                return of_home[0]
+                return own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
 
-            dk, dv = run.backward(work, setup.steps, keys, values, wires, setup.depth, at_home)
+            dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth, at_home)
             dq = own.dq()
             sparse.add(dq, work.dq())
-            if setup.key_rows is not None:
-                shares, (dk, dv) = (dk, dv), of_home[0]
-                for grad, share in zip((dk, dv), shares, strict=True):
-                    setup.key_rows.add(grad, share)
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = self.num_kv_heads < setup.sharding.inner

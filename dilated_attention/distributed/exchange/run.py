@@ -1,37 +1,23 @@
 """Runs the steps of a call on a sharded sequence, forward and backward, while the keys of the next steps are in flight.
 
-What the steps compute is given as a ``Computation``: dilated and dense attention by the engine of a single process (``parts.py``),
-block-sparse attention by lists of blocks (``block_exchange``).
+What the steps compute is a ``Computation`` (``parts.py``), or that of a block pattern and of branches together.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
-from dilated_attention.distributed.exchange.rows.transfer import Arrival, KeyGradients, Returning
-from dilated_attention.engine.branches.merge import has_kernels
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Computation(Protocol):
-    """What is computed on the keys of each step."""
-
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
-
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the gradients of the step's keys and values; None if they are zero."""
+from dilated_attention.distributed.exchange.rows.transfer import Arrival, KeyGradients, Pair, Returning, is_fused
 
 
 def forward(
-    computation: Computation,
+    computation: Any,
     steps: Sequence[StepPlan],
     k: torch.Tensor,
     v: torch.Tensor,
@@ -53,7 +39,7 @@ def forward(
 
 
 def backward(
-    computation: Computation,
+    computation: Any,
     steps: Sequence[StepPlan],
     k: torch.Tensor,
     v: torch.Tensor,
@@ -65,17 +51,11 @@ def backward(
 
     Args:
         wires: for keys and for their gradients.
-        meanwhile: as in ``forward``. It returns gradients of k and v to which those of steps on sparse rows are added.
+        meanwhile: as in ``forward``, where the steps are on sparse rows. It returns gradients of k and v, to which theirs are added.
     """
     fused = all(is_fused(step, k) for step in steps)
-    start_return = Returning
-    if fused:
-        from dilated_attention.distributed.exchange.rows.fused_transfer import FusedReturning
-
-        start_return = FusedReturning  # type: ignore[assignment]
     arrivals = _arrivals(steps, k, v, wires[0], depth, "backward")
-    base = None if meanwhile is None else meanwhile()
-    results: list[Pair] = [base] if base is not None and steps[0].sparse is not None else []
+    results: list[Pair] = [] if meanwhile is None else [meanwhile()]
     sums: dict[tuple[int, int], KeyGradients] = {}
     last = {step.kv_heads: index for index, step in enumerate(steps)}
     returning: deque[tuple[int, Returning, Pair | None]] = deque()
@@ -89,7 +69,7 @@ def backward(
         room = (dk, dv) if len(last) == 1 else (dk[:, :, slice(*heads)], dv[:, :, slice(*heads)])
         back.wait()
         if own is not None:
-            back.write(room, own)  # type: ignore[attr-defined]
+            back.write(room, own)
             return
         sums[heads].add(back.step, back.came)
         if last[heads] == index:
@@ -103,10 +83,10 @@ def backward(
             return grads
         # where no other step has these heads, one kernel sums all contributions once they are there
         own = grads if fused and len(last) == len(steps) and (step.fills or step.in_place) else None
-        returning.append((index, start_return(step, grads, k, wires[1]), own))
+        returning.append((index, Returning(step, grads, k, wires[1]), own))
         if own is None:
             if step.kv_heads not in sums:
-                sums[step.kv_heads] = KeyGradients(k, step.num_kv_heads)
+                sums[step.kv_heads] = KeyGradients(step, k)
             sums[step.kv_heads].add_own(step, grads)
         # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
@@ -116,24 +96,14 @@ def backward(
     return results[0]
 
 
-def is_fused(step: StepPlan, k: torch.Tensor) -> bool:
-    """Whether kernels copy the rows of a step (``fused_transfer.py``)."""
-    return has_kernels(k) and step.is_numbered
-
-
 def _arrivals(steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str) -> Iterator[Arrival]:
     """Yields the steps in order while the next ones' keys are in flight. Transfers begin with this call."""
-    start = Arrival
-    if all(is_fused(step, k) for step in steps):
-        from dilated_attention.distributed.exchange.rows.fused_transfer import FusedArrival
-
-        start = FusedArrival  # type: ignore[assignment]
-    waiting = deque(start(step, k, v, wire, what) for step in steps[:depth])
+    waiting = deque(Arrival(step, k, v, wire, what) for step in steps[:depth])
 
     def arrive() -> Iterator[Arrival]:
         for index in range(len(steps)):
             yield waiting.popleft()
             if index + depth < len(steps):
-                waiting.append(start(steps[index + depth], k, v, wire, what))
+                waiting.append(Arrival(steps[index + depth], k, v, wire, what))
 
     return arrive()

@@ -18,7 +18,6 @@ from dilated_attention.distributed.exchange.parts import Computation, StepParts,
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.rows.messages import Needed, StepPlan, gathering, hop
 from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
-from dilated_attention.distributed.exchange.run import is_fused
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
@@ -45,8 +44,7 @@ class RingSetup:
         compute: begins a pass; takes ``Masks``, q, and in a backward the ``rest`` of a ``Computation``.
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
         by_branch: a detached backward exchanges and computes the branches one by one.
-        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, ``key_rows``. Where kernels
-            copy rows, they find the keys' rows themselves, and ``key_rows`` is None.
+        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and sparse steps.
         digest: see ``NeededBlocks``.
     """
 
@@ -59,7 +57,6 @@ class RingSetup:
     by_branch: bool = False
     home: Callable[..., Any] | None = None
     query_rows: SparseRows | None = None
-    key_rows: SparseRows | None = None
     digest: str = ""
 
     @cached_property
@@ -117,14 +114,14 @@ def make_setup(
     # each step's part of a branch has an lse of its own, so a ring's mixing is undone branch by branch
     settings = settings._replace(detached=False) if problem.exchange == "ring" else settings
     home: Callable[..., Any] | None = None
-    query_rows, key_rows = None, None
+    query_rows = None
     # masks and dropout are by position, and detached mixing needs the outputs of all branches
     plain = padding is None and not settings.dropout_p and not settings.detached
     crossing = crossing_of(problem, 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()) if plain and size > 1 else None
     if crossing is not None:
         own = home_parts(problem, crossing.home, settings, place, first)
         home, problem = functools.partial(Computation, StepParts((own,), False, q)), crossing.problem
-        query_rows, key_rows = (SparseRows(crossing.step, x, k.device) for x in (crossing.offsets, crossing.kv_offsets))
+        query_rows = SparseRows(crossing.step, crossing.offsets, k.device)
         q = q[:, :: crossing.step]
     if problem.exchange == "all_gather" and size > 1:
         question = _question(size, q, k, problem.pattern, settings, replace(ring, seq_len=problem.seq_len))
@@ -133,9 +130,7 @@ def make_setup(
     steps, span, needed = make_steps(problem, place, k.device)
     parts = tuple(parts_of(problem, settings, step, place, span, first) for step in steps)
     if crossing is not None:
-        sparse = tuple(step.on_sparse_rows(crossing.step, crossing.kv_offsets) for step in steps)
-        if all(is_fused(step, k) for step in sparse):
-            steps, key_rows = sparse, None
+        steps = tuple(step.on_sparse_rows(crossing.step, crossing.kv_offsets) for step in steps)
     held = max(step.rows * step.num_kv_heads for step in steps) * 2 * k.shape[0] * k.shape[3] * k.element_size()
     merges = problem.exchange == "ring" and size > 1
     steps = tuple(step.among(ranks) for step in steps)
@@ -153,7 +148,6 @@ def make_setup(
         by_branch=mixes and sharding.exchange == "ring",
         home=home,
         query_rows=query_rows,
-        key_rows=key_rows,
     )
 
 

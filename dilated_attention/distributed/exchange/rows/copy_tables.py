@@ -10,6 +10,11 @@ import torch
 from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
 
 
+def _number(step: StepPlan) -> torch.dtype:
+    """Returns the type of units' numbers."""
+    return torch.int32 if step.is_numbered else torch.int64
+
+
 def _once(step: StepPlan, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     tables: dict[Any, Any] = step.remembered
     if name not in tables:
@@ -39,14 +44,14 @@ def _own(step: StepPlan, units: torch.Tensor) -> torch.Tensor:
 
 
 def sent_units(step: StepPlan, device: torch.device) -> torch.Tensor:
-    """Returns int32: the rank's own units that are copied to be sent: all if the memory does not hold them, else the single ones."""
+    """Returns the rank's own units that are copied to be sent: all if the memory does not hold them, else the single ones."""
     owed = tuple(message for message in step.owed if step.from_own or message.units is not None)
-    return _once(step, "sent", lambda: _own(step, _units(step, owed, device)).int())
+    return _once(step, "sent", lambda: _own(step, _units(step, owed, device)).to(_number(step)))
 
 
-def received_units(step: StepPlan, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def received_units(step: StepPlan, device: torch.device) -> torch.Tensor:
     """Returns all units of the memory that arrive."""
-    return _once(step, f"received {dtype}", lambda: _units(step, step.receives, device).to(dtype))
+    return _once(step, "received", lambda: _units(step, step.receives, device).to(_number(step)))
 
 
 def offsets(step: StepPlan, device: torch.device) -> torch.Tensor:
@@ -56,25 +61,25 @@ def offsets(step: StepPlan, device: torch.device) -> torch.Tensor:
 
 
 def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
-    """Returns int32 (rows · heads): where each unit of the memory comes from. ``own_rows``: of the rank's tensors.
+    """Returns (rows · heads,): where each unit of the memory comes from. ``own_rows``: of the rank's tensors.
 
     An own unit; own rows · heads + the number of a unit that arrives by itself; −1 for none, and −2 for one that arrives in place.
     """
 
     def make() -> torch.Tensor:
         heads = step.num_kv_heads
-        found = torch.full((step.rows * heads,), -1, dtype=torch.int32, device=device)
+        found = torch.full((step.rows * heads,), -1, dtype=_number(step), device=device)
         for row, place, count in step.fills:
-            found[place * heads : (place + count) * heads] = _own(
-                step, torch.arange(row * heads, (row + count) * heads, device=device)
-            ).int()
+            found[place * heads : (place + count) * heads] = _own(step, torch.arange(row * heads, (row + count) * heads, device=device)).to(
+                _number(step)
+            )
         end = own_rows * heads
         for message in step.receives:
             units = _units(step, (message,), device)
             if message.units is None:
                 found[units] = -2
                 continue
-            found[units] = torch.arange(end, end + len(units), device=device).int()
+            found[units] = torch.arange(end, end + len(units), device=device).to(_number(step))
             end += len(units)
         return found
 
@@ -87,7 +92,7 @@ def own_places(step: StepPlan, own_rows: int, device: torch.device) -> torch.Ten
     def make() -> torch.Tensor:
         found = torch.arange(own_rows, dtype=torch.int32, device=device)
         for row, place, count in step.fills:
-            found[row : row + count] = torch.arange(place, place + count, device=device).int()
+            found[row : row + count] = torch.arange(place, place + count, device=device).to(_number(step))
         return found
 
     return _once(step, "places", make)
@@ -101,7 +106,7 @@ def returned_units(step: StepPlan, own_rows: int, device: torch.device) -> torch
         end = 0
         for row, message in zip(found, step.owed, strict=True):
             units = _units(step, (message,), device)
-            row[units] = torch.arange(end, end + len(units), device=device).int()
+            row[units] = torch.arange(end, end + len(units), device=device).to(_number(step))
             end += len(units)
         return found
 

@@ -1,83 +1,196 @@
 """Moves keys to the ranks that need them and the gradients of keys back to the ranks that hold them, as the plan of a step says.
 
-Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. These are
-torch's operations, for a CPU and for float64; ``fused_transfer.py`` has kernels.
+Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. Kernels
+pack, fill and sum (``copies_triton.py``); torch's operations do on a CPU and in float64 (``copies_torch.py``), and sum what several steps
+contribute to the same heads.
+
+What calls alike have in common is made once for the kernels: the memory of a step, what it sends and receives, and the views of both.
+Small ones are kept for the next call, since making them takes the host as long as the exchange itself. A later call on the same stream
+writes to them only after the earlier one has read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.comm.p2p import Transfer, Wire
-from dilated_attention.distributed.exchange.rows import copy_tables as tables
-from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
+from dilated_attention.distributed.comm.p2p import Message, Transfer, Wire
+from dilated_attention.distributed.exchange.rows import copies_torch, copy_tables
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.engine.branches.merge import has_kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# the most bytes that are kept, over all kinds of calls; at this many, all of them are dropped
+KEPT_BYTES = 2**27
+
+
+def is_fused(step: StepPlan, k: torch.Tensor) -> bool:
+    """Whether kernels copy the rows of a step."""
+    return has_kernels(k) and step.is_numbered
+
+
+def _copies(step: StepPlan, k: torch.Tensor) -> Any:
+    """Returns the functions that copy the rows of a step."""
+    if not is_fused(step, k):
+        return copies_torch
+    from dilated_attention.distributed.exchange.rows import copies_triton
+
+    return copies_triton
+
+
+class ArrivalBuffers:
+    """What an arrival sends, receives and fills.
+
+    Args:
+        k: the rank's keys of the step's heads, (B, n, heads, D).
+    """
+
+    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
+        B, n, heads, D = k.shape
+        self.numbers = copy_tables.sent_units(step, k.device)
+        self.sent = k.new_empty((len(self.numbers), B, 2 * D))
+        singles = sum(message.size(heads) for message in step.receives if message.units is not None)
+        self.came = k.new_empty((singles, B, 2 * D))
+        self.memory: torch.Tensor | None = None
+        self.views: Pair | None = None
+        self.sources = self.numbers
+        self.fills_first = self.fills_late = False
+        if not step.in_place:
+            self.memory = k.new_empty((step.rows, heads, B, 2 * D))
+            keys, values = self.memory.permute(2, 0, 1, 3).chunk(2, -1)
+            self.views = keys, values
+            self.sources = copy_tables.sources(step, n, k.device)
+            # a kernel may load a row that it then ignores, and 0 · NaN is NaN, so a row that nobody needs is filled with zeros
+            fills = bool(step.fills) or not step.is_full
+            self.fills_first = fills and not step.from_own and any(message.units is None for message in step.sends)
+            self.fills_late = singles > 0 or (fills and not self.fills_first)
+        self.outgoing, self.incoming = self._outgoing(step, heads), self._incoming(step, heads)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sent.nbytes + self.came.nbytes + (0 if self.memory is None else self.memory.nbytes)
+
+    def _outgoing(self, step: StepPlan, heads: int) -> list[Message]:
+        found: list[Message] = []
+        start = 0
+        for message in step.sends:
+            if message.units is None and not step.from_own:
+                assert self.memory is not None
+                found += [(message.peer, self.memory[first:last]) for first, last in message.runs]
+                continue
+            sizes = [message.size(heads)] if message.units is not None else [(last - first) * heads for first, last in message.runs]
+            for size in sizes:
+                found.append((message.peer, self.sent[start : start + size]))
+                start += size
+        return found
+
+    def _incoming(self, step: StepPlan, heads: int) -> list[Message]:
+        found: list[Message] = []
+        start = 0
+        for message in step.receives:
+            if message.units is None:
+                assert self.memory is not None
+                found += [(message.peer, self.memory[first:last]) for first, last in message.runs]
+                continue
+            end = start + message.size(heads)
+            found.append((message.peer, self.came[start:end]))
+            start = end
+        return found
 
 
 class Arrival:
-    """A step whose keys are in flight."""
+    """A step whose keys are in flight. On a step of sparse rows, k and v are the rank's whole tensors."""
 
     def __init__(self, step: StepPlan, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
         """Begins the exchange; all ranks begin theirs in the same order. ``k``, ``v``: the rank's rows (B, n, Hk, D)."""
-        self.step = step
-        heads = slice(*step.kv_heads)
-        k, v = k[:, :, heads], v[:, :, heads]
-        self._own = k, v
-        self._shape = (step.num_kv_heads, k.shape[0], 2 * k.shape[3])
-        self._memory: torch.Tensor | None = None
-        self._came = k.new_empty(0)
+        if step.num_kv_heads < k.shape[2]:
+            heads = slice(*step.kv_heads)
+            k, v = k[:, :, heads], v[:, :, heads]
+        self.step, self._own, self._copies = step, (k, v), _copies(step, k)
+        self._buffers = buffers = _buffers_of(ArrivalBuffers, step, k, self._copies)
         self._transfer: Transfer | None = None
-        if not step.in_place:
-            # a kernel may load a row that it then ignores, and 0 · NaN is NaN
-            make = torch.empty if step.is_full else torch.zeros
-            self._memory = make((step.rows, *self._shape), dtype=k.dtype, device=k.device)
-            for row, place, count in step.fills:
-                _pack(self._memory[place : place + count], k[:, row : row + count], v[:, row : row + count])
-        if step.sends or step.receives:
+        if len(buffers.numbers):
+            self._copies.gather(step, buffers.sent, k, v, buffers.numbers)
+        if buffers.fills_first:
+            self._copies.assemble(step, buffers.memory, k, v, buffers.came, buffers.sources)
+        if buffers.outgoing or buffers.incoming:
             assert wire is not None, "one process has nobody to exchange with"
-            self._transfer = wire.start(self._outgoing(), self._incoming(), f"{what}, {step.what}: K and V")
-
-    def _outgoing(self) -> list[tuple[int, torch.Tensor]]:
-        step, (k, v) = self.step, self._own
-        if not step.sends:
-            return []
-        source = self._memory
-        if step.from_own:
-            source = k.new_empty((k.shape[1], *self._shape))
-            _pack(source, k, v)
-        return _messages(step.sends, source, step.num_kv_heads)
-
-    def _incoming(self) -> list[tuple[int, torch.Tensor]]:
-        step = self.step
-        singles = sum(message.size(step.num_kv_heads) for message in step.receives if message.units is not None)
-        self._came = self._own[0].new_empty((singles, *self._shape[1:]))
-        return _messages(step.receives, self._memory, step.num_kv_heads, self._came)
+            self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"{what}, {step.what}: K and V")
 
     def keys(self) -> Pair:
         """Returns the step's K and V (B, rows, heads, D), once they have arrived."""
         if self._transfer is not None:
             self._transfer.wait()
-        if self._memory is None:
-            return self._own
-        step, memory, start = self.step, self._memory, 0
-        for message in step.receives:
-            if message.units is not None:
-                end = start + message.size(step.num_kv_heads)
-                message.flat(memory).index_copy_(0, message.units, _as_units(message, self._came[start:end], memory))
-                start = end
-        keys, values = memory.permute(2, 0, 1, 3).chunk(2, -1)
-        return keys, values
+        buffers = self._buffers
+        if buffers.fills_late:
+            self._copies.assemble(self.step, buffers.memory, *self._own, buffers.came, buffers.sources)
+        return self._own if buffers.views is None else buffers.views
+
+
+class ReturnBuffers:
+    """What a returning step sends and receives."""
+
+    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
+        B, heads, D = k.shape[0], step.num_kv_heads, k.shape[3]
+        self.numbers = copy_tables.received_units(step, k.device)
+        self.sent = k.new_empty((len(self.numbers), B, 2 * D))
+        self.came = k.new_empty((sum(message.size(heads) for message in step.owed), B, 2 * D))
+        sent, came = (x.split([m.size(heads) for m in some]) for x, some in ((self.sent, step.receives), (self.came, step.owed)))
+        self.outgoing = [(message.peer, part) for message, part in zip(step.receives, sent, strict=True)]
+        self.incoming = [(message.peer, part) for message, part in zip(step.owed, came, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.sent.nbytes + self.came.nbytes
+
+
+class Returning:
+    """The gradients of a step's keys on their way to the ranks that hold the keys."""
+
+    def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
+        """Sends back the gradients of the keys that arrived.
+
+        Args:
+            grads: of the step's memory, (B, rows, heads, D); None for zeros.
+            k: this rank's keys (B, n, Hk, D).
+        """
+        self.step, self._copies = step, _copies(step, k)
+        self._buffers = buffers = _buffers_of(ReturnBuffers, step, k, self._copies)
+        self._transfer: Transfer | None = None
+        # (units, B, 2·D): the units of ``step.owed``, one message after the other
+        self.came = buffers.came
+        if not buffers.outgoing and not buffers.incoming:
+            return
+        assert wire is not None, "one process has nobody to exchange with"
+        if grads is None:
+            buffers.sent.zero_()
+        elif len(buffers.numbers):
+            self._copies.gather(step, buffers.sent, *grads, buffers.numbers)
+        self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"backward, {step.what}: dK and dV")
+
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer.wait()
+
+    def write(self, grads: Pair, own: Pair) -> None:
+        """Writes the sum of all contributions, once they have come, to ``grads`` (B, n, heads, D). ``own``: of the step's memory.
+
+        On a step of sparse rows it is added to what ``grads`` hold. By kernels only.
+        """
+        step, device = self.step, self.came.device
+        rows = sum(count for _, _, count in step.fills) or step.rows
+        places, returned = copy_tables.own_places(step, rows, device), copy_tables.returned_units(step, rows, device)
+        self._copies.add(step, grads, own, self.came, places, returned)
 
 
 class KeyGradients:
     """The gradients of the rank's own keys of some heads, summed over all steps that have these heads."""
 
-    def __init__(self, k: torch.Tensor, kv_heads: int) -> None:
-        shape = (k.shape[1], kv_heads, k.shape[0], 2 * k.shape[3])
+    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
+        self._step, every = step, 1 if step.sparse is None else step.sparse[0]
+        shape = (k.shape[1] // every, step.num_kv_heads, k.shape[0], 2 * k.shape[3])
         self._total = torch.empty(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
         self._is_empty = True
 
@@ -102,8 +215,9 @@ class KeyGradients:
             end = start + message.size(step.num_kv_heads)
             part, start = came[start:end], end
             if message.units is not None:
-                part = _as_units(message, part, self._total).to(self._total.dtype)
-                message.flat(self._total).index_add_(0, message.units, part)
+                total = message.flat(self._total)
+                part = part.view(message.units.shape[0], *total.shape[1:]).to(total.dtype)
+                total.index_add_(0, message.units, part)
                 continue
             rows = part.view(-1, *self._total.shape[1:])
             for first, last in message.runs:
@@ -111,77 +225,43 @@ class KeyGradients:
                 rows = rows[last - first :]
 
     def write(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Rounds the sums into dk and dv (B, n, heads, D)."""
+        """Rounds the sums into dk and dv (B, n, heads, D); those of a step on sparse rows are added to what they hold."""
         for grad, total in zip((dk, dv), self._total.chunk(2, -1), strict=True):
-            grad.copy_(total.permute(2, 0, 1, 3))
+            sums = total.permute(2, 0, 1, 3)
+            if self._step.sparse is None:
+                grad.copy_(sums)
+            else:
+                index = copies_torch.sparse_index(self._step, grad)
+                grad[index] = (grad[index].to(sums.dtype) + sums).to(grad.dtype)
 
 
-class Returning:
-    """The gradients of a step's keys on their way to the ranks that hold the keys."""
-
-    def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
-        """Sends back the gradients of the keys that arrived.
-
-        Args:
-            grads: of the step's memory, (B, rows, heads, D); None for zeros.
-            k: this rank's keys (B, n, Hk, D).
-        """
-        self.step = step
-        heads = step.num_kv_heads
-        unit = (k.shape[0], 2 * k.shape[3])
-        self.came = k.new_empty((sum(message.size(heads) for message in step.owed), *unit))
-        self._kept = k.new_empty(0)
-        self._transfer: Transfer | None = None
-        if not step.sends and not step.receives:
-            return
-        assert wire is not None
-        units = sum(message.size(heads) for message in step.receives)
-        self._kept = k.new_zeros((units, *unit))
-        if grads is not None and units:
-            dk, dv = grads
-            packed = self._kept.new_empty((dk.shape[1], dk.shape[2], *unit))
-            _pack(packed, dk, dv)
-            torch.index_select(packed.view(-1, *unit), 0, tables.received_units(step, dk.device, torch.int64), out=self._kept)
-        outgoing = _messages(step.receives, None, heads, self._kept)
-        incoming = _messages(step.owed, None, heads, self.came)
-        self._transfer = wire.start(outgoing, incoming, f"backward, {step.what}: dK and dV")
-
-    def wait(self) -> None:
-        if self._transfer is not None:
-            self._transfer.wait()
-        self._kept = self.came[:0]
+_kept: dict[Any, Any] = {}
+_kept_bytes = 0
 
 
-def _pack(memory: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes K and V (B, rows, heads, D) to memory (rows, heads, B, 2·D)."""
-    for part, x in zip(memory.chunk(2, -1), (keys, values), strict=True):
-        part.copy_(x.permute(1, 2, 0, 3))
-
-
-def _as_units(message: RowMessage, units: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Returns units (count, B, 2·D) in the form in which ``message.flat(memory)`` is indexed."""
-    assert message.units is not None
-    return units.view(message.units.shape[0], *message.flat(memory).shape[1:])
-
-
-def _messages(
-    messages: Sequence[RowMessage], memory: torch.Tensor | None, heads: int, units: torch.Tensor | None = None
-) -> list[tuple[int, torch.Tensor]]:
-    """Returns (rank in the group, tensor) of each message.
-
-    Args:
-        memory: where runs of rows are; without it, they are among the units.
-        units: room for the messages that are not runs of the memory, one after the other; without it, they are copied from the memory.
-    """
-    found, start = [], 0
-    for message in messages:
-        if message.units is None and memory is not None:
-            found += [(message.peer, memory[first:last]) for first, last in message.runs]
-        elif units is not None:
-            end = start + message.size(heads)
-            found.append((message.peer, units[start:end]))
-            start = end
-        else:
-            assert memory is not None and message.units is not None
-            found.append((message.peer, message.flat(memory).index_select(0, message.units)))
+def _buffers_of(kind: Any, step: StepPlan, k: torch.Tensor, copies: Any) -> Any:
+    """Returns the buffers of a step: those of the last call alike on this stream, or new ones."""
+    global _kept_bytes
+    if copies is copies_torch:
+        # another thread's call may be using those of the last one
+        return kind(step, k)
+    stream = 0
+    if k.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            # a graph has memory of its own
+            return kind(step, k)
+        stream = torch._C._cuda_getCurrentRawStream(k.device.index)
+    key = kind, step, stream, k.shape, k.dtype
+    found = _kept.get(key)
+    if found is None:
+        # a tensor made in inference mode cannot be written to outside it
+        with torch.inference_mode(False):
+            found = kind(step, k)
+        if found.nbytes > KEPT_BYTES // 4:
+            return found
+        if _kept_bytes + found.nbytes > KEPT_BYTES:
+            _kept.clear()
+            _kept_bytes = 0
+        _kept[key] = found
+        _kept_bytes += found.nbytes
     return found

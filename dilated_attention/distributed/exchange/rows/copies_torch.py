@@ -1,0 +1,54 @@
+"""The copies of ``copies_triton.py`` by torch's operations, from the same tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dilated_attention.distributed.exchange.rows import copy_tables
+from dilated_attention.distributed.exchange.rows.messages import StepPlan
+
+
+def _once(step: StepPlan, name: str, table: torch.Tensor, make: Callable[[], Any]) -> Any:
+    """Returns what is made once from a table, which lives as long as the step."""
+    key = name, id(table)
+    if key not in step.remembered:
+        step.remembered[key] = make()
+    return step.remembered[key]
+
+
+def sparse_index(step: StepPlan, x: torch.Tensor) -> tuple[Any, ...]:
+    """Returns the index of the step's own rows (B, n/g, heads, D) in x (B, n, heads, D)."""
+    assert step.sparse is not None
+    rows = torch.arange(0, x.shape[1], step.sparse[0], device=x.device)[:, None] + copy_tables.offsets(step, x.device)
+    return slice(None), rows, torch.arange(x.shape[2], device=x.device)
+
+
+def gather(step: StepPlan, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor) -> None:
+    """Writes units of k and v (B, rows, heads, D) to ``to`` (units, B, 2·D). ``units``: int32, row · heads + head."""
+    row, head = _once(step, "rows and heads", units, lambda: (units.long() // k.shape[2], units.long() % k.shape[2]))
+    for part, x in zip(to.chunk(2, -1), (k, v), strict=True):
+        part.copy_(x[:, row, head].transpose(0, 1))
+
+
+def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Tensor, came: torch.Tensor, sources: torch.Tensor) -> None:
+    """Fills a memory (rows, heads, B, 2·D) from own k and v, and units that came (units, B, 2·D), as ``sources`` says."""
+
+    def places() -> tuple[torch.Tensor, ...]:
+        own, (arrived,) = k.shape[1] * k.shape[2], (sources >= k.shape[1] * k.shape[2]).nonzero(as_tuple=True)
+        return (sources == -1).nonzero()[:, 0], arrived, sources[arrived].long() - own
+
+    nothing, arrived, units = _once(step, "places", sources, places)
+    flat = memory.view(-1, *memory.shape[2:])
+    if len(nothing):
+        flat[nothing] = 0
+    if step.sparse is not None:
+        index = sparse_index(step, k)
+        k, v = k[index], v[index]
+    for row, place, count in step.fills:
+        for part, x in zip(memory[place : place + count].chunk(2, -1), (k, v), strict=True):
+            part.copy_(x[:, row : row + count].permute(1, 2, 0, 3))
+    if len(arrived):
+        flat[arrived] = came[units]
