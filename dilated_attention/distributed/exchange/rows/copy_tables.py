@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,3 +111,73 @@ def returned_units(step: StepPlan, own_rows: int, device: torch.device) -> torch
         return found
 
     return _once(step, "returned", make)
+
+
+# the buffers of a step: what is sent, what arrives by itself, and the memory
+SENT, CAME, MEMORY = range(3)
+# (peer, buffer, first row, last row) of each message
+Slots = list[tuple[int, int, int, int]]
+
+
+class BufferPlan(NamedTuple):
+    """The buffers of a step in one direction, and its messages.
+
+    Args:
+        heads: the number of key/value heads.
+        numbers: the units that are copied to be sent.
+        came: the number of units that arrive by themselves.
+        rows: of the memory; 0 if there is none.
+        sources: where each unit of the memory comes from; None if there is none.
+        fills_first, fills_late: whether the memory is filled before the exchange, and after it.
+    """
+
+    heads: int
+    numbers: torch.Tensor
+    came: int
+    outgoing: Slots
+    incoming: Slots
+    rows: int = 0
+    sources: torch.Tensor | None = None
+    fills_first: bool = False
+    fills_late: bool = False
+
+
+def arrival_plan(step: StepPlan, k: torch.Tensor) -> BufferPlan:
+    """Plans how the keys of a step arrive. ``k``: the rank's keys of the step's heads, (B, n, heads, D)."""
+    heads, numbers = step.num_kv_heads, sent_units(step, k.device)
+    outgoing, _ = _slots(step.sends, heads, SENT, None if step.from_own else MEMORY, apart=True)
+    incoming, singles = _slots(step.receives, heads, CAME, MEMORY)
+    if step.in_place:
+        return BufferPlan(heads, numbers, singles, outgoing, incoming)
+    # a kernel may load a row that it then ignores, and 0 · NaN is NaN, so a row that nobody needs is filled with zeros
+    fills = bool(step.fills) or not step.is_full
+    first = fills and not step.from_own and any(message.units is None for message in step.sends)
+    late = singles > 0 or (fills and not first)
+    return BufferPlan(heads, numbers, singles, outgoing, incoming, step.rows, sources(step, k.shape[1], k.device), first, late)
+
+
+def return_plan(step: StepPlan, k: torch.Tensor) -> BufferPlan:
+    """Plans how the gradients of a step's keys go back."""
+    heads = step.num_kv_heads
+    outgoing, _ = _slots(step.receives, heads, SENT, None)
+    incoming, came = _slots(step.owed, heads, CAME, None)
+    return BufferPlan(heads, received_units(step, k.device), came, outgoing, incoming)
+
+
+def _slots(messages: tuple[RowMessage, ...], heads: int, units: int, runs: int | None, *, apart: bool = False) -> tuple[Slots, int]:
+    """Returns where each message is, and the number of units outside the memory.
+
+    Args:
+        units, runs: the buffers of units, and of runs of rows; None for that of units.
+        apart: whether each run is a message, also among units.
+    """
+    found, start = [], 0
+    for message in messages:
+        if message.units is None and runs is not None:
+            found += [(message.peer, runs, *run) for run in message.runs]
+            continue
+        one_by_one = apart and message.units is None
+        for size in [(end - first) * heads for first, end in message.runs] if one_by_one else [message.size(heads)]:
+            found.append((message.peer, units, start, start + size))
+            start += size
+    return found, start

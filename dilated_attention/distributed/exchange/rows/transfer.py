@@ -11,13 +11,15 @@ writes to them only after the earlier one has read them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.comm.p2p import Message, Transfer, Wire
+from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.distributed.exchange.rows import copies_torch, copy_tables
+from dilated_attention.distributed.exchange.rows.copy_tables import BufferPlan, arrival_plan, return_plan
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.engine.branches.merge import has_kernels
 
@@ -40,64 +42,60 @@ def _copies(step: StepPlan, k: torch.Tensor) -> Any:
     return copies_triton
 
 
-class ArrivalBuffers:
-    """What an arrival sends, receives and fills.
+class Buffers:
+    """What a step sends, receives and fills in one direction, as its plan says."""
 
-    Args:
-        k: the rank's keys of the step's heads, (B, n, heads, D).
-    """
-
-    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
-        B, n, heads, D = k.shape
-        self.numbers = copy_tables.sent_units(step, k.device)
-        self.sent = k.new_empty((len(self.numbers), B, 2 * D))
-        singles = sum(message.size(heads) for message in step.receives if message.units is not None)
-        self.came = k.new_empty((singles, B, 2 * D))
-        self.memory: torch.Tensor | None = None
+    def __init__(self, plan: BufferPlan, k: torch.Tensor) -> None:
+        B, heads, D = k.shape[0], plan.heads, k.shape[3]
+        self.sent, self.came = k.new_empty((len(plan.numbers), B, 2 * D)), k.new_empty((plan.came, B, 2 * D))
+        self.memory = k.new_empty((plan.rows, heads, B, 2 * D))
         self.views: Pair | None = None
-        self.sources = self.numbers
-        self.fills_first = self.fills_late = False
-        if not step.in_place:
-            self.memory = k.new_empty((step.rows, heads, B, 2 * D))
+        if plan.sources is not None:
             keys, values = self.memory.permute(2, 0, 1, 3).chunk(2, -1)
             self.views = keys, values
-            self.sources = copy_tables.sources(step, n, k.device)
-            # a kernel may load a row that it then ignores, and 0 · NaN is NaN, so a row that nobody needs is filled with zeros
-            fills = bool(step.fills) or not step.is_full
-            self.fills_first = fills and not step.from_own and any(message.units is None for message in step.sends)
-            self.fills_late = singles > 0 or (fills and not self.fills_first)
-        self.outgoing, self.incoming = self._outgoing(step, heads), self._incoming(step, heads)
+        by_number = self.sent, self.came, self.memory
+        self.outgoing, self.incoming = (
+            [(peer, by_number[number][first:last]) for peer, number, first, last in some] for some in (plan.outgoing, plan.incoming)
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.sent.nbytes + self.came.nbytes + (0 if self.memory is None else self.memory.nbytes)
+        return self.sent.nbytes + self.came.nbytes + self.memory.nbytes
 
-    def _outgoing(self, step: StepPlan, heads: int) -> list[Message]:
-        found: list[Message] = []
-        start = 0
-        for message in step.sends:
-            if message.units is None and not step.from_own:
-                assert self.memory is not None
-                found += [(message.peer, self.memory[first:last]) for first, last in message.runs]
-                continue
-            sizes = [message.size(heads)] if message.units is not None else [(last - first) * heads for first, last in message.runs]
-            for size in sizes:
-                found.append((message.peer, self.sent[start : start + size]))
-                start += size
-        return found
 
-    def _incoming(self, step: StepPlan, heads: int) -> list[Message]:
-        found: list[Message] = []
-        start = 0
-        for message in step.receives:
-            if message.units is None:
-                assert self.memory is not None
-                found += [(message.peer, self.memory[first:last]) for first, last in message.runs]
-                continue
-            end = start + message.size(heads)
-            found.append((message.peer, self.came[start:end]))
-            start = end
-        return found
+_kept: dict[Any, Any] = {}
+_kept_bytes = 0
+
+
+def _begin(step: StepPlan, make_plan: Callable[[StepPlan, torch.Tensor], BufferPlan], k: torch.Tensor) -> tuple[BufferPlan, Any, Buffers]:
+    """Returns the plan of a step in one direction, the functions that copy its rows, and buffers: kept or new ones."""
+    global _kept_bytes
+    found = step.remembered.get(make_plan)
+    if found is None:
+        found = step.remembered[make_plan] = make_plan(step, k), _copies(step, k)
+    plan, copies = found
+    if copies is copies_torch:
+        # another thread's call may be using those of the last one
+        return plan, copies, Buffers(plan, k)
+    stream = 0
+    if k.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            # a graph has memory of its own
+            return plan, copies, Buffers(plan, k)
+        stream = torch._C._cuda_getCurrentRawStream(k.device.index)
+    key = make_plan, step, stream, k.shape, k.dtype
+    buffers = _kept.get(key)
+    if buffers is None:
+        # a tensor made in inference mode cannot be written to outside it
+        with torch.inference_mode(False):
+            buffers = Buffers(plan, k)
+        if buffers.nbytes <= KEPT_BYTES // 4:
+            if _kept_bytes + buffers.nbytes > KEPT_BYTES:
+                _kept.clear()
+                _kept_bytes = 0
+            _kept[key] = buffers
+            _kept_bytes += buffers.nbytes
+    return plan, copies, buffers
 
 
 class Arrival:
@@ -108,13 +106,13 @@ class Arrival:
         if step.num_kv_heads < k.shape[2]:
             heads = slice(*step.kv_heads)
             k, v = k[:, :, heads], v[:, :, heads]
-        self.step, self._own, self._copies = step, (k, v), _copies(step, k)
-        self._buffers = buffers = _buffers_of(ArrivalBuffers, step, k, self._copies)
+        self.step, self._own = step, (k, v)
+        self._plan, self._copies, self._buffers = plan, copies, buffers = _begin(step, arrival_plan, k)
         self._transfer: Transfer | None = None
-        if len(buffers.numbers):
-            self._copies.gather(step, buffers.sent, k, v, buffers.numbers)
-        if buffers.fills_first:
-            self._copies.assemble(step, buffers.memory, k, v, buffers.came, buffers.sources)
+        if len(plan.numbers):
+            copies.gather(step, buffers.sent, k, v, plan.numbers)
+        if plan.fills_first:
+            copies.assemble(step, buffers.memory, k, v, buffers.came, plan.sources)
         if buffers.outgoing or buffers.incoming:
             assert wire is not None, "one process has nobody to exchange with"
             self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"{what}, {step.what}: K and V")
@@ -124,8 +122,8 @@ class Arrival:
         if self._transfer is not None:
             self._transfer.wait()
         buffers = self._buffers
-        if buffers.fills_late:
-            self._copies.assemble(self.step, buffers.memory, *self._own, buffers.came, buffers.sources)
+        if self._plan.fills_late:
+            self._copies.assemble(self.step, buffers.memory, *self._own, buffers.came, self._plan.sources)
         return self._own if buffers.views is None else buffers.views
 
 
@@ -156,8 +154,8 @@ class Returning:
             grads: of the step's memory, (B, rows, heads, D); None for zeros.
             k: this rank's keys (B, n, Hk, D).
         """
-        self.step, self._copies = step, _copies(step, k)
-        self._buffers = buffers = _buffers_of(ReturnBuffers, step, k, self._copies)
+        plan, self._copies, self._buffers = _begin(step, return_plan, k)
+        self.step, buffers = step, self._buffers
         self._transfer: Transfer | None = None
         # (units, B, 2·D): the units of ``step.owed``, one message after the other
         self.came = buffers.came
@@ -166,8 +164,8 @@ class Returning:
         assert wire is not None, "one process has nobody to exchange with"
         if grads is None:
             buffers.sent.zero_()
-        elif len(buffers.numbers):
-            self._copies.gather(step, buffers.sent, *grads, buffers.numbers)
+        elif len(plan.numbers):
+            self._copies.gather(step, buffers.sent, *grads, plan.numbers)
         self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"backward, {step.what}: dK and dV")
 
     def wait(self) -> None:
@@ -233,35 +231,3 @@ class KeyGradients:
             else:
                 index = copies_torch.sparse_index(self._step, grad)
                 grad[index] = (grad[index].to(sums.dtype) + sums).to(grad.dtype)
-
-
-_kept: dict[Any, Any] = {}
-_kept_bytes = 0
-
-
-def _buffers_of(kind: Any, step: StepPlan, k: torch.Tensor, copies: Any) -> Any:
-    """Returns the buffers of a step: those of the last call alike on this stream, or new ones."""
-    global _kept_bytes
-    if copies is copies_torch:
-        # another thread's call may be using those of the last one
-        return kind(step, k)
-    stream = 0
-    if k.device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            # a graph has memory of its own
-            return kind(step, k)
-        stream = torch._C._cuda_getCurrentRawStream(k.device.index)
-    key = kind, step, stream, k.shape, k.dtype
-    found = _kept.get(key)
-    if found is None:
-        # a tensor made in inference mode cannot be written to outside it
-        with torch.inference_mode(False):
-            found = kind(step, k)
-        if found.nbytes > KEPT_BYTES // 4:
-            return found
-        if _kept_bytes + found.nbytes > KEPT_BYTES:
-            _kept.clear()
-            _kept_bytes = 0
-        _kept[key] = found
-        _kept_bytes += found.nbytes
-    return found
