@@ -51,15 +51,16 @@ class Ring(NamedTuple):
     """What a call on a sharded sequence has in addition.
 
     Args:
-        op: its op, and what resolves it.
+        op: its op.
+        resolve: see ``resolve``.
+        checked: checks ``given``, and returns ``sharding`` and ``seq_len`` of ``CallSettings``.
         given: the options that only such calls have, as the caller gave them; they are part of the call's key.
-        checked: checks them, and returns ``sharding`` and ``seq_len`` of ``CallSettings``.
     """
 
     op: Any
     resolve: Callable[..., ResolvedCall]
+    checked: Callable[..., tuple[tuple[Any, ...], int]]
     given: tuple[Any, ...]
-    checked: Callable[[], tuple[tuple[Any, ...], int]]
 
 
 def attend(
@@ -93,7 +94,7 @@ def attend(
             key = (key, ring.given, types) if _PLAIN_TYPES.issuperset(types) else None
         known = None if key is None else find(key, q.dtype)
     if known is None:
-        given_to = () if ring is None else ring.checked()
+        given_to = () if ring is None else ring.checked(q, k, v, branches, window, options, ring.given)
         settings = checked_settings(q, k, v, masks, branches, blocks, window, options, *given_to)
         if eager:
             of_one_process = resolve if blocks is None else resolve_blocks
@@ -107,7 +108,7 @@ def attend(
             check.check_cu_seqlens(cu_seqlens, q, k)
         if sinks is not None:
             check.check_sinks(sinks, q)
-    seed = draw_seed(options.dropout_p)
+    seed = draw_seed(options.dropout_p) if options.dropout_p else None
     kept = None
     if blocks is not None and blocks.is_chosen:
         given = settings if known is None else known.settings

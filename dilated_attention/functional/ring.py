@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.comm.group import members_named, members_of
-from dilated_attention.distributed.exchange.op import resolve_ring, ring_attention_op
+from dilated_attention.distributed.comm.group import group_name_of, members_named
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
+from dilated_attention.distributed.op import resolve_ring, ring_attention_op
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.engine.ops.resolve import ResolvedCall
-from dilated_attention.functional.arguments import DENSE, Masks, Options, Ring, attend, plain_ints
-from dilated_attention.pattern import BlockPattern, HeadOffsets
+from dilated_attention.functional.arguments import DENSE, Options, Ring, attend, plain_ints
+from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 
@@ -96,8 +94,10 @@ def ring_dilated_attention(
     rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
     branches = lengths, rates, head_offsets, branch_heads, tail
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad, softcap=softcap)
-    ring = RingOptions(group_name_of(group, mesh), _plain(layout), seq_len, timeout, exchange, ranks_per_node)
-    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options, ring, OPS)
+    per_node = _per_node(ranks_per_node) if exchange == "2d" else ranks_per_node
+    layout = layout.name if isinstance(layout, Layout) else layout
+    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, exchange, per_node)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options, Ring(ring_attention_op, *RING, ring))
 
 
 def ring_attention(
@@ -137,8 +137,11 @@ def ring_attention(
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
-    ring = RingOptions(group_name_of(group, mesh), _plain(layout), seq_len, timeout, exchange, ranks_per_node)
-    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), DENSE, None, check.check_window(window), options, ring, OPS)
+    per_node = _per_node(ranks_per_node) if exchange == "2d" else ranks_per_node
+    layout = layout.name if isinstance(layout, Layout) else layout
+    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, exchange, per_node)
+    masks, of_ring = (key_padding_mask, cu_seqlens, sinks), Ring(ring_attention_op, *RING, ring)
+    return attend(q, k, v, masks, DENSE, None, check.check_window(window), options, of_ring)
 
 
 class RingOptions(NamedTuple):
@@ -153,26 +156,6 @@ class RingOptions(NamedTuple):
     head_steps: int | None = None
 
 
-# the op of dilated and dense calls, and what resolves it
-OPS = ring_attention_op, resolve_ring
-
-
-def _plain(layout: str | Layout) -> str:
-    """Returns a ``Layout``'s name, and anything else as it is: it is checked at the first call of a kind."""
-    return layout.name if isinstance(layout, Layout) else layout
-
-
-def group_name_of(group: Any, mesh: Any) -> str:
-    """Returns the name by which the op finds the group again; "" for one process."""
-    # a module looks up its group once and passes its name
-    if isinstance(group, str):
-        return group
-    if group is not None and mesh is not None:
-        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
-    members = members_of(mesh if group is None else group)
-    return "" if members.group is None else str(members.group.group_name)
-
-
 def place_in(group_name: str) -> tuple[int, int]:
     """Returns (rank, W) in the named group; (0, 1) for "". It is a constant to torch.compile, which cannot look up a group."""
     members = members_named(group_name)
@@ -184,55 +167,42 @@ def place_in(group_name: str) -> tuple[int, int]:
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def attend_ring(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: Masks,
-    branches: tuple[Any, ...] | None,
-    blocks: BlockPattern | None,
-    window: tuple[int, ...],
-    options: Options,
+def check_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branches: tuple[Any, ...] | None, window: tuple[int, ...], options: Options,
     ring: RingOptions,
-    ops: tuple[Any, Callable[..., ResolvedCall]],
-) -> Any:
-    """Returns what ``attend`` does, of a call on a sharded sequence. ``ops``: its op, and what resolves it."""
+) -> tuple[tuple[Any, ...], int]:  # fmt: skip
+    """Checks the options that only distributed calls have, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
+    layout_name(ring.layout)
+    one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
+    if ring.exchange == "2d" and ring.ranks_per_node is None:
+        raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
+    per_node = 0 if ring.ranks_per_node is None else as_int("ranks_per_node", ring.ranks_per_node, minimum=1)
+    steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
     lse_grad = options.return_lse and options.mixture_grad == "exact"
-
-    def checked() -> tuple[tuple[Any, ...], int]:
-        layout_name(ring.layout)
-        one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
-        per_node = _checked_ranks_per_node(ring)
-        steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
-        sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, steps
-        seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
-        if window and ring.exchange == "ring":
-            raise ValueError(
-                "exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'"
-            )
-        if ring.exchange in ("all_to_all", "2d"):
-            assert branches is not None, "blocks are gathered"
-            check.check_tensors(q, k, v)
-            _check_heads(ring.group_name, ring.exchange, per_node, q.shape[2], k.shape[2], branches[3])
-        return sharding, seq_len
-
-    given = (*ring, os.environ.get("LOCAL_WORLD_SIZE")) if ring.exchange == "2d" else tuple(ring)
-    return attend(q, k, v, masks, branches, blocks, window, options, Ring(*ops, (*given, lse_grad), checked))
+    sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, steps
+    seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
+    if window and ring.exchange == "ring":
+        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
+    if ring.exchange in ("all_to_all", "2d"):
+        assert branches is not None, "blocks are gathered"
+        check.check_tensors(q, k, v)
+        _check_heads(ring, per_node, q.shape[2], k.shape[2], branches[3])
+    return sharding, seq_len
 
 
-def _checked_ranks_per_node(ring: RingOptions) -> int:
-    found = ring.ranks_per_node
-    if ring.exchange == "2d" and found is None:
-        found = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-        if found is None:
-            raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
-    return 0 if found is None else as_int("ranks_per_node", found, minimum=1)
-
-
-def _check_heads(group_name: str, exchange: str, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
-    _, size = place_in(group_name)
-    if exchange == "2d" and size % per_node:
+def _check_heads(ring: RingOptions, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
+    _, size = place_in(ring.group_name)
+    if ring.exchange == "2d" and size % per_node:
         raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
-    reason = why_no_heads(num_heads, num_kv_heads, per_node if exchange == "2d" else size, branch_heads)
+    reason = why_no_heads(num_heads, num_kv_heads, per_node if ring.exchange == "2d" else size, branch_heads)
     if reason is not None:
-        raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+        raise ValueError(f"exchange={ring.exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+
+
+def _per_node(ranks_per_node: int | None) -> int | None:
+    """Returns the ranks of a node that a call with ``"2d"`` names or the launcher has set."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None if ranks_per_node is None else ranks_per_node
+
+
+# what resolves a distributed call, and what checks its options
+RING = resolve_ring, check_ring

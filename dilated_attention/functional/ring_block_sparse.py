@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.exchange.op import (
-    resolve_ring,
-    ring_block_sparse_attention_op,
-    ring_block_sparse_dilated_attention_op,
-)
+from dilated_attention.distributed.comm.group import group_name_of
+from dilated_attention.distributed.op import ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.functional.arguments import Options, plain_ints
+from dilated_attention.functional.arguments import Options, Ring, attend, plain_ints
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.ring import RingOptions, attend_ring, group_name_of
+from dilated_attention.functional.ring import RING, RingOptions
 from dilated_attention.pattern import BlockPattern, HeadOffsets
 from dilated_attention.pattern.checks import as_int_tuple
 
@@ -92,8 +89,8 @@ def ring_block_sparse_attention(
     options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
     pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
     ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
-    ops = ring_block_sparse_attention_op, resolve_ring
-    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, pattern, (), options, ring, ops)
+    of_ring = Ring(ring_block_sparse_attention_op, *RING, ring)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), None, pattern, (), options, of_ring)
 
 
 def ring_block_sparse_dilated_attention(
@@ -147,8 +144,8 @@ def ring_block_sparse_dilated_attention(
     branches = lengths, rates, head_offsets, branch_heads, tail
     pattern, layout = checked_ring_pattern(pattern), checked_block_layout(layout)
     ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, head_steps=head_steps)
-    ops = ring_block_sparse_dilated_attention_op, resolve_ring
-    return attend_ring(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, pattern, (), options, ring, ops)
+    of_ring = Ring(ring_block_sparse_dilated_attention_op, *RING, ring)
+    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, pattern, (), options, of_ring)
 
 
 def checked_ring_pattern(pattern: Any) -> BlockPattern:

@@ -13,9 +13,9 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
+from dilated_attention.distributed.comm.group import group_name_of
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.functional.ring import group_name_of
 from dilated_attention.pattern import BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 

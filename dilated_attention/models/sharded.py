@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dilated_attention.distributed.comm.group import members_named
-from dilated_attention.functional.ring import group_name_of, place_in
+from dilated_attention.distributed.comm.group import group_name_of, members_named
+from dilated_attention.functional.ring import place_in
 from dilated_attention.models.loss import summed_cross_entropy
 from dilated_attention.pattern.checks import shown
 

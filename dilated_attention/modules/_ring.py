@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.comm.group import members_named
+from dilated_attention.distributed.comm.group import group_name_of, members_named
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
 from dilated_attention.distributed.sharding.layout import local_length, positions_of
-from dilated_attention.functional.ring import group_name_of, place_in
+from dilated_attention.functional.ring import place_in
 from dilated_attention.modules._settings import KernelSettings
 from dilated_attention.pattern.checks import as_int, one_of
 

@@ -271,7 +271,7 @@ def test_memory_of_this_machine() -> None:
 
 def one_rank_runs_out(rank: int, world: int) -> str:
     from dilated_attention import ring_attention
-    from dilated_attention.distributed.exchange import ring_pass
+    from dilated_attention.distributed import ring_pass
 
     group = dist.new_group(list(range(world)))
     plain = ring_pass.kernel_ready

@@ -80,6 +80,17 @@ def members_of(group_or_mesh: Any) -> Members:
     return Members(group if size > 1 else None, rank, size)
 
 
+def group_name_of(group: Any, mesh: Any) -> str:
+    """Returns the name by which the op finds the group again; "" for one process."""
+    # a module looks up its group once and passes its name
+    if isinstance(group, str):
+        return group
+    if group is not None and mesh is not None:
+        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
+    members = members_of(mesh if group is None else group)
+    return "" if members.group is None else str(members.group.group_name)
+
+
 def _is_mesh(x: Any) -> bool:
     from torch.distributed.device_mesh import DeviceMesh
 

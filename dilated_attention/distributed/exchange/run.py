@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
-from dilated_attention.distributed.exchange.rows.transfer import Arrival, KeyGradients, Pair, Returning, is_fused
+from dilated_attention.distributed.exchange.rows.transfer import Arrival, KeyGradients, Pair, Returning
 
 
 def forward(
@@ -53,7 +53,6 @@ def backward(
         wires: for keys and for their gradients.
         meanwhile: as in ``forward``, where the steps are on sparse rows. It returns gradients of k and v, to which theirs are added.
     """
-    fused = all(is_fused(step, k) for step in steps)
     arrivals = _arrivals(steps, k, v, wires[0], depth, "backward")
     results: list[Pair] = [] if meanwhile is None else [meanwhile()]
     sums: dict[tuple[int, int], KeyGradients] = {}
@@ -81,9 +80,10 @@ def backward(
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:
             # nothing is anyone else's
             return grads
+        back = Returning(step, grads, k, wires[1])
         # where no other step has these heads, one kernel sums all contributions once they are there
-        own = grads if fused and len(last) == len(steps) and (step.fills or step.in_place) else None
-        returning.append((index, Returning(step, grads, k, wires[1]), own))
+        own = grads if back.sums_at_once and len(last) == len(steps) and (step.fills or step.in_place) else None
+        returning.append((index, back, own))
         if own is None:
             if step.kv_heads not in sums:
                 sums[step.kv_heads] = KeyGradients(step, k)

@@ -28,14 +28,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 KEPT_BYTES = 2**27
 
 
-def is_fused(step: StepPlan, k: torch.Tensor) -> bool:
-    """Whether kernels copy the rows of a step."""
-    return has_kernels(k) and step.is_numbered
-
-
 def _copies(step: StepPlan, k: torch.Tensor) -> Any:
-    """Returns the functions that copy the rows of a step."""
-    if not is_fused(step, k):
+    """Returns the functions that copy the rows of a step: kernels where they can."""
+    if not (has_kernels(k) and step.is_numbered):
         return copies_torch
     from dilated_attention.distributed.exchange.rows import copies_triton
 
@@ -156,6 +151,7 @@ class Returning:
         """
         plan, self._copies, self._buffers = _begin(step, return_plan, k)
         self.step, buffers = step, self._buffers
+        self.sums_at_once = self._copies is not copies_torch
         self._transfer: Transfer | None = None
         # (units, B, 2·D): the units of ``step.owed``, one message after the other
         self.came = buffers.came
@@ -175,7 +171,7 @@ class Returning:
     def write(self, grads: Pair, own: Pair) -> None:
         """Writes the sum of all contributions, once they have come, to ``grads`` (B, n, heads, D). ``own``: of the step's memory.
 
-        On a step of sparse rows it is added to what ``grads`` hold. By kernels only.
+        On a step of sparse rows it is added to what ``grads`` hold. Only where ``sums_at_once``.
         """
         step, device = self.step, self.came.device
         rows = sum(count for _, _, count in step.fills) or step.rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.distributed.exchange.ring_pass import ResolvedRing, ResolvedRingBlocks
+from dilated_attention.distributed.ring_pass import ResolvedRing, ResolvedRingBlocks
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.resolve import Optional, record_of
 from dilated_attention.engine.ops.settings import CallSettings

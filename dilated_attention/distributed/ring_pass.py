@@ -38,7 +38,7 @@ MOST_KNOWN = 8
 class ResolvedRing(ResolvedCall):
     """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU.
 
-    ``passes`` holds the strides of tensors that kernels accept as they are.
+    ``passes`` holds which tensors of some strides kernels accept as they are.
     """
 
     name = "ring_attention"
@@ -175,11 +175,17 @@ class RingPass:
         self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
         self.padding, self.cu_seqlens, seed = inputs[3:6]
         tensors = (*inputs[:3], *of_backward)
-        if not call.known_pass(tensors):
-            ready = tuple(kernel_ready(x) for x in tensors)
-            if all(map(operator.is_, tensors, ready)):
-                call.keep_pass(tensors, True)
-            tensors = ready
+        # which of them kernels accept as they are, which strides and addresses decide
+        accepted = call.passes.get(tuple([x.stride() for x in tensors]))
+        if call.device_type == "cuda" and any(x.data_ptr() % 16 for x in tensors):
+            tensors = tuple([kernel_ready(x) for x in tensors])
+        elif accepted is None:
+            given, tensors = tensors, tuple([kernel_ready(x) for x in tensors])
+            call.keep_pass(given, tuple(map(operator.is_, given, tensors)))
+        elif False in accepted:
+            tensors = tuple(
+                [x if fits else x.clone(memory_format=torch.contiguous_format) for x, fits in zip(tensors, accepted, strict=True)]
+            )
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
         kind = bounds, ring.seq_len, members.rank, members.size, torch.are_deterministic_algorithms_enabled()
         setup = call.known.get(kind)
