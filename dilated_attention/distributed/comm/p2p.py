@@ -144,7 +144,8 @@ class Wire:
         return group._end_coalescing(self.device)
 
     def _check(self) -> dist.ProcessGroup:
-        self.session.check()
+        if self.session.failed is not None:
+            self.session.check()
         group = self._shared()
         if group is None:
             raise RingError(

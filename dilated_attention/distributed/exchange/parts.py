@@ -188,6 +188,8 @@ class StepParts:
         rows = [part.rows.stop - part.rows.start if isinstance(part.rows, slice) else 0 for part in only]
         self.joins = bool(only) and sum(rows) == q.shape[1] and all(part.heads == (0, q.shape[2]) for part in only)
         self.joins = self.joins and (len(only) == 1 or q.numel() * q.element_size() <= JOINED_BYTES)
+        # the parts by row
+        self.order = sorted(range(len(only)), key=lambda i: only[i].rows.start) if self.joins else []  # type: ignore[union-attr]
         read = [sorted((part.key_rows.start, part.key_rows.stop) for part in some) for some in parts]
         # whether several parts of a step contribute to the gradients of one key
         self.sums = any(a[1] > b[0] for some in read for a, b in itertools.pairwise(some))
@@ -213,11 +215,13 @@ class Computation:
         return self._out
 
     def results(self) -> Pair:
+        return self.dq().to(self.q.dtype), self._all_lse()
+
+    def _all_lse(self) -> torch.Tensor:
         if self._lse is None:
             B, n, H, _ = self.q.shape
             self._lse = torch.empty((B, H, n), dtype=self.of.acc, device=self.q.device)
-        out = self.dq() if self._out is None else self._out
-        return out.to(self.q.dtype), self._lse
+        return self._lse
 
     def _put(self, to: torch.Tensor, dim: int, part: Part, x: torch.Tensor) -> None:
         if isinstance(part.rows, slice):
@@ -239,19 +243,16 @@ class Computation:
         """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
         parts = self.of.parts[index]
         if self.of.joins:
-            found = [(part.rows.start, part.forward(self.q, keys, values, self.masks)) for part in parts]  # type: ignore[union-attr]
+            found = [part.forward(self.q, keys, values, self.masks) for part in parts]
             if len(found) == 1:
-                self._out, self._lse = found[0][1]
-                return
-            found.sort(key=_first_row)
-            self._out, self._lse = (torch.cat([results[i] for _, results in found], dim) for i, dim in ((0, 1), (1, 2)))
+                self._out, self._lse = found[0]
+            else:
+                self._out, self._lse = (torch.cat([found[i][which] for i in self.of.order], which + 1) for which in (0, 1))
             return
         for part in parts:
             heads = slice(*part.heads)
             out, lse = part.forward(self.q[:, :, heads], keys, values, self.masks)
-            if self._lse is None:
-                self.results()
-            all_out, all_lse = self.dq()[:, :, heads], self._lse[:, heads]  # type: ignore[index]
+            all_out, all_lse = self.dq()[:, :, heads], self._all_lse()[:, heads]
             if self._is_first(part):
                 self._put(all_out, 1, part, out)
                 self._put(all_lse, 2, part, lse)
@@ -261,19 +262,20 @@ class Computation:
     def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
         dout, out, lse, dlse = self.rest
-        joined: list[tuple[int, torch.Tensor]] = []
+        joined: list[torch.Tensor] = []
         grads: Pair | None = None
         for part in self.of.parts[index]:
-            heads = slice(*part.heads)
-            dout_, q_, out_ = _narrow(heads, 2, dout, self.q, out)
-            lse_, *dlse_ = _narrow(heads, 1, lse, *(() if dlse is None else (dlse,)))
-            dq, dk, dv = part.backward((dout_, q_, keys, values, out_, lse_), dlse_[0] if dlse_ else None, self.masks)
             if self.of.joins:
-                joined.append((part.rows.start, dq))  # type: ignore[union-attr]
-            elif self._is_first(part):
-                self._put(self.dq()[:, :, heads], 1, part, dq)
+                dq, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks)
+                joined.append(dq)
             else:
-                self.dq()[:, part.rows, heads] += dq
+                heads = slice(*part.heads)
+                tensors = (dout[:, :, heads], self.q[:, :, heads], keys, values, out[:, :, heads], lse[:, heads])
+                dq, dk, dv = part.backward(tensors, None if dlse is None else dlse[:, heads], self.masks)
+                if self._is_first(part):
+                    self._put(self.dq()[:, :, heads], 1, part, dq)
+                else:
+                    self.dq()[:, part.rows, heads].add_(dq)
             if grads is None and dk.shape[1] == keys.shape[1]:
                 grads = dk, dv
                 continue
@@ -281,13 +283,7 @@ class Computation:
                 dtype = self.of.acc if self.of.sums else dk.dtype
                 grads = keys.new_zeros(keys.shape, dtype=dtype), keys.new_zeros(keys.shape, dtype=dtype)
             for total, share in zip(grads, (dk, dv), strict=True):
-                total[:, part.key_rows] += share
-        if len(joined) == 1:
-            self._out = joined[0][1]
-        elif joined:
-            self._out = torch.cat([dq for _, dq in sorted(joined, key=_first_row)], 1)
+                total[:, part.key_rows].add_(share)
+        if joined:
+            self._out = joined[0] if len(joined) == 1 else torch.cat([joined[i] for i in self.of.order], 1)
         return grads
-
-
-def _first_row(found: tuple[int, Any]) -> int:
-    return found[0]

@@ -6,7 +6,7 @@ What the steps compute is a ``Computation`` (``parts.py``), or that of a block p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,13 @@ def forward(
         depth: the number of steps whose keys are in memory at once.
         meanwhile: what else there is to compute; it runs while the first keys are in flight.
     """
-    arrivals = _arrivals(steps, k, v, wire, depth, "forward")
+    arrivals = deque([Arrival(step, k, v, wire, "forward") for step in steps[:depth]])
     if meanwhile is not None:
         meanwhile()
-    for index, arrival in enumerate(arrivals):
-        computation.forward(index, *arrival.keys())
+    for index in range(len(steps)):
+        computation.forward(index, *arrivals.popleft().keys())
+        if index + depth < len(steps):
+            arrivals.append(Arrival(steps[index + depth], k, v, wire, "forward"))
 
 
 def backward(
@@ -53,7 +55,7 @@ def backward(
         wires: for keys and for their gradients.
         meanwhile: as in ``forward``, where the steps are on sparse rows. It returns gradients of k and v, to which theirs are added.
     """
-    arrivals = _arrivals(steps, k, v, wires[0], depth, "backward")
+    arrivals = deque([Arrival(step, k, v, wires[0], "backward") for step in steps[:depth]])
     results: list[Pair] = [] if meanwhile is None else [meanwhile()]
     sums: dict[tuple[int, int], KeyGradients] = {}
     last = {step.kv_heads: index for index, step in enumerate(steps)}
@@ -74,9 +76,8 @@ def backward(
         if last[heads] == index:
             sums.pop(heads).write(*room)
 
-    for index, arrival in enumerate(arrivals):
-        step = arrival.step
-        grads = computation.backward(index, *arrival.keys())
+    for index, step in enumerate(steps):
+        grads = computation.backward(index, *arrivals.popleft().keys())
         if len(steps) == 1 and step.in_place and not step.sends and grads is not None:
             # nothing is anyone else's
             return grads
@@ -91,19 +92,8 @@ def backward(
         # add what came back during this step before memory for the next step is allocated
         while len(returning) > 1:
             add_back()
+        if index + depth < len(steps):
+            arrivals.append(Arrival(steps[index + depth], k, v, wires[0], "backward"))
     while returning:
         add_back()
     return results[0]
-
-
-def _arrivals(steps: Sequence[StepPlan], k: torch.Tensor, v: torch.Tensor, wire: Wire | None, depth: int, what: str) -> Iterator[Arrival]:
-    """Yields the steps in order while the next ones' keys are in flight. Transfers begin with this call."""
-    waiting = deque(Arrival(step, k, v, wire, what) for step in steps[:depth])
-
-    def arrive() -> Iterator[Arrival]:
-        for index in range(len(steps)):
-            yield waiting.popleft()
-            if index + depth < len(steps):
-                waiting.append(Arrival(steps[index + depth], k, v, wire, what))
-
-    return arrive()
