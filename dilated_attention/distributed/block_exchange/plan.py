@@ -15,36 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.distributed.exchange.plan import ShardedProblem
 from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 
-
 @dataclass(frozen=True)
-class RingBlockProblem:
-    """What is computed, and which rank holds what; equal on all ranks.
-
-    Args:
-        documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
-        shards: the position ranges that each rank holds, ascending.
-    """
-
-    pattern: BlockPattern
-    documents: tuple[Range, ...]
-    shards: tuple[tuple[Range, ...], ...]
-    num_heads: int
-    num_kv_heads: int
-    is_causal: bool
-
-    @property
-    def size(self) -> int:
-        return len(self.shards)
-
-    @property
-    def seq_len(self) -> int:
-        return self.documents[-1][1] if self.documents else 0
+class RingBlockProblem(ShardedProblem[BlockPattern]):
+    """A problem of block-sparse attention."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,46 +10,58 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
+
+P = TypeVar("P", DilatedPattern, BlockPattern)
 
 
 @dataclass(frozen=True)
-class RingProblem:
+class ShardedProblem(Generic[P]):
     """What is computed, and which rank holds what; equal on all ranks.
 
     Args:
-        documents: (start, end) of each document; they partition the sequence.
-        shards: the position ranges that each rank holds, in the order of its rows.
-        exchange: ``"all_gather"`` (each step brings all keys of some heads) or ``"ring"`` (each step brings the keys of one rank).
-        head_steps: the number of key/value heads in each step of an all_gather; a ring's steps have all heads.
+        documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
+        shards: the position ranges that each rank holds, in the order of its rows; of a block pattern they ascend.
     """
 
-    pattern: DilatedPattern
+    pattern: P
     documents: tuple[Range, ...]
     shards: tuple[tuple[Range, ...], ...]
     num_heads: int
     num_kv_heads: int
     is_causal: bool
-    window: tuple[int | None, int | None] | None
-    exchange: str
-    head_steps: tuple[int, ...]
 
     @property
     def size(self) -> int:
         return len(self.shards)
 
     @property
+    def seq_len(self) -> int:
+        return self.documents[-1][1] if self.documents else 0
+
+
+@dataclass(frozen=True)
+class RingProblem(ShardedProblem[DilatedPattern]):
+    """A problem of dilated or dense attention.
+
+    Args:
+        exchange: ``"all_gather"`` (each step brings all keys of some heads) or ``"ring"`` (each step brings the keys of one rank).
+        head_steps: the number of key/value heads in each step of an all_gather; a ring's steps have all heads.
+    """
+
+    window: tuple[int | None, int | None] | None
+    exchange: str
+    head_steps: tuple[int, ...]
+
+    @property
     def is_dense(self) -> bool:
         """Whether there is one branch with a single segment and dilation rate 1."""
         return self.pattern.dilation_rates == (1,) and self.pattern.segment_lengths[0] >= self.seq_len
-
-    @property
-    def seq_len(self) -> int:
-        return self.documents[-1][1] if self.documents else 0
 
 
 def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.Tensor:

@@ -72,7 +72,7 @@ def backward(
         if own is not None:
             back.write(room, own)
             return
-        sums[heads].add(back.step, back.came)
+        sums[heads].add(back)
         if last[heads] == index:
             sums.pop(heads).write(*room)
 

@@ -122,23 +122,6 @@ class Arrival:
         return self._own if buffers.views is None else buffers.views
 
 
-class ReturnBuffers:
-    """What a returning step sends and receives."""
-
-    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
-        B, heads, D = k.shape[0], step.num_kv_heads, k.shape[3]
-        self.numbers = copy_tables.received_units(step, k.device)
-        self.sent = k.new_empty((len(self.numbers), B, 2 * D))
-        self.came = k.new_empty((sum(message.size(heads) for message in step.owed), B, 2 * D))
-        sent, came = (x.split([m.size(heads) for m in some]) for x, some in ((self.sent, step.receives), (self.came, step.owed)))
-        self.outgoing = [(message.peer, part) for message, part in zip(step.receives, sent, strict=True)]
-        self.incoming = [(message.peer, part) for message, part in zip(step.owed, came, strict=True)]
-
-    @property
-    def nbytes(self) -> int:
-        return self.sent.nbytes + self.came.nbytes
-
-
 class Returning:
     """The gradients of a step's keys on their way to the ranks that hold the keys."""
 
@@ -149,8 +132,8 @@ class Returning:
             grads: of the step's memory, (B, rows, heads, D); None for zeros.
             k: this rank's keys (B, n, Hk, D).
         """
-        plan, self._copies, self._buffers = _begin(step, return_plan, k)
-        self.step, buffers = step, self._buffers
+        self.plan, self._copies, self._buffers = plan, _, buffers = _begin(step, return_plan, k)
+        self.step = step
         self.sums_at_once = self._copies is not copies_torch
         self._transfer: Transfer | None = None
         # (units, B, 2·D): the units of ``step.owed``, one message after the other
@@ -202,12 +185,10 @@ class KeyGradients:
                 # the fills of a step are all of the rank's rows
                 (part.copy_ if first else part.add_)(own)
 
-    def add(self, step: StepPlan, came: torch.Tensor) -> None:
-        """Adds what other ranks contribute: ``came`` (units, B, 2·D) are the units of ``step.owed``, one message after the other."""
-        start = 0
-        for message in step.owed:
-            end = start + message.size(step.num_kv_heads)
-            part, start = came[start:end], end
+    def add(self, back: Returning) -> None:
+        """Adds what other ranks contribute."""
+        for message, (_, _, start, end) in zip(back.step.owed, back.plan.incoming, strict=True):
+            part = back.came[start:end]
             if message.units is not None:
                 total = message.flat(self._total)
                 part = part.view(message.units.shape[0], *total.shape[1:]).to(total.dtype)
