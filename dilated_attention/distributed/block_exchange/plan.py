@@ -22,6 +22,7 @@ from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 
+
 @dataclass(frozen=True)
 class RingBlockProblem(ShardedProblem[BlockPattern]):
     """A problem of block-sparse attention."""
