@@ -75,7 +75,7 @@ class Wire:
             weakref.finalize(self, close, self._own, self.session).atexit = False
         self._lane_number = len(self.session.wires)
         self.session.wires.append(weakref.ref(self))
-        self.device: Any = None
+        self._device: Any = None
         self._waits = False
         self._opened: set[torch.device] = set()
         self._on_gpu = self._coalesces = False
@@ -96,7 +96,7 @@ class Wire:
         group = self._check()
         self._number += 1
         first = receives[0][1] if receives else sends[0][1] if sends else None
-        if self.device is None if first is None else first.device != self.device:
+        if self._device is None if first is None else first.device != self._device:
             self._open(group, None if first is None else first.device)
         incoming = [message for message in receives if message[1].numel()]
         outgoing = [message for message in sends if message[1].numel()]
@@ -138,10 +138,10 @@ class Wire:
                 rounds[index][which][peer] = _as_carried(tensor)
         if len(rounds) == 1:
             return group.alltoall(*rounds[0])
-        group._start_coalescing(self.device)
+        group._start_coalescing(self._device)
         for into, given in rounds:
             group.alltoall(into, given)
-        return group._end_coalescing(self.device)
+        return group._end_coalescing(self._device)
 
     def _check(self) -> dist.ProcessGroup:
         if self.session.failed is not None:
@@ -162,27 +162,27 @@ class Wire:
 
         While one communicator is exchanging, opening another can wait for the GPU forever, so a caller that uses several opens them first.
         """
-        if self.device != device:
+        if self._device != device:
             self._open(self._check(), device)
 
     def _open(self, group: dist.ProcessGroup, device: torch.device | None) -> None:
         """Decides once whether waiting blocks and whether an exchange is one launch; makes NCCL's communicator, which needs all ranks."""
         if device is not None:
-            self.device = device
+            self._device = device
         elif _CPU in group._device_types:
             # nothing to exchange, and nothing that indicates a GPU
             return
         else:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._on_gpu = self.device.type == "cuda"
-        backend: Any = group._get_backend(self.device)
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._on_gpu = self._device.type == "cuda"
+        backend: Any = group._get_backend(self._device)
         if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
             # gloo would treat GPU addresses as CPU addresses
             raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
         self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
-        if not self._on_gpu or self.device in self._opened:
+        if not self._on_gpu or self._device in self._opened:
             return
-        self._opened.add(self.device)
+        self._opened.add(self._device)
         watch(self)
         # otherwise a rank without a first exchange would be missing when the others make the communicator
         opening = _Opening()
@@ -190,8 +190,8 @@ class Wire:
         self.queue.pending.append(Exchange(0, "opening the communicator", everyone, opening, None, threading.get_ident()))
         try:
             # not dist.all_reduce, which only accepts registered groups
-            group.allreduce([torch.zeros(1, device=self.device)]).wait()
-            torch.cuda.synchronize(self.device)
+            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise self.broken("opening the communicator", 0, "a collective", everyone, 0.0, error) from error
         finally:
@@ -199,7 +199,7 @@ class Wire:
 
     def _watch(self, incoming: list[Message], outgoing: list[Message], what: str, works: list[Any]) -> None:
         ready = torch.cuda.Event()
-        ready.record(_current_stream(self.device))
+        ready.record(_current_stream(self._device))
         peers = _peers(incoming + outgoing)
         self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
@@ -246,7 +246,7 @@ class Wire:
         return self._on_gpu
 
     def enter(self) -> None:
-        torch.cuda.set_device(self.device)
+        torch.cuda.set_device(self._device)
 
     def describe(self, exchange: Exchange, waited: float) -> str:
         session = self.session
@@ -350,7 +350,7 @@ def wires_of(
     of_keys, of_gradients, most_ctas = lanes
     for lane in (of_keys, of_gradients) if gradients else (of_keys,):
         wire = made.get(lane)
-        if wire is None or wire.device != device:
+        if wire is None or wire._device != device:
             wire = wire_of(members, timeout, lane, most_ctas)
             wire.open(device)
         wire.timeout = timeout
