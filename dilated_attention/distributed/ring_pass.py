@@ -200,7 +200,8 @@ class RingPass:
         members, tensors, padding = self.members, self.tensors, self.padding
         whole = ((0, ring.seq_len),) if ring.seq_len else ()
         documents = whole if self.cu_seqlens is None else document_ranges(self.cu_seqlens, ring.seq_len)
-        place = (self.call.make_setup, members.rank, members.size, ring, documents)
+        # the name of a pattern that holds a function may be given again once it is gone
+        place = (self.call.make_setup, self.call.alive, members.rank, members.size, ring, documents)
         options = (settings, padding is None, torch.are_deterministic_algorithms_enabled())
         q, k, _ = tensors
         kind = (*place, *options, q.dtype, q.device, q.shape, k.shape)
