@@ -1,115 +1,15 @@
-"""Lists of key blocks, in the form that block-sparse kernels read.
-
-The sequence is split into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
-whole and some under a mask of single pairs. The lists are in CSR form: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
-ascending, with i = group · num_rows + row. A *group* is a (batch entry, head) with its own lists; one list may serve all.
-
-Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block / 8 bytes per *distinct* mask of pairs.
-"""
+"""What Triton launches and lists of blocks have in common."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dilated_attention.fork import cached_property
-
-WORD = 32
-# the block sizes that lists may have: (query block, key block)
-BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
-
-
-@dataclass(frozen=True, eq=False)
-class BlockLists:
-    """Which key blocks every query block keeps; m = 1 on the kept pairs.
-
-    Args:
-        num_queries, num_keys: positions; the last block of each may be shorter.
-        q_block, k_block: positions of a block.
-        num_batch, num_heads: 1 where all batch entries (heads) share one list, else their number; their product is the number of groups.
-        row_starts: (num_batch · num_heads · num_rows + 1,) int32.
-        columns: (entries,) int32 key blocks, ascending in each row.
-        masks: (entries,) int32, −1 where every pair of the block is kept, else the index of its mask in ``bits``; None if all are −1.
-        bits: (distinct masks, q_block, k_block / 32) int32: bit n % 32 of word n // 32 of row m is set where query m of the block keeps
-            key n. Pairs beyond the end of the sequence may have any bit: kernels check the end themselves. Empty if ``masks`` is None.
-        interval: (low, high), each (num_queries,) int32, if all masks have the form low[i] ≤ j < high[i] for key position j, which some
-            kernels accept instead of bits; else None.
-    """
-
-    num_queries: int
-    num_keys: int
-    q_block: int
-    k_block: int
-    num_batch: int
-    num_heads: int
-    row_starts: Tensor
-    columns: Tensor
-    masks: Tensor | None
-    bits: Tensor
-    interval: tuple[Tensor, Tensor] | None = None
-    # what backends derive from the lists once, in their own form
-    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-
-    @cached_property
-    def num_rows(self) -> int:
-        return -(-self.num_queries // self.q_block)
-
-    @cached_property
-    def num_columns(self) -> int:
-        return -(-self.num_keys // self.k_block)
-
-    @cached_property
-    def num_groups(self) -> int:
-        return self.num_batch * self.num_heads
-
-    @cached_property
-    def num_entries(self) -> int:
-        return self.columns.shape[0]
-
-    @property
-    def mask_kind(self) -> str:
-        """``"none"`` · ``"interval"`` · ``"bits"``: the simplest form of masks that a kernel must support."""
-        if self.masks is None:
-            return "none"
-        return "interval" if self.interval is not None else "bits"
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
-        return sum(x.numel() * x.element_size() for x in tensors)
-
-    @cached_property
-    def fills_every_row(self) -> bool:
-        """Whether every query certainly keeps a key. Waits for the GPU once."""
-        return self.masks is None and bool((self.row_starts.diff() > 0).all())
-
-    @cached_property
-    @torch.inference_mode(False)
-    def row_of_entry(self) -> Tensor:
-        """The index group · num_rows + row of each entry, (entries,) int64."""
-        counts = self.row_starts.diff().long()
-        rows = torch.arange(counts.shape[0], device=counts.device)
-        return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
-
-    @cached_property
-    @torch.inference_mode(False)
-    def by_column(self) -> ColumnLists:
-        """The same entries by key block, for the gradients of k and v."""
-        row = self.row_of_entry
-        group = row // self.num_rows
-        key = (group * self.num_columns + self.columns) * self.num_rows + row % self.num_rows
-        ordered, order = key.sort()
-        counts = torch.zeros(self.num_groups * self.num_columns, dtype=torch.int64, device=key.device)
-        counts.index_add_(0, ordered // self.num_rows, torch.ones_like(ordered))
-        starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=key.device)
-        starts[1:] = counts.cumsum(0)
-        masks = None if self.masks is None else self.masks[order]
-        return ColumnLists(starts, (ordered % self.num_rows).to(torch.int32), masks)
-
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES as BLOCK_SIZES
+from dilated_attention.pattern.blocks.block_lists import WORD as WORD
+from dilated_attention.pattern.blocks.block_lists import BlockLists as BlockLists
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -129,12 +29,3 @@ def checked_total(total: int) -> int:
             "keep less, use larger blocks, or give one list to all heads"
         )
     return total
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnLists:
-    """Query blocks of every key block: rows ``rows[starts[i] : starts[i + 1]]``, ascending, i = group · num_columns + column."""
-
-    starts: Tensor
-    rows: Tensor
-    masks: Tensor | None

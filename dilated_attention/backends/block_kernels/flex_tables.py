@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.flex_mask import padded_tables
 
 
 def block_mask(lists: BlockLists) -> Any:
@@ -28,31 +29,19 @@ def _build(lists: BlockLists) -> Any:
     by_column = lists.by_column
     mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
     # ragged blocks at the end are listed like any other: the kernels check the end of both kinds
-    rows = _tables(lists.row_starts, lists.columns, lists.masks, lists)
-    columns = _tables(by_column.starts, by_column.rows, by_column.masks, lists)
+    rows = _tables(lists, lists.row_starts, lists.columns, lists.masks)
+    columns = _tables(lists, by_column.starts, by_column.rows, by_column.masks)
     sizes = (lists.q_block, lists.k_block)
     return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
-def _tables(starts: Tensor, values: Tensor, masks: Tensor | None, lists: BlockLists) -> tuple[Tensor | None, ...]:
-    """Returns (counts, table, counts of whole blocks, their table) of a CSR list, int32.
+def _tables(lists: BlockLists, starts: Tensor, values: Tensor, masks: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns (counts, table, counts of whole blocks, their table) of the rows or columns of ``lists``.
 
-    Counts are (batch, heads, rows), tables (batch, heads, rows, width). Both tables have one width, since some of torch's kernels read both
-    with one stride. Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
+    Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
     """
-    starts = starts.long()
-    row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
-    kinds = [torch.ones_like(values, dtype=torch.bool)] if masks is None else [masks >= 0, masks < 0]
-    before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
-    # at least one entry, since kernels read the first one before the count
-    width = max(1, *(int(x.diff().max()) for x in before))
-    tables: list[Tensor | None] = []
-    for chosen, first in zip(kinds, before, strict=True):
-        table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
-        place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
-        table[row[chosen], place] = values[chosen]
-        shape = (lists.num_batch, lists.num_heads, -1)
-        tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
+    kinds = (torch.ones_like(values, dtype=torch.bool),) if masks is None else (masks >= 0, masks < 0)
+    tables = padded_tables(lists, starts, values, kinds)
     return (*tables, *[None] * (4 - len(tables)))
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from dilated_attention.backends.block_lists import BlockLists, checked_total
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.blocks.kept_blocks import WORD, packed, unpacked
+from dilated_attention.pattern.blocks.block_lists import WORD
+from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
 # limit on what unpacked bits take at a time
 _CHUNK = 2**26

@@ -84,21 +84,8 @@ def clear_block_lists() -> None:
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    kept = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device)
-    checked_total(kept.columns.shape[0])
-    lists = BlockLists(
-        num_queries=num_queries,
-        num_keys=num_keys,
-        q_block=pattern.q_block,
-        k_block=pattern.k_block,
-        num_batch=1,
-        num_heads=kept.num_groups,
-        row_starts=kept.row_starts,
-        columns=kept.columns,
-        masks=kept.masks,
-        bits=kept.bits,
-        interval=kept.interval,
-    )
+    lists = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device)
+    checked_total(lists.num_entries)
     if device.type == "cuda":
         # the cache also returns the lists to code on other streams
         torch.cuda.current_stream(device).synchronize()

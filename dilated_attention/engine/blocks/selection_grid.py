@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import WORD
+from dilated_attention.pattern.blocks.block_lists import WORD
 
 Range = tuple[int, int]
 # ``mass`` is in units of 2**-SHARE_BITS

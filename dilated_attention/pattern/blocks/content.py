@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Grid
-from dilated_attention.pattern.blocks.kept_blocks import WORD, unpacked
+from dilated_attention.pattern.blocks.block_lists import WORD
+from dilated_attention.pattern.blocks.kept_blocks import unpacked
 from dilated_attention.pattern.checks import as_int, check_number, one_of, shown
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern.blocks.base import BLOCK_SIZES, BlockPattern, MaskMod, divided
+from dilated_attention.pattern.blocks.base import BLOCK_SIZES, BlockPattern, MaskMod
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.function import MaskFunction
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
@@ -74,48 +77,45 @@ def to_block_mask(
     Its int32 index tensors are as wide as the longest list: narrow for windows, full width for a pattern in which one row keeps everything.
     On the CPU, FlexAttention takes their width as the number of key blocks, so those of rows always have full width.
     """
-    kept = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
-    grid = pattern.grid(num_positions, device=device)
-    num_rows, num_columns = max(grid.num_rows, 1), max(grid.num_columns, 1)
-    group, row = divided(torch.repeat_interleave(kept.row_starts.diff().long()), num_rows)
-    column = kept.columns.long()
-    full = torch.ones_like(column, dtype=torch.bool) if kept.masks is None else kept.masks < 0
+    lists = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
+    columns = lists.by_column
+    kv_width = lists.num_columns if lists.columns.device.type == "cpu" else 1
+    kv_side = padded_tables(lists, lists.row_starts, lists.columns, _kinds(lists.columns, lists.masks), kv_width)
+    q_side = padded_tables(lists, columns.starts, columns.rows, _kinds(columns.rows, columns.masks))
     whole = pattern.at(num_positions)
-    kv_width = num_columns if grid.device.type == "cpu" else 1
-    kv_side = _side(kept.num_groups, group, row, column, full, num_rows, num_columns, kv_width)
-    q_side = _side(kept.num_groups, group, column, row, full, num_columns, num_rows, 1)
     mask_mod = (whole.causal() if is_causal else whole).mask_mod(num_positions, num_heads, device)
     lengths = (num_positions, num_positions)
-    return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=(pattern.q_block, pattern.k_block), mask_mod=mask_mod)
+    sizes = (pattern.q_block, pattern.k_block)
+    return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
-def _side(
-    num_groups: int,
-    group: torch.Tensor,
-    of: torch.Tensor,
-    index: torch.Tensor,
-    full: torch.Tensor,
-    num_lists: int,
-    num_indices: int,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns counts (1, groups, lists) and indices (1, groups, lists, width) of the partial blocks, and of the full ones.
+def _kinds(entries: torch.Tensor, masks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which entries are masked and which are whole."""
+    masked = torch.zeros_like(entries, dtype=torch.bool) if masks is None else masks >= 0
+    return masked, ~masked
 
-    Both are as wide as the longest list of either, and at least ``width``: kernels of some versions use one stride for both.
+
+def padded_tables(
+    lists: BlockLists, starts: torch.Tensor, values: torch.Tensor, kinds: Sequence[torch.Tensor], width: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """Returns (counts, table) of each kind of entries of a CSR list, in FlexAttention's form, int32.
+
+    Counts are (batch, heads, lists), tables (batch, heads, lists, width). All tables are as wide as the longest list, and at least
+    ``width``, since some of torch's kernels read all of them with one stride, and each list's first entry before its count.
+
+    Args:
+        starts, values: those of the rows or of the columns of ``lists``.
+        kinds: (entries,) bool: the entries of each table.
     """
-    place, order = ((group * num_lists + of) * num_indices + index).sort()
-    lists, what = divided(place, num_indices)
-    sides = []
-    for chosen in (~full[order], full[order]):
-        owner = lists[chosen]
-        counts = torch.bincount(owner, minlength=num_groups * num_lists)
-        width = max(width, int(counts.max()))
-        sides.append((owner, torch.arange(len(owner), device=of.device) - (counts.cumsum(0) - counts)[owner], what[chosen], counts))
-
-    def tables(owner: torch.Tensor, number: torch.Tensor, listed: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        indices = torch.zeros(num_groups * num_lists, width, dtype=torch.int32, device=of.device)
-        indices[owner, number] = listed.to(torch.int32)
-        return counts.to(torch.int32).view(1, num_groups, num_lists), indices.view(1, num_groups, num_lists, width)
-
-    partial, whole = (tables(*side) for side in sides)
-    return *partial, *whole
+    starts = starts.long()
+    row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
+    before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
+    width = max(1, width, *(int(x.diff().max()) for x in before if x.shape[0] > 1))
+    shape = (lists.num_batch, lists.num_heads, (starts.shape[0] - 1) // lists.num_groups)
+    tables: list[torch.Tensor] = []
+    for chosen, first in zip(kinds, before, strict=True):
+        table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
+        place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
+        table[row[chosen], place] = values[chosen]
+        tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
+    return tuple(tables)

@@ -1,45 +1,20 @@
-"""Computes the kept blocks of a pattern with the masks of their pairs. Each distinct mask is computed once."""
+"""Builds the lists of blocks that a pattern keeps, with the masks of their pairs. Each distinct mask is computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Entries, Grid, checked_positions, divided
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
-WORD = 32
 # blocks listed and pairs evaluated at once, which bounds the memory of building lists
 BLOCKS_AT_ONCE = 2**23
 PAIRS_AT_ONCE = 2**24
 MOST_BLOCKS = 2**31
-
-
-@dataclass(frozen=True, eq=False)
-class KeptBlocks:
-    """Lists of kept blocks as rows of (group, query block), in the format of ``backends.block_lists.BlockLists``.
-
-    Args:
-        row_starts: (groups · rows + 1,) int32: row i has blocks row_starts[i] … row_starts[i + 1] − 1.
-        columns: (E,) int32, ascending in each row.
-        masks: (E,) int32 index into ``bits``, −1 where every pair is kept; None if every pair of every block is kept.
-        bits: (distinct masks, q_block, k_block / 32) int32; 0 beyond the end of the sequence.
-        interval: (low, high) int32 of each query, or None.
-    """
-
-    num_groups: int
-    row_starts: torch.Tensor
-    columns: torch.Tensor
-    masks: torch.Tensor | None
-    bits: torch.Tensor
-    interval: tuple[torch.Tensor, torch.Tensor] | None
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
-        return sum(x.numel() * x.element_size() for x in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +41,8 @@ def kept_blocks(
     num_queries: int | None = None,
     is_causal: bool = False,
     device: torch.device | str = "cpu",
-) -> KeptBlocks:
-    """Returns the kept blocks of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
+) -> BlockLists:
+    """Returns the lists of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
     num_queries = num_positions - first_query if num_queries is None else num_queries
     assert first_query % pattern.q_block == 0
@@ -86,16 +61,24 @@ def kept_blocks(
         bits.append(piece.bits)
         num_entries += entries.column.shape[0]
         num_masks += piece.bits.shape[0]
-    kept = KeptBlocks(len(heads), torch.cat(starts), _cat(columns), _cat(masks) if num_masks else None, _cat(bits), None)
+    kept = BlockLists(
+        num_queries=num_queries,
+        num_keys=num_positions,
+        q_block=pattern.q_block,
+        k_block=pattern.k_block,
+        num_batch=1,
+        num_heads=len(heads),
+        row_starts=torch.cat(starts),
+        columns=_cat(columns),
+        masks=_cat(masks) if num_masks else None,
+        bits=_cat(bits),
+    )
     if kept.masks is None:
         return kept
     known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
     if known is None:
-        known = _found_interval(kept, grid, num_queries)
-    if known is None:
-        return kept
-    low, high = (x.to(torch.int32) for x in known)
-    return KeptBlocks(kept.num_groups, kept.row_starts, kept.columns, kept.masks, kept.bits, (low, high))
+        known = _found_interval(kept, grid)
+    return kept if known is None else replace(kept, interval=(known[0].to(torch.int32), known[1].to(torch.int32)))
 
 
 def _row_ends(piece: _Piece) -> torch.Tensor:
@@ -240,7 +223,7 @@ def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
-def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _found_interval(kept: BlockLists, grid: Grid) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
 
     The tightest candidate is taken from the masks, and then compared with the number of keys that each of them keeps: where
@@ -275,7 +258,7 @@ def _found_interval(kept: KeptBlocks, grid: Grid, num_queries: int) -> tuple[tor
         start = column[part, None] * grid.k_block
         inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
         wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
-    return None if bool(wrong) else (low[:num_queries], high[:num_queries])
+    return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])
 
 
 def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
