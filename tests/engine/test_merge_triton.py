@@ -10,6 +10,7 @@ import torch
 
 from dilated_attention.engine.branches import branch_buffers
 from dilated_attention.pattern import DilatedPattern
+from tests.helpers import merge_twin
 
 pytest.importorskip("triton")
 from dilated_attention.engine.branches import merge_triton
@@ -53,11 +54,10 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
     out = torch.randn(B, n, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
     if buffers.direct is not None:
         # what a backend writes of an empty row
-        empty = branch_buffers._at_positions(buffers, buffers.direct, lse_views[buffers.direct], -torch.inf) == -torch.inf
+        empty = merge_twin.at_positions(buffers, buffers.direct, lse_views[buffers.direct], -torch.inf) == -torch.inf
         out.masked_fill_(empty[..., None], 0.0)
     found, lse, found_lse = out.clone(), *(torch.full((B, H, n), torch.nan, device=DEVICE) for _ in range(2))
-    views = buffers.split(flat, B, head_dim=D, with_direct=False)
-    branch_buffers.merge_buffers(buffers, out, lse.transpose(1, 2), views, [x for x in lse_views if x is not None])
+    merge_twin.merge_buffers(buffers, out, lse.transpose(1, 2), flat, flat_lse)
     is_concurrent = rng.random() < 0.5
     monkeypatch.setattr(merge_triton, "_PROGRAMS_ASIDE", 3)
     merge_triton.merge_buffers(buffers, found, found_lse.transpose(1, 2), flat, flat_lse, is_concurrent=is_concurrent)
@@ -69,19 +69,19 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
         own = flat.clone()
         merge_triton.merge_buffers(buffers, found, found_lse.transpose(1, 2), own, flat_lse, is_concurrent=is_concurrent, own=True)
         torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
-        own_views, twins = (buffers.split(x, B, head_dim=D, with_direct=True) for x in (own, flat.clone()))
-        if buffers.zero_keys:
-            branch_buffers.count_zero_keys(buffers, [x for x in twins if x is not None], [x for x in lse_views if x is not None])
+        twin = flat.clone()
+        merge_twin.merge_buffers(buffers, found, found_lse.transpose(1, 2), twin, flat_lse, own=True)
+        own_views, twins = (buffers.split(x, B, head_dim=D, with_direct=True) for x in (own, twin))
         for branch, (view, twin) in enumerate(zip(own_views, twins, strict=True)):
-            rows, expected = (branch_buffers._at_positions(buffers, branch, x, 0.0) for x in (view, twin))
+            rows, expected = (merge_twin.at_positions(buffers, branch, x, 0.0) for x in (view, twin))
             torch.testing.assert_close(rows, expected, atol=tolerance, rtol=0)
 
     grads = [torch.randn(B, n, H, D, device=DEVICE).to(dtype) for _ in range(3)]
     founds = [grad.clone() for grad in grads]
     flats = [flat, torch.randn_like(flat), torch.randn_like(flat)]
     merge_triton.sum_buffers(buffers, founds, flats, is_concurrent=is_concurrent)
-    for grad, found, flat in zip(grads, founds, flats, strict=True):
-        branch_buffers.sum_buffers(buffers, grad, buffers.split(flat, B, head_dim=D, with_direct=False))
+    merge_twin.sum_buffers(buffers, grads, flats)
+    for grad, found in zip(grads, founds, strict=True):
         torch.testing.assert_close(found, grad, atol=tolerance, rtol=0)
 
 

@@ -16,7 +16,8 @@ from dilated_attention.engine.branches import branch_buffers, strategy
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
-from tests.helpers.fused import run_fused
+from tests.helpers import merge_twin
+from tests.helpers.fused import run_fused, use_merge_twin
 from tests.helpers.op_settings import settings
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
@@ -104,7 +105,8 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     assert run(**OPTIONS) == 0
 
 
-def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
+def test_an_op_whose_outputs_are_kept_passes_every_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_merge_twin(monkeypatch)
     # whole segments: places of positions that there are not hold nothing that could be compared
     qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
     branches = ((2, 4), (1, 2), "blocked", "all", "zero_keys")
@@ -147,7 +149,7 @@ def test_zero_keys_of_a_part_are_counted_as_for_one_launch(n: int) -> None:
     before = layers.split(flat.clone(), 1, head_dim=4, with_direct=True)
     after = layers.split(flat, 1, head_dim=4, with_direct=True)
     lses = layers.split(flat_lse, 1, head_dim=0, with_direct=True)
-    branch_buffers.count_zero_keys(layers, [x for x in after if x is not None], [x for x in lses if x is not None])
+    merge_twin.count_zero_keys(layers, [x for x in after if x is not None], [x for x in lses if x is not None])
     for branch, (length, rate) in enumerate(layers.branches):
         was, found, lse = before[branch], after[branch], lses[branch]
         assert was is not None and found is not None and lse is not None

@@ -1,4 +1,4 @@
-"""Runs public functions on a CPU as a GPU runs them: branches in chunks with one merge each."""
+"""Runs public functions on a CPU as a GPU runs them: branches in chunks with one merge each, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from dilated_attention.engine.branches import merge_triton
 from dilated_attention.functional import single
 from dilated_attention.functional.arguments import attend
+from tests.helpers import merge_twin
 
 
 def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +20,10 @@ def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(*others, options._replace(strategy="fused"))
 
     monkeypatch.setattr(single, "attend", fused)
+    use_merge_twin(monkeypatch)
+
+
+def use_merge_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branch buffers are merged in plain torch, which takes float64 too."""
+    for name in ("merge_buffers", "sum_buffers"):
+        monkeypatch.setattr(merge_triton, name, getattr(merge_twin, name))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
-from dilated_attention.engine.branches import branch_buffers as torch_merge
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
 from dilated_attention.engine.branches.launch_views import Call, Launch, Layout, launches_of, mask_views, masked, masks_of, rows_of
 from dilated_attention.engine.branches.merge import zero_key_share
@@ -64,16 +63,10 @@ def forward(
         call.backend.forward_into(q_, k_, v_, masked(launch, masks, call), out_, lse_.transpose(1, 2))
 
     _on_streams(plan, layout, given, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
-    if merged and q.device.type == "cuda":
+    if merged:
         from dilated_attention.engine.branches import merge_triton
 
         merge_triton.merge_buffers(buffers, out, lse, flat, flat_lse, is_concurrent=is_concurrent, own=saved_branch_outputs is not None)
-    elif merged:
-        parts = buffers.split(flat, B, head_dim=D, with_direct=False)
-        lses = [x for x in buffers.split(flat_lse, B, head_dim=0, with_direct=True) if x is not None]
-        torch_merge.merge_buffers(buffers, out, lse, parts, lses)
-        if saved_branch_outputs is not None and buffers.zero_keys:
-            torch_merge.count_zero_keys(buffers, [x for x in parts if x is not None], lses)
 
 
 def backward(
@@ -114,13 +107,10 @@ def backward(
         call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
     _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), given, call, run, is_concurrent)
-    if summed and q.device.type == "cuda":
+    if summed:
         from dilated_attention.engine.branches import merge_triton
 
         merge_triton.sum_buffers(buffers, grads, flats, is_concurrent=is_concurrent)
-    elif summed:
-        for grad, flat in zip(grads, flats, strict=True):
-            torch_merge.sum_buffers(buffers, grad, buffers.split(flat, B, head_dim=D, with_direct=False))
 
 
 def _own_output(q: Tensor, k: Tensor, v: Tensor, options: Options, call: Call, zero_keys: int) -> Tensor:

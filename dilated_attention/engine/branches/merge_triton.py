@@ -1,4 +1,4 @@
-"""The fused merge and the fused sum of ``branch_buffers.py`` as Triton kernels: each part is read once and each row is written once.
+"""The merge and the sum of branch buffers (``branch_buffers.py``): each part is read once and each row is written once.
 
 A program processes ROWS positions of one head. Rows that only the direct branch computes already hold their result. If those are all rows
 except every STEP-th one (every second one in LongNet's pattern), the program skips them. Row indices have 32 bits, addresses 64.
@@ -211,13 +211,13 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 def merge_buffers(
     buffers: BranchBuffers, out: Tensor, lse: Tensor, parts: Tensor, part_lses: Tensor, *, is_concurrent: bool = False, own: bool = False
 ) -> None:
-    """Same as ``branch_buffers.merge_buffers``, on the flat buffers of all branches.
+    """Computes out (B, N, H, D), last stride 1, and lse (B, N, H), float32, from the flat buffers of all branches.
 
-    out (B, N, H, D) has last stride 1, lse (B, N, H) is float32.
+    ``out`` already holds the direct branch's result.
 
     Args:
         is_concurrent: run on a few multiprocessors alongside other work, instead of on all of them.
-        own: leave the parts in the state in which ``branch_buffers.count_zero_keys`` leaves them.
+        own: leave each part with the zero keys of its own branch: out_b · e^(lse_b) / (e^(lse_b) + z_b).
     """
     assert not own or buffers.direct is None
     assert out.stride(-1) == 1 and lse.dtype is torch.float32
@@ -226,7 +226,10 @@ def merge_buffers(
 
 
 def sum_buffers(buffers: BranchBuffers, grads: Sequence[Tensor], parts: Sequence[Tensor], *, is_concurrent: bool = False) -> None:
-    """Same as ``branch_buffers.sum_buffers``, for dq, dk, dv (B, N, H, D) of equal strides, the last one 1, and each one's flat buffer."""
+    """Adds the flat buffers of dq, dk and dv to ``grads`` (B, N, H, D), which hold the direct branch's shares.
+
+    All three have equal strides, the last one 1. Sums are in float32.
+    """
     first = grads[0]
     assert all(x.stride() == first.stride() and x.shape == first.shape for x in grads) and first.stride(-1) == 1
     _launch(_sum_kernel, buffers, first, (*grads, *parts), first.stride()[:3], is_concurrent)
