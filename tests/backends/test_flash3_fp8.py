@@ -19,11 +19,11 @@ from dilated_attention import (
     explain_backend,
 )
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
-from dilated_attention.backends.flash import flash3_fp8
+from dilated_attention.backends.flash import flash3_fp8, fp8
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
-from dilated_attention.backends.flash.fp8 import quantise_torch
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.factory import EXAMPLES
+from tests.helpers.fp8_twin import quantise_torch, restore_torch_
 from tests.helpers.fused import run_fused
 
 HOPPER = EXAMPLES["hopper"]
@@ -150,6 +150,8 @@ class StandIn:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     ops = StandIn()
     monkeypatch.setattr(flash3_fp8, "_ops", lambda: ops)
+    monkeypatch.setattr(fp8, "quantise", quantise_torch)
+    monkeypatch.setattr(fp8, "restore_", restore_torch_)
     yield ops
 
 

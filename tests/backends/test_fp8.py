@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention.backends.flash.fp8 import E4M3_MAX, quantise_torch, restore_torch_
+from tests.helpers.fp8_twin import E4M3_MAX, quantise_torch, restore_torch_
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,14 +88,14 @@ def test_attention_of_centred_tensors_is_restored_exactly() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_are_the_definition(shape: tuple[int, ...], centre: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted on a CPU, compiled on a GPU; several tiles and chunks in few rows; all but the rounding to 8 bits."""
-    kernels = pytest.importorskip("dilated_attention.backends.flash.fp8_triton")
+    kernels = pytest.importorskip("dilated_attention.backends.flash.fp8")
     monkeypatch.setattr(kernels, "_TILE", 64)
     monkeypatch.setattr(kernels, "_CHUNK_TILES", 2)
     x, num_scales = strided(shape, DEVICE), shape[4]
     P, L, G, D = x.shape
     one_channel, one_row = torch.arange(D, device=DEVICE) == 5, (torch.arange(L, device=DEVICE) == 0)[:, None, None]
     for y in (x, x.masked_fill(one_channel, torch.nan), x.masked_fill(one_row, torch.inf)):
-        got = kernels.quantise_triton(y, num_scales, centre=centre, dtype=torch.float32)
+        got = kernels.quantise(y, num_scales, centre=centre, dtype=torch.float32)
         want = quantise_torch(y, num_scales, centre=centre, dtype=torch.float32)
         for a, b in zip(got, want, strict=True):
             assert (a is None) == (b is None)
@@ -104,7 +104,7 @@ def test_kernels_are_the_definition(shape: tuple[int, ...], centre: bool, monkey
     means = torch.randn(2, P, num_scales, D, device=DEVICE)
     out, lse = torch.randn(P, L, G, D, device=DEVICE), torch.randn(P, G, L, device=DEVICE)
     want_out, want_lse = out.clone(), lse.clone()
-    kernels.restore_triton_(out, lse, x, means[0], means[1], 0.3)
+    kernels.restore_(out, lse, x, means[0], means[1], 0.3)
     restore_torch_(want_out, want_lse, x, means[0], means[1], 0.3)
     torch.testing.assert_close(out, want_out)
     torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
@@ -112,12 +112,12 @@ def test_kernels_are_the_definition(shape: tuple[int, ...], centre: bool, monkey
 
 @pytest.mark.parametrize("shape", [pytest.param(shape, marks=GPU) for shape in [*SHAPES, (2, 9000, 4, 64, 4), (1, 9000, 8, 80, 2)]])
 def test_kernels_on_a_gpu_round_as_the_definition(shape: tuple[int, ...]) -> None:
-    from dilated_attention.backends.flash.fp8_triton import quantise_triton, restore_triton_
+    from dilated_attention.backends.flash.fp8 import quantise, restore_
 
     x, num_scales = strided(shape, "cuda"), shape[4]
     P, L, G, D = x.shape
     for centre in (False, True):
-        got, want = quantise_triton(x, num_scales, centre=centre), quantise_torch(x, num_scales, centre=centre)
+        got, want = quantise(x, num_scales, centre=centre), quantise_torch(x, num_scales, centre=centre)
         torch.testing.assert_close(got.descale, want.descale, atol=0, rtol=1e-6)
         # a scale one unit in the last place apart may round to the neighbour
         assert (got.y.float() != want.y.float()).float().mean() < 1e-3
@@ -127,7 +127,7 @@ def test_kernels_on_a_gpu_round_as_the_definition(shape: tuple[int, ...]) -> Non
     means = torch.randn(2, P, num_scales, D, device="cuda")
     out, lse = torch.randn(P, L, G, D, device="cuda").bfloat16(), torch.randn(P, G, L, device="cuda")
     want_out, want_lse = out.clone(), lse.clone()
-    restore_triton_(out, lse, x, means[0], means[1], 0.3)
+    restore_(out, lse, x, means[0], means[1], 0.3)
     restore_torch_(want_out, want_lse, x, means[0], means[1], 0.3)
     torch.testing.assert_close(out, want_out)
     torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-from dilated_attention.backends.flash.fp8 import Quantised, quantise_torch, restore_torch_
 from dilated_attention.backends.hardware import refresh
 
 # keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
@@ -23,25 +21,6 @@ _MOST_SPLITS = 128
 # the largest size of the float32 results of all splits of a launch
 _SPLIT_BYTES = 2**30
 _LEAST_ROWS = 1024
-
-
-def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
-    """Quantises a view x (P, L, G, D), last stride 1, to 8 bits; ``centre`` subtracts the average."""
-    if x.device.type == "cuda":
-        # imported here, since not every machine has Triton
-        from dilated_attention.backends.flash.fp8_triton import quantise_triton
-
-        return quantise_triton(x, num_scales, centre=centre)
-    return quantise_torch(x, num_scales, centre=centre)
-
-
-def restore_(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, scale: float) -> None:
-    """Adds to out (P, L, G, D) and lse (P, G, L), in place, what centring removed; sums in float32."""
-    if q.device.type == "cuda":
-        from dilated_attention.backends.flash.fp8_triton import restore_triton_
-
-        return restore_triton_(out, lse, q, k_mean, v_mean, scale)
-    return restore_torch_(out, lse, q, k_mean, v_mean, scale)
 
 
 class Flash3Fp8Backend(Backend):
@@ -75,9 +54,8 @@ class Flash3Fp8Backend(Backend):
         source="H200, fa3-fwd 0.0.3, dense 131,072 keys, quantising included: 590 TFLOP/s at D = 64, 798 at 128",
     )
 
-    def __init__(self, quantise: Callable[..., Quantised] = quantise, keys_a_sum: int = KEYS_A_SUM) -> None:
-        """Accepts another ``quantise`` (with the same signature) and number of keys per sum, for benchmarks and tests."""
-        self._quantise = quantise
+    def __init__(self, keys_a_sum: int = KEYS_A_SUM) -> None:
+        """Accepts another number of keys per sum, for tests."""
         self._keys_a_sum = keys_a_sum
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
@@ -89,10 +67,13 @@ class Flash3Fp8Backend(Backend):
         return reasons
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        # imported here, since not every machine has Triton
+        from dilated_attention.backends.flash import fp8
+
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
-        q8 = self._quantise(q, K)
-        k8, v8 = (self._quantise(x, K, centre=True) for x in (k, v))
+        q8 = fp8.quantise(q, K)
+        k8, v8 = (fp8.quantise(x, K, centre=True) for x in (k, v))
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
         num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
@@ -107,7 +88,7 @@ class Flash3Fp8Backend(Backend):
             )  # fmt: skip
             lse[:, :, start:end] = part_lse
         if k8.mean is not None and v8.mean is not None:
-            restore_(out, lse, q, k8.mean, v8.mean, options.scale)
+            fp8.restore_(out, lse, q, k8.mean, v8.mean, options.scale)
         return out.to(q.dtype), lse
 
     def backward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
