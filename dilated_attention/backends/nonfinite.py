@@ -24,7 +24,6 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options, accumulation_dtype
 
-Tensors = tuple[Tensor, ...]
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
 RawForward = Callable[..., tuple[Tensor, Tensor]]
 RawBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -54,66 +53,50 @@ class ContainedBackend(Backend):
         """``backward`` for finite inputs."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return contained_forward(self.raw_forward, q, k, v, options, pairs)
+        out, lse = self.raw_forward(q, k, v, options, pairs)
+        if q.device.type != "cpu" or all_finite(out, k):
+            return out, lse
+        bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
+        if not (bool(bad_k.any()) or bool(bad_v.any())):
+            return out, lse
+        clean_out, clean_lse = self.raw_forward(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
+        # a value only affects its own channel
+        out = torch.where(_readers(self.raw_forward, q, bad_v, options, pairs), out, clean_out)
+        spoilt = _readers(self.raw_forward, q, bad_k, options, pairs)
+        return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return contained_backward(self.raw_backward, self.raw_forward, (dout, q, k, v, out, lse), options, dlse, pairs)
-
-
-def contained_forward(raw: RawForward, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes ``raw(q, k, v, options, pairs)`` and confines non-finite numbers."""
-    out, lse = raw(q, k, v, options, pairs)
-    if q.device.type != "cpu" or all_finite(out, k):
-        return out, lse
-    bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
-    if not (bool(bad_k.any()) or bool(bad_v.any())):
-        return out, lse
-    clean_out, clean_lse = raw(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
-    # a value only affects its own channel
-    out = torch.where(_readers(raw, q, bad_v, options, pairs), out, clean_out)
-    spoilt = _readers(raw, q, bad_k, options, pairs)
-    return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
-
-
-def contained_backward(
-    raw: RawBackward, forward: RawForward, tensors: Tensors, options: Options, dlse: Tensor | None, pairs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes ``raw(*tensors, options, dlse, pairs)`` and confines non-finite numbers.
-
-    ``tensors`` are dout, q, k, v, out and lse; ``forward`` is the forward of the same kernel.
-    """
-    dout, q, k, v, out, lse = tensors
-    dq, dk, dv = raw(*tensors, options, dlse, pairs)
-    # without a mask every row reads every key, and there is nothing to confine
-    masked = options.causal or pairs is not None or not options.mask.is_trivial
-    if q.device.type != "cpu" or not masked or all_finite(dq, dk, dv):
-        return dq, dk, dv
-    bad_keys = ~(_rows_finite(k) & _rows_finite(v))
-    bad_rows = ~(_rows_finite(q) & _rows_finite(dout) & _rows_finite(out))
-    of_lse = ~lse.isfinite() if dlse is None else ~(lse.isfinite() & dlse.isfinite())
-    # +inf marks a row that takes no part, so nothing in it has an effect
-    idle = (lse == torch.inf).transpose(1, 2)[..., None]
-    bad_rows |= of_lse.transpose(1, 2)[..., None] | _readers(forward, q, bad_keys, options, pairs)
-    zeroed, reached_rows = bad_rows | idle, bad_rows & ~idle
-    if not (bool(zeroed.any()) or bool(bad_keys.any())):
-        return dq, dk, dv
-    without = zeroed[..., 0].transpose(1, 2)
-    clean_dout, clean_q, clean_out = (_without(x, zeroed) for x in (dout, q, out))
-    clean_k, clean_v = (_without(x, bad_keys) for x in (k, v))
-    clean_lse = lse.masked_fill(without, torch.inf)
-    clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
-    grads = raw(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
-    reached_keys = _read(raw, k, reached_rows, options, pairs)
-    # a row that reads no real key (it may read zero keys) has no dq
-    reading = _readers(forward, q, torch.ones_like(bad_keys), options, pairs)
-    return (
-        torch.where(reached_rows & reading, dq, grads[0]),
-        torch.where(reached_keys, dk, grads[1]),
-        torch.where(reached_keys, dv, grads[2]),
-    )
+        dq, dk, dv = self.raw_backward(dout, q, k, v, out, lse, options, dlse, pairs)
+        # without a mask every row reads every key, and there is nothing to confine
+        masked = options.causal or pairs is not None or not options.mask.is_trivial
+        if q.device.type != "cpu" or not masked or all_finite(dq, dk, dv):
+            return dq, dk, dv
+        bad_keys = ~(_rows_finite(k) & _rows_finite(v))
+        bad_rows = ~(_rows_finite(q) & _rows_finite(dout) & _rows_finite(out))
+        of_lse = ~lse.isfinite() if dlse is None else ~(lse.isfinite() & dlse.isfinite())
+        # +inf marks a row that takes no part, so nothing in it has an effect
+        idle = (lse == torch.inf).transpose(1, 2)[..., None]
+        bad_rows |= of_lse.transpose(1, 2)[..., None] | _readers(self.raw_forward, q, bad_keys, options, pairs)
+        zeroed, reached_rows = bad_rows | idle, bad_rows & ~idle
+        if not (bool(zeroed.any()) or bool(bad_keys.any())):
+            return dq, dk, dv
+        without = zeroed[..., 0].transpose(1, 2)
+        clean_dout, clean_q, clean_out = (_without(x, zeroed) for x in (dout, q, out))
+        clean_k, clean_v = (_without(x, bad_keys) for x in (k, v))
+        clean_lse = lse.masked_fill(without, torch.inf)
+        clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
+        grads = self.raw_backward(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
+        reached_keys = _read(self.raw_backward, k, reached_rows, options, pairs)
+        # a row that reads no real key (it may read zero keys) has no dq
+        reading = _readers(self.raw_forward, q, torch.ones_like(bad_keys), options, pairs)
+        return (
+            torch.where(reached_rows & reading, dq, grads[0]),
+            torch.where(reached_keys, dk, grads[1]),
+            torch.where(reached_keys, dv, grads[2]),
+        )
 
 
 def _without(x: Tensor, where: Tensor) -> Tensor:

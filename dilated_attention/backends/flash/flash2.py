@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, Backend, Capabilities, Options
-from dilated_attention.backends.mask_convert import window_sizes
+from dilated_attention.backends.mask_convert import flash_sides
 
 
 class Flash2Backend(Backend):
@@ -32,62 +33,24 @@ class Flash2Backend(Backend):
         source="H200, torch 2.11, flash-attn 2.8.3 built for head dims to 128: 326/301 TFLOP/s forward/backward at D = 64, 391/320 at 128",
     )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = _sides(options, q, k)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        left, right = flash_sides(options, q, k)
         out, lse, *_ = _interface()._flash_attn_forward(
-            q,
-            k,
-            v,
-            0.0,
-            options.scale,
-            causal=options.causal,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=options.softcap,
-            alibi_slopes=None,
-            return_softmax=False,
-        )
+            q, k, v, 0.0, options.scale, causal=options.causal, window_size_left=left, window_size_right=right, softcap=options.softcap,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
-        left, right = _sides(options, q, k)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _interface()._flash_attn_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            dq,
-            dk,
-            dv,
-            0.0,
-            options.scale,
-            options.causal,
-            left,
-            right,
-            options.softcap,
-            None,
-            options.deterministic,
-        )
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, options.scale, options.causal, *flash_sides(options, q, k),
+            options.softcap, None, options.deterministic,
+        )  # fmt: skip
         return dq, dk, dv
-
-
-def _sides(options: Options, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
-    return -1 if left is None else left, -1 if right is None else right
 
 
 def _interface() -> Any:

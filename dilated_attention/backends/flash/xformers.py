@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.mask_convert import repeat_heads, window_sizes
@@ -40,7 +41,7 @@ class XformersBackend(Backend):
             return ["takes windows in half precision only, not in float32"]
         return []
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         fmha, kernels = _fmha(q.dtype)
         k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
         q, k, v = (_aligned(x) for x in (q, k, v))
@@ -52,16 +53,8 @@ class XformersBackend(Backend):
         return out, lse if options.mask.band is None else lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        options: Options,
-        dlse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert dlse is None
         fmha, kernels = _fmha(q.dtype)
         G, K = q.shape[2], k.shape[2]
@@ -69,16 +62,9 @@ class XformersBackend(Backend):
         q, k, v = (_aligned(x) for x in (q, k, v))
         dq, dk, dv = fmha.memory_efficient_attention_backward(
             # CUTLASS derives the row stride of out from its shape
-            dout.contiguous(),
-            out.contiguous(),
-            lse.contiguous(),
-            q,
-            k,
-            v,
-            _bias(fmha, options, q, k),
-            scale=options.scale,
+            dout.contiguous(), out.contiguous(), lse.contiguous(), q, k, v, _bias(fmha, options, q, k), scale=options.scale,
             op=kernels.BwOp,
-        )
+        )  # fmt: skip
         if K != G:
             dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
@@ -91,7 +77,7 @@ def _fmha(dtype: torch.dtype) -> tuple[Any, Any]:
     return fmha, fmha.cutlass if dtype is torch.float32 else fmha.flash
 
 
-def _bias(fmha: Any, options: Options, q: torch.Tensor, k: torch.Tensor) -> Any:
+def _bias(fmha: Any, options: Options, q: Tensor, k: Tensor) -> Any:
     left, right = window_sizes(options, q.shape[1], k.shape[1])
     if left is None and right is None:
         return fmha.attn_bias.LowerTriangularFromBottomRightMask() if options.causal else None
@@ -101,6 +87,6 @@ def _bias(fmha: Any, options: Options, q: torch.Tensor, k: torch.Tensor) -> Any:
     return fmha.attn_bias.LocalAttentionFromBottomRightMask(everything if left is None else left, everything if right is None else right)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """Returns ``x``, copied where a head does not begin at a multiple of 16 bytes."""
     return x if x.stride(2) % 8 == 0 else x.contiguous()
