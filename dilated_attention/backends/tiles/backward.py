@@ -15,14 +15,14 @@ import triton.language as tl
 from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
-    between,
     class_words,
     drop,
     hide,
     kept,
+    key_parts,
     load_rows,
     product,
-    read_row,
+    read_segment,
     seen,
     store_rows,
 )
@@ -86,14 +86,9 @@ def query_kernel(
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
-    branch, rate, start, length, tile, place, _places, _ = read_row(rows_ptr, pid // (num_heads * num_batches))
-    offset = tl.load(offsets_ptr + branch * offset_heads + head)
-    first = start + offset
-    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
-    low, high = 0, count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
+    branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
+        rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+    )
     i0 = low + tile * ROWS
     if i0 < high:
         local = tl.arange(0, ROWS)
@@ -154,32 +149,14 @@ def query_kernel(
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
-        begin, end, full_begin, full_end = 0, count, 0, count
-        if RIGHT:
-            end = tl.maximum(tl.minimum(count, last + right + 1), 0)
-            full_end = tl.maximum(tl.minimum(count, i0 + right + 1), 0)
-        if LEFT:
-            begin = tl.minimum(tl.maximum(i0 - left, 0), end)
-            full_begin = tl.minimum(begin + (tl.maximum(last - left, begin) - begin + BLOCK - 1) // BLOCK * BLOCK, end)
-            for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+        parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
+        for x in tl.static_range(0 if LEFT else 1, 3):
+            for a in tl.range(parts[x], parts[x + 1], BLOCK, num_stages=STAGES):
                 acc0, acc1 = _query_step(
                     a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    D, D0, D1, BLOCK, x != 1, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
-        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
-        for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
-            acc0, acc1 = _query_step(
-                a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
-            )  # fmt: skip
-        for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
-            acc0, acc1 = _query_step(
-                a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
-            )  # fmt: skip
         if branch == direct:
             dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
             dq_steps = local.to(tl.int64) * dq_n
@@ -255,16 +232,11 @@ def key_kernel(
     heads = kv_heads if SHARED else num_heads
     own_head = pid % heads
     batch = (pid // heads % num_batches).to(tl.int64)
-    branch, rate, start, length, tile, place, _places, delta_place = read_row(rows_ptr, pid // (heads * num_batches))
     first_head = own_head * group if SHARED else own_head
+    branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
+        rows_ptr, pid // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+    )
     kv_head = (first_head // group).to(tl.int64)
-    offset = tl.load(offsets_ptr + branch * offset_heads + first_head)
-    first = start + offset
-    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
-    low, high = 0, count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
     j0 = tile * ROWS
     if j0 < count:
         local = tl.arange(0, ROWS)
@@ -295,6 +267,7 @@ def key_kernel(
             full_end = tl.maximum(tl.minimum(high, j0 + left + 1), begin)
         full_begin = tl.minimum(begin + (full_begin - begin + BLOCK - 1) // BLOCK * BLOCK, end)
         full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+        parts = (begin, full_begin, full_end, end)
         for h in range(group if SHARED else 1):
             head = first_head + h
             head64, head_row = head.to(tl.int64), batch * num_heads + head
@@ -307,25 +280,13 @@ def key_kernel(
             words_base = (delta_base + 2 * delta_rows).to(tl.pointer_type(tl.int32), bitcast=True)
             if DROPOUT:
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
-            if RIGHT:
-                for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+            for x in tl.static_range(0 if RIGHT else 1, 3):
+                for a in tl.range(parts[x], parts[x + 1], BLOCK, num_stages=STAGES):
                     dk0, dk1, dv0, dv1 = _key_step(
                         a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
                         high, left, right, words_base, delta_rows, word_b, threshold, scale,
-                        D, D0, D1, BLOCK, True, LEFT, RIGHT, DROPOUT, PRECISION,
+                        D, D0, D1, BLOCK, x != 1, LEFT, RIGHT, DROPOUT, PRECISION,
                     )  # fmt: skip
-            for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
-                dk0, dk1, dv0, dv1 = _key_step(
-                    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    high, left, right, words_base, delta_rows, word_b, threshold, scale,
-                    D, D0, D1, BLOCK, False, LEFT, RIGHT, DROPOUT, PRECISION,
-                )  # fmt: skip
-            for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
-                dk0, dk1, dv0, dv1 = _key_step(
-                    a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
-                    high, left, right, words_base, delta_rows, word_b, threshold, scale,
-                    D, D0, D1, BLOCK, True, LEFT, RIGHT, DROPOUT, PRECISION,
-                )  # fmt: skip
         if DROPOUT:
             natural_scale = natural_scale * keep_scale
             dv0, dv1 = dv0 * keep_scale, dv1 * keep_scale

@@ -10,14 +10,14 @@ import triton.language as tl
 from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
-    between,
     class_words,
     drop,
     hide,
     kept,
+    key_parts,
     load_rows,
     product,
-    read_row,
+    read_segment,
     seen,
     store_rows,
 )
@@ -74,21 +74,13 @@ def forward_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip  # fmt: skip
-    """Computes ROWS queries of one head.
-
-    LEFT, RIGHT: whether the window has these bounds (causal: right = 0). CUT: whether some positions have no query or no key.
-    """
+    """Computes ROWS queries of one head."""
     pid = tl.program_id(0)
     head = pid % num_heads
     batch = (pid // num_heads % num_batches).to(tl.int64)
-    branch, rate, start, length, tile, place, places, _ = read_row(rows_ptr, pid // (num_heads * num_batches))
-    offset = tl.load(offsets_ptr + branch * offset_heads + head)
-    first = start + offset
-    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
-    low, high = 0, count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
+    branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
+        rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+    )
     i0 = low + tile * ROWS
     if i0 < high:
         i = i0 + tl.arange(0, ROWS)
@@ -121,33 +113,14 @@ def forward_kernel(
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
-        # some row sees keys [begin, end); all rows see keys [full_begin, full_end)
-        begin, end, full_begin, full_end = 0, count, 0, count
-        if RIGHT:
-            end = tl.maximum(tl.minimum(count, last + right + 1), 0)
-            full_end = tl.maximum(tl.minimum(count, i0 + right + 1), 0)
-        if LEFT:
-            begin = tl.minimum(tl.maximum(i0 - left, 0), end)
-            full_begin = tl.minimum(begin + (tl.maximum(last - left, begin) - begin + BLOCK - 1) // BLOCK * BLOCK, end)
-            for a in tl.range(begin, full_begin, BLOCK, num_stages=STAGES):
+        parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
+        for part in tl.static_range(0 if LEFT else 1, 3):
+            for a in tl.range(parts[part], parts[part + 1], BLOCK, num_stages=STAGES):
                 m, total, acc0, acc1 = _step(
                     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    D, D0, D1, BLOCK, part != 1, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
-        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
-        for a in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
-            m, total, acc0, acc1 = _step(
-                a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                D, D0, D1, BLOCK, False, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
-            )  # fmt: skip
-        for a in tl.range(full_end, end, BLOCK, num_stages=STAGES):
-            m, total, acc0, acc1 = _step(
-                a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                D, D0, D1, BLOCK, True, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
-            )  # fmt: skip
         if ZERO_KEYS:
             # keys of score 0 and value 0
             zeros = (places - count).to(tl.float32)

@@ -24,20 +24,48 @@ VARYING = [
 
 
 @triton.jit
-def read_row(rows_ptr, row):
-    """Reads (branch, rate, first position and length of the segment, tile, place of its first result, places per segment, query place)."""
-    at = rows_ptr + row * WIDTH
-    return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
-    )  # fmt: skip
-
-
-@triton.jit
 def between(first, rate, count, low, high):
     """Returns the indices [a, b) of those of the ``count`` positions first, first + rate, … that are in [low, high)."""
     a = (tl.maximum(low - first, 0) + rate - 1) // rate
     b = (tl.maximum(high - first, 0) + rate - 1) // rate
     return a, tl.minimum(b, count)
+
+
+@triton.jit
+def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT: tl.constexpr):
+    """Reads a row of the table for one head. CUT: whether some positions have no query or no key.
+
+    Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, tile, place of the first result, places per
+    segment, query place).
+    """
+    at = rows_ptr + row * WIDTH
+    branch, rate, start, length = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    tile, place, places, query_place = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    offset = tl.load(offsets_ptr + branch * offset_heads + head)
+    first = start + offset
+    count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
+    low, high = 0, count
+    if CUT:
+        low, high = between(first, rate, count, q_first, q_last)
+        count = tl.minimum(count, (tl.maximum(num_keys - first, 0) + rate - 1) // rate)
+    return branch, rate, first, count, low, high, tile, place, places, query_place
+
+
+@triton.jit
+def key_parts(i0, last, count, left, right, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Returns the ends of the three parts of the keys that queries i0 … last see; every query sees all keys of the second part.
+
+    LEFT, RIGHT: whether the window has these bounds (causal: right = 0). Without LEFT the first part is empty.
+    """
+    begin, end, full_begin, full_end = 0, count, 0, count
+    if RIGHT:
+        end = tl.maximum(tl.minimum(count, last + right + 1), 0)
+        full_end = tl.maximum(tl.minimum(count, i0 + right + 1), 0)
+    if LEFT:
+        begin = tl.minimum(tl.maximum(i0 - left, 0), end)
+        full_begin = tl.minimum(begin + (tl.maximum(last - left, begin) - begin + BLOCK - 1) // BLOCK * BLOCK, end)
+    full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
