@@ -50,97 +50,83 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _merge_tile(
-            tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
-            out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
-            HEAD_DIM, BLOCK_D, ROWS, LENGTHS, RATES, DIRECT, STEP, ZERO_KEYS, OWN,
-        )  # fmt: skip
+        # heads of the same rows are adjacent in memory
+        head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
+        first = tile // num_heads * ROWS * STEP
+        columns = tl.arange(0, BLOCK_D)
+        inside = columns < HEAD_DIM
+        lse_rows = lse_ptr + batch * lse_stride_b + head * lse_stride_h
+        out_rows = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h
+        rows = first + tl.arange(0, ROWS) * STEP
+        if STEP > 1:
+            offset = _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
+            rows += offset
+            # all other rows belong to the direct branch alone, and their out is already final
+            others = first + tl.arange(0, ROWS * STEP)
+            taken, segment, place, places, segments, _zeros = _place(
+                table_ptr, DIRECT, head, num_heads, others, num_rows, LENGTHS[DIRECT], RATES[DIRECT]
+            )
+            lse_start = tl.zeros((), dtype=tl.int64)
+            for branch in tl.static_range(DIRECT):
+                lse_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
+            taken &= others % STEP != offset
+            lse = tl.load(part_lses_ptr + lse_start + ((batch * segments + segment) * num_heads + head) * places + place, mask=taken)
+            tl.store(lse_rows + others.to(tl.int64) * lse_stride_n, lse, mask=taken)
+        wide = rows.to(tl.int64)
 
-
-@triton.jit
-def _merge_tile(  # type: ignore[no-untyped-def]
-    tile, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
-    out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LENGTHS: tl.constexpr, RATES: tl.constexpr,
-    DIRECT: tl.constexpr, STEP: tl.constexpr, ZERO_KEYS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    # heads of the same rows are adjacent in memory
-    head, batch = tile % num_heads, tl.program_id(1).to(tl.int64)
-    first = tile // num_heads * ROWS * STEP
-    columns = tl.arange(0, BLOCK_D)
-    inside = columns < HEAD_DIM
-    lse_rows = lse_ptr + batch * lse_stride_b + head * lse_stride_h
-    out_rows = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h
-    rows = first + tl.arange(0, ROWS) * STEP
-    if STEP > 1:
-        offset = _offset_of_others(table_ptr, head, num_heads, DIRECT) % STEP
-        rows += offset
-        # all other rows belong to the direct branch alone, and their out is already final
-        others = first + tl.arange(0, ROWS * STEP)
-        taken, segment, place, places, segments, _zeros = _place(
-            table_ptr, DIRECT, head, num_heads, others, num_rows, LENGTHS[DIRECT], RATES[DIRECT]
-        )
+        high = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        zero_keys = tl.zeros((ROWS,), dtype=tl.int32)
+        more = tl.zeros((ROWS,), dtype=tl.int1) if DIRECT >= 0 else rows < num_rows
         lse_start = tl.zeros((), dtype=tl.int64)
-        for branch in tl.static_range(DIRECT):
+        for branch in tl.static_range(len(LENGTHS)):
+            taken, segment, place, places, segments, zeros = _place(
+                table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+            )
+            row = ((batch * segments + segment) * num_heads + head) * places + place
+            high = tl.maximum(high, tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf")))
             lse_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
-        taken &= others % STEP != offset
-        lse = tl.load(part_lses_ptr + lse_start + ((batch * segments + segment) * num_heads + head) * places + place, mask=taken)
-        tl.store(lse_rows + others.to(tl.int64) * lse_stride_n, lse, mask=taken)
-    wide = rows.to(tl.int64)
+            zero_keys += zeros
+            if branch != DIRECT:
+                more |= taken
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        if ZERO_KEYS:
+            more |= zero_keys > 0
+            high = tl.where(zero_keys > 0, tl.maximum(high, 0.0), high)
+        base = tl.where(high == -float("inf"), 0.0, high)
+        if ZERO_KEYS:
+            total = zero_keys.to(tl.float32) * tl.exp(-base)
 
-    high = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    zero_keys = tl.zeros((ROWS,), dtype=tl.int32)
-    more = tl.zeros((ROWS,), dtype=tl.int1) if DIRECT >= 0 else rows < num_rows
-    lse_start = tl.zeros((), dtype=tl.int64)
-    for branch in tl.static_range(len(LENGTHS)):
-        taken, segment, place, places, segments, zeros = _place(
-            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
-        )
-        row = ((batch * segments + segment) * num_heads + head) * places + place
-        high = tl.maximum(high, tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf")))
-        lse_start += _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
-        zero_keys += zeros
-        if branch != DIRECT:
-            more |= taken
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    if ZERO_KEYS:
-        more |= zero_keys > 0
-        high = tl.where(zero_keys > 0, tl.maximum(high, 0.0), high)
-    base = tl.where(high == -float("inf"), 0.0, high)
-    if ZERO_KEYS:
-        total = zero_keys.to(tl.float32) * tl.exp(-base)
-
-    acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    part_start = tl.zeros((), dtype=tl.int64)
-    lse_start = tl.zeros((), dtype=tl.int64)
-    for branch in tl.static_range(len(LENGTHS)):
-        taken, segment, place, places, segments, zeros = _place(
-            table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
-        )
-        row = ((batch * segments + segment) * num_heads + head) * places + place
-        part_lse = tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf"))
-        weight = tl.exp(part_lse - base)
-        size = _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
-        lse_start += size
-        if branch == DIRECT:
-            pointers = out_rows + wide * out_stride_n
-        else:
-            pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
-            part_start += size * HEAD_DIM
-        part = tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        if OWN and ZERO_KEYS:
-            # the branch's separate output, with its own zero keys; overwriting is safe, since only this program reads these rows
-            share = 1.0 / (1.0 + zeros.to(tl.float32) * tl.exp(-part_lse))
-            own = tl.where(part_lse[:, None] > -float("inf"), part * share[:, None], 0.0).to(parts_ptr.dtype.element_ty)
-            tl.store(pointers[:, None] + columns[None, :], own, mask=(zeros > 0)[:, None] & inside[None, :])
-        # an empty part may hold arbitrary values
-        acc += tl.where(weight[:, None] > 0, part, 0.0) * weight[:, None]
-        total += weight
-    lse = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-    tl.store(lse_rows + wide * lse_stride_n, lse, mask=rows < num_rows)
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    pointers = out_rows + wide * out_stride_n
-    tl.store(pointers[:, None] + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
+        acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        part_start = tl.zeros((), dtype=tl.int64)
+        lse_start = tl.zeros((), dtype=tl.int64)
+        for branch in tl.static_range(len(LENGTHS)):
+            taken, segment, place, places, segments, zeros = _place(
+                table_ptr, branch, head, num_heads, rows, num_rows, LENGTHS[branch], RATES[branch]
+            )
+            row = ((batch * segments + segment) * num_heads + head) * places + place
+            part_lse = tl.load(part_lses_ptr + lse_start + row, mask=taken, other=-float("inf"))
+            weight = tl.exp(part_lse - base)
+            size = _layer_size(num_rows, num_batches, num_heads, LENGTHS[branch], RATES[branch])
+            lse_start += size
+            if branch == DIRECT:
+                pointers = out_rows + wide * out_stride_n
+            else:
+                pointers = parts_ptr + part_start + (((batch * segments + segment) * places + place) * num_heads + head) * HEAD_DIM
+                part_start += size * HEAD_DIM
+            part = tl.load(pointers[:, None] + columns[None, :], mask=(taken & more)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            if OWN and ZERO_KEYS:
+                # the branch's separate output, with its own zero keys; overwriting is safe, since only this program reads these rows
+                share = 1.0 / (1.0 + zeros.to(tl.float32) * tl.exp(-part_lse))
+                own = tl.where(part_lse[:, None] > -float("inf"), part * share[:, None], 0.0).to(parts_ptr.dtype.element_ty)
+                tl.store(pointers[:, None] + columns[None, :], own, mask=(zeros > 0)[:, None] & inside[None, :])
+            # an empty part may hold arbitrary values
+            acc += tl.where(weight[:, None] > 0, part, 0.0) * weight[:, None]
+            total += weight
+        lse = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
+        tl.store(lse_rows + wide * lse_stride_n, lse, mask=rows < num_rows)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        pointers = out_rows + wide * out_stride_n
+        tl.store(pointers[:, None] + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=more[:, None] & inside[None, :])
 
 
 @triton.jit
