@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
-    LN_2,
     barriers,
     copy_offsets,
     copy_rows,
@@ -26,7 +25,7 @@ from dilated_attention.backends.tiles.hopper.kernel_rows import (
     scores,
     store_tile,
 )
-from dilated_attention.backends.tiles.rows import VARYING
+from dilated_attention.backends.tiles.rows import LN_2, VARYING
 
 
 @gluon.jit

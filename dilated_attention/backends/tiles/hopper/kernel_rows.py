@@ -13,9 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-WIDTH = gl.constexpr(8)
+from dilated_attention.backends.tiles.rows import read_segment
+
 # threads of the producer; each arrives at a stage's barrier when its copies are complete
 COPIERS = gl.constexpr(128)
 _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
@@ -67,34 +66,6 @@ def hide(x, a, i0, count, left, right, FILL: gl.constexpr, LEFT: gl.constexpr, R
                 good = good & (j >= i - left)
         x = gl.where(good, x, FILL)
     return x
-
-
-@gluon.jit
-def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head):
-    """Reads a row of a table for one head.
-
-    Returns (branch, rate, first position, positions, tile, place of the first result, places per segment, query place).
-    """
-    at = rows_ptr + row * WIDTH
-    branch = gl.load(at)
-    rate = gl.load(at + 1)
-    start = gl.load(at + 2)
-    length = gl.load(at + 3)
-    tile = gl.load(at + 4)
-    place = gl.load(at + 5)
-    places = gl.load(at + 6)
-    other = gl.load(at + 7)
-    offset = gl.load(offsets_ptr + branch * offset_heads + head)
-    count = gl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
-    return branch, rate, start + offset, count, tile, place, places, other
-
-
-@gluon.jit
-def between(first, rate, count, low, high):
-    """Returns the indices [a, b) of those of the ``count`` positions first, first + rate, … that are in [low, high)."""
-    a = (gl.maximum(low - first, 0) + rate - 1) // rate
-    b = (gl.maximum(high - first, 0) + rate - 1) // rate
-    return a, gl.minimum(b, count)
 
 
 @gluon.constexpr_function
@@ -168,14 +139,9 @@ def query_row(
     left, right = bounds
     head = index % num_heads
     batch = (index // num_heads % num_batches).to(gl.int64)
-    branch, rate, first, count, tile, place, places, _ = read_segment(
-        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head
+    branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
+        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
     )
-    low = 0
-    high = count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-        count = gl.minimum(count, (gl.maximum(num_keys - first, 0) + rate - 1) // rate)
     i0 = low + tile * ROWS
     last = gl.minimum(i0 + ROWS, high) - 1
     begin = 0

@@ -28,17 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
     barriers,
-    between,
     copy_numbers,
     copy_offsets,
     copy_rows,
     exp2,
     following,
-    read_segment,
     scores,
     store_tile,
 )
-from dilated_attention.backends.tiles.rows import VARYING
+from dilated_attention.backends.tiles.rows import VARYING, read_segment
 
 
 @gluon.jit
@@ -67,14 +65,9 @@ def _key_row(
     own_head = index % heads
     batch = (index // heads % num_batches).to(gl.int64)
     first_head = own_head * group if SHARED else own_head
-    branch, rate, first, count, tile, place, _places, delta_place = read_segment(
-        rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head
+    branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
+        rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
     )
-    low = 0
-    high = count
-    if CUT:
-        low, high = between(first, rate, count, q_first, q_last)
-        count = gl.minimum(count, (gl.maximum(num_keys - first, 0) + rate - 1) // rate)
     j0 = tile * ROWS
     begin, steps = _key_range(j0, count, low, high, left, right, ROWS, BLOCK, LEFT, RIGHT)
     return batch, own_head, first_head, branch, rate.to(gl.int64), first, count, j0, low, high, begin, steps, place, delta_place

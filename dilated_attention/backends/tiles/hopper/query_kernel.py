@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
-    LOG2_E,
     barriers,
     copy_numbers,
     copy_offsets,
@@ -33,7 +32,7 @@ from dilated_attention.backends.tiles.hopper.kernel_rows import (
     scores,
     store_tile,
 )
-from dilated_attention.backends.tiles.rows import VARYING
+from dilated_attention.backends.tiles.rows import LOG2_E, VARYING
 
 
 @gluon.jit
