@@ -23,9 +23,8 @@ def _descriptor(x: Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
 
 
 def nested_forward(
-    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor,
-    *, wide: bool | None = None, stages: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor
+) -> None:
     """Computes attention over the whole longest segments, each pair once, in one launch per level.
 
     ``nested_selection.reasons_against_tensors`` must be empty, also for ``out`` as q.
@@ -33,17 +32,12 @@ def nested_forward(
     Args:
         q, k, v: (B, N, H, D), (B, N, Hk, D) twice.
         out, lse: (B, N, H, D) in q's dtype and (B, H, N) float32 (natural log); only the family's positions are written.
-        wide: use query tiles of 256 rows where they fit, at head dim 64. Measured on an H200 with 12 heads, N = 512k: 11.43 ms against
-            11.60 ms, causal 8.80 against 7.54, since wider tiles have more of the diagonal. So they are the default only without causality.
-        stages: stages of keys and values in the ring. (2, 2) and (3, 2) are equally fast at head dim 128 (22.60 and 22.71 ms), and (4, 4)
-            is 4 % faster than (2, 2) at 64.
     """
     if family.rates[0] > 1:
         # there are positions that no branch takes
         out[:, : family.num_positions].zero_()
         lse[:, :, : family.num_positions].fill_(-torch.inf)
     B, _, H, D = q.shape
-    wide = not is_causal if wide is None else wide
     # A program takes every programs-th query tile, and the cost of causal tiles is periodic in powers of two. With an odd number of
     # programs, each of them gets tiles of all costs.
     processors = multiprocessors(q.device)
@@ -61,9 +55,13 @@ def nested_forward(
     for level in range(family.num_levels):
         if not family.row_steps(level):
             continue
-        groups = 4 if wide and D == 64 and family.lengths[0] % (256 * family.rates[family.row_branch(level)]) == 0 else 2
+        # Query tiles of 256 rows where they fit, at head dim 64. On an H200 with 12 heads, N = 512k they take 11.43 ms against 11.60 ms;
+        # causal 8.80 against 7.54, since wider tiles have more of the diagonal.
+        groups = 4 if not is_causal and D == 64 and family.lengths[0] % (256 * family.rates[family.row_branch(level)]) == 0 else 2
         tile_rows, tile_keys = groups * WARPGROUP_ROWS, 64 if groups == 4 else TILE_KEYS
-        ring = stages or ((8, 8) if groups == 4 else (3, 2) if D == 128 else (4, 4))
+        # stages of keys and of values: (2, 2) and (3, 2) are equally fast at head dim 128 (22.60 and 22.71 ms), and (4, 4) is 4 % faster
+        # than (2, 2) at 64
+        ring = (8, 8) if groups == 4 else (3, 2) if D == 128 else (4, 4)
         table = device_table(family, level, tile_rows, tile_keys, is_causal, q.device)
         row, constants = level_constants(family, level, tile_rows, table.width, H // k.shape[2])
         first = min(level, 1)
