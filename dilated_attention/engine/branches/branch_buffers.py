@@ -100,14 +100,14 @@ def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[in
 
 
 def of_problem(problem: Problem, buffer: Tensor) -> Tensor:
-    """Returns the problem's rows of its branch's buffer: (B, S, L, G, D) for out or a gradient, (B, S, G, L) for lse."""
+    """Returns the problem's rows of its branch's buffer: (B, S, L, G, D) of out or a gradient, (B, S, L, G) of lse."""
     heads = problem.heads
     first = problem.q_start // problem.stride
     segments = slice(first, first + problem.segments)
     which = slice(heads.start, heads.start + (heads.count - 1) * heads.step + 1, heads.step)
     if buffer.dim() == 5:
         return buffer[:, segments, : problem.q_len, which]
-    return buffer[:, segments, which, : problem.q_len]
+    return buffer[:, segments, which, : problem.q_len].transpose(2, 3)
 
 
 @functools.lru_cache(maxsize=256)

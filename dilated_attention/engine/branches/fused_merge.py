@@ -7,16 +7,15 @@ Both run the same Plan on the same backends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
-from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
-from dilated_attention.engine.branches.launch_views import Call, Launch, Layout, launches_of, mask_views, masked, masks_of, rows_of
+from dilated_attention.engine.branches.branch_buffers import BranchBuffers
+from dilated_attention.engine.branches.launch_views import Call, Launch, Layout, launches_of, masked, masks_of
 from dilated_attention.engine.branches.merge import zero_key_share
-from dilated_attention.engine.branches.plan import Plan, Problem
+from dilated_attention.engine.branches.plan import Plan
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.branches.streams import Streams
 
@@ -55,7 +54,7 @@ def forward(
         assert direct_lse is not None
         direct(direct_lse[:, 0])
 
-    layout = _ForwardLayout(buffers, first, merged, call.padding is not None)
+    layout = Layout("qkkQQ" if merged else "qkkqq", padding=call.padding is not None, buffers=buffers, first=first)
     given = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *masks_of(call, q, k)]
 
     def run(launch: Launch, views: list[Tensor]) -> None:
@@ -94,8 +93,10 @@ def backward(
         for grad in grads:
             grad.zero_()
 
-    has = (own is not None, dlse is not None, call.padding is not None)
-    given = [dout, q, k, v, out, lse, *grads, *flats, *(own or ()), *(() if dlse is None else (dlse,)), *masks_of(call, q, k)]
+    some = () if dlse is None else (dlse,)
+    given = [dout, q, k, v, out, lse, *grads, *some, *flats, *(own or ()), *masks_of(call, q, k)]
+    rows = "qqkk" + ("q" if own is None else "p") + "q" + ("QKK" if summed else "qkk") + "q" * len(some)
+    layout = Layout(rows, padding=call.padding is not None, buffers=buffers, first=first)
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = views
@@ -106,7 +107,7 @@ def backward(
             out_ = _own_output(q_, k_, v_, options, call, launch.problem.zero_keys)
         call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
 
-    _on_streams(plan, _BackwardLayout(buffers, first, summed, *has), given, call, run, is_concurrent)
+    _on_streams(plan, layout, given, call, run, is_concurrent)
     if summed:
         from dilated_attention.engine.branches import merge_triton
 
@@ -132,65 +133,3 @@ def _on_streams(
                 for _, launches in problems[stream :: len(streams)]:
                     for launch in launches:
                         run(launch, launch.of(tensors))
-
-
-@dataclass(frozen=True, slots=True)
-class _ForwardLayout:
-    """Views of q, k, v, out, lse, then, if ``merged``, the buffers of out and of lse, then the padding mask, if there is one.
-
-    ``first``: the buffer of the plan's first branch.
-    """
-
-    buffers: BranchBuffers
-    first: int
-    merged: bool
-    padding: bool
-
-    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        queries, keys = rows_of(problem, 0, 0)
-        found = [(0, queries.of(tensors[0])), (1, keys.of(tensors[1])), (2, keys.of(tensors[2]))]
-        B, _, _, D = tensors[0].shape
-        for index, head_dim in ((3, D), (4, 0)):
-            part = self._part(tensors[index + 2], B, head_dim, problem) if self.merged else None
-            found.append((index, queries.of(tensors[index])) if part is None else (index + 2, _buffer_rows(problem, part)))
-        return [*found, *mask_views(problem, tensors, self.padding, False)]
-
-    def _part(self, flat: Tensor, batch: int, head_dim: int, problem: Problem) -> Tensor | None:
-        return self.buffers.split(flat, batch, head_dim=head_dim, with_direct=head_dim == 0)[self.first + problem.branch]
-
-
-@dataclass(frozen=True, slots=True)
-class _BackwardLayout:
-    """Views of dout, q, k, v, out, lse, dq, dk, dv, then, if ``summed``, the buffers of the gradients, then what else there is:
-    the branches' own outputs, the gradient of lse and the padding mask.
-    """
-
-    buffers: BranchBuffers
-    first: int
-    summed: bool
-    own: bool
-    dlse: bool
-    padding: bool
-
-    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        queries, keys = rows_of(problem, 0, 0)
-        B, _, _, D = tensors[0].shape
-        own = (12 if self.summed else 9) + problem.branch
-        found = [(0, queries.of(tensors[0])), (1, queries.of(tensors[1])), (2, keys.of(tensors[2])), (3, keys.of(tensors[3]))]
-        found.append((own, _buffer_rows(problem, tensors[own])) if self.own else (4, queries.of(tensors[4])))
-        found.append((5, queries.of(tensors[5])))
-        for index, rows in ((6, queries), (7, keys), (8, keys)):
-            part = None
-            if self.summed:
-                part = self.buffers.split(tensors[index + 3], B, head_dim=D, with_direct=False)[self.first + problem.branch]
-            found.append((index, rows.of(tensors[index])) if part is None else (index + 3, _buffer_rows(problem, part)))
-        if self.dlse:
-            index = len(tensors) - 1 - self.padding
-            found.append((index, queries.of(tensors[index])))
-        return [*found, *mask_views(problem, tensors, self.padding, False)]
-
-
-def _buffer_rows(problem: Problem, x: Tensor) -> Tensor:
-    """Returns the problem's rows of its branch's buffer, of out or gradients, or of lse: (B, S, L, G, …)."""
-    view = of_problem(problem, x)
-    return view if x.dim() == 5 else view.transpose(2, 3)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Backend, Mask, Options
 from dilated_attention.backends.dropout import Dropout
+from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
 from dilated_attention.engine.branches.plan import Plan, Problem
 from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
 
@@ -80,11 +81,46 @@ class Call:
         return None if self.padding is None else self.padding[:, self.key_offset : self.key_offset + k.shape[1]]
 
 
-class Layout(Hashable, Protocol):
-    """Which rows of a call's tensors a problem's launch takes."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rows of a call's tensors a problem's launch takes.
+
+    Args:
+        rows: a letter for each tensor: "q" rows of queries · "k" rows of keys · "Q" and "K" results that go to the branch's buffer, if it
+            has one · "p" rows of the branch's own output. After these tensors come the flat buffers of results with a capital letter, the
+            own outputs of the branches, if there is a "p", and what ``masks_of`` returns.
+        query_offset, key_offset: positions of row 0.
+        padding, dropout: whether there are such masks.
+        buffers, first: the branches' buffers, and which of them is that of the plan's first branch.
+    """
+
+    rows: str
+    query_offset: int = 0
+    key_offset: int = 0
+    padding: bool = False
+    dropout: bool = False
+    buffers: BranchBuffers | None = None
+    first: int = 0
 
     def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         """Returns views (B, S, L, G, …), each with the index of the tensor that it is of."""
+        queries, keys = rows_of(problem, self.query_offset, self.key_offset)
+        found: list[tuple[int, Tensor]] = []
+        buffer = len(self.rows)
+        own = buffer + sum(map(str.isupper, self.rows))
+        for index, letter in enumerate(self.rows):
+            x, part = tensors[index], None
+            if letter == "p":
+                index = own + problem.branch
+                part = tensors[index]
+            elif letter.isupper():
+                assert self.buffers is not None
+                parts = self.buffers.split(tensors[buffer], len(x), head_dim=x.shape[3] if x.dim() == 4 else 0, with_direct=x.dim() == 3)
+                part = parts[self.first + problem.branch]
+                index, buffer = index if part is None else buffer, buffer + 1
+            rows = keys if letter in "kK" else queries
+            found.append((index, rows.of(x) if part is None else of_problem(problem, part)))
+        return found + mask_views(problem, tensors, self.padding, self.dropout)
 
 
 class Launch(NamedTuple):

@@ -10,16 +10,16 @@ Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options
-from dilated_attention.engine.branches.launch_views import Call, launches_of, mask_views, masked, masks_of, rows_of
+from dilated_attention.engine.branches.launch_views import Call, Layout, launches_of, masked, masks_of
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
-from dilated_attention.engine.branches.plan import Plan, Problem
+from dilated_attention.engine.branches.plan import Plan
 
 Tensors = tuple[Tensor, ...]
 
@@ -68,7 +68,7 @@ def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tupl
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, call.padding_of(k))
     tensors = [q, k, v, out, lse, *masks_of(call, q, k)]
-    for launch in itertools.chain.from_iterable(launches_of(plan, _layout((1, 2), 5, call), tensors, call)):
+    for launch in itertools.chain.from_iterable(launches_of(plan, _layout("qkkqq", call), tensors, call)):
         q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
         part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call))
         part_lse = part_lse.transpose(1, 2)
@@ -112,7 +112,7 @@ def _add_shares(
     _, q, k, *_ = tensors
     some = () if dlse is None else (dlse,)
     given = [*tensors, *grads, *some, *masks_of(call, q, k)]
-    layout = _layout((2, 3, 7, 8), 9 + len(some), call)
+    layout = _layout("qqkkqqqkk" + "q" * len(some), call)
     for launch in itertools.chain.from_iterable(launches_of(plan, layout, given, call)):
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = launch.of(given)
         dlse_ = rest.pop(0) if some else None
@@ -125,25 +125,8 @@ def _add_shares(
         dv_.add_(part_dv)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The rows of queries of the first ``count`` tensors, or of keys of those at ``of_keys``; then the masks."""
-
-    of_keys: tuple[int, ...]
-    count: int
-    query_offset: int
-    key_offset: int
-    padding: bool
-    dropout: bool
-
-    def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        queries, keys = rows_of(problem, self.query_offset, self.key_offset)
-        found = [(i, (keys if i in self.of_keys else queries).of(tensors[i])) for i in range(self.count)]
-        return found + mask_views(problem, tensors, self.padding, self.dropout)
-
-
-def _layout(of_keys: tuple[int, ...], count: int, call: Call) -> _Layout:
-    return _Layout(of_keys, count, call.query_offset, call.key_offset, call.padding is not None, call.dropout_p > 0)
+def _layout(rows: str, call: Call) -> Layout:
+    return Layout(rows, call.query_offset, call.key_offset, call.padding is not None, call.dropout_p > 0)
 
 
 def shares(backend: Backend, tensors: tuple[Tensor, ...], options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
