@@ -60,12 +60,13 @@ CASES = {
 def run(problem: Problem, *, tile: tuple[int, int] | None = None, dlse: bool = False) -> list[torch.Tensor]:
     tuning = None if tile is None else Tuning(**{name: Tile(*tile, 4, 2) for name in ("forward", "dq", "dkdv")})
     q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
-    out, lse = under_test.forward(q, k, v, lists, options, tuning=tuning)
+    backend = under_test.TritonBlocksBackend()
+    out, lse = backend.forward_blocks(q, k, v, lists, options, tuning)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     return [
         out,
         lse,
-        *under_test.backward(problem.dout, q, k, v, out, lse, lists, options, problem.dlse if dlse else None, tuning=tuning),
+        *backend.backward_blocks(problem.dout, q, k, v, out, lse, lists, options, problem.dlse if dlse else None, tuning),
     ]
 
 

@@ -123,105 +123,96 @@ class TritonBlocksBackend(BlocksBackend):
             return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
-    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, lists, options)
+    def forward_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, tuning: Tuning | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the softmax attention over the kept pairs.
+
+        Args:
+            q, k, v: (B, Nq, H, D), (B, Nk, K, D) twice; float16, bfloat16 or float32, D ≤ 256, any strides with the last one 1.
+            tuning: None for ``default_tuning``.
+
+        Returns:
+            out (B, Nq, H, D) in q's dtype and lse (B, H, Nq) float32, dense; 0 and −inf in a row without keys.
+        """
+        from dilated_attention.backends.block_kernels import triton_kernels as kernels
+
+        B, _, H, _ = q.shape
+        tile = (tuning or _tuning_for(q)).forward
+        problem = _problem(q, k, v, lists, options)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((B, H, lists.num_queries), dtype=torch.float32, device=q.device)
+        walk = tile.cut(lists)
+        align, strides = _strides(q, k, v)
+        order = row_order(lists)
+        grid = (lists.num_rows * (walk[0] // walk[2]) * B * H,)
+        if not lists.num_rows * B * H:
+            return out, lse
+        with on_device(q.device):
+            kernels.forward_kernel[grid](
+                q, k, v, out, lse, lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
+                *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
+                *problem.steps, *problem.steps, max(abs(options.scale), _SMALLEST_SCALE),
+                WALK=walk, NEGATIVE=options.scale < 0, EVEN=lists.num_keys % lists.k_block == 0, ALIGN=align, WIDE=_wide(strides, align),
+                **problem.constants, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+        return out, lse
 
     def backward_blocks(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None,
+        dlse: Tensor | None = None, tuning: Tuning | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return backward(dout, q, k, v, out, lse, lists, options, dlse)
+        """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
+        Args:
+            dout, out: (B, Nq, H, D); out and lse are those of the whole softmax.
+            lse, dlse: (B, H, Nq) of any strides; rows whose lse is not finite take no part.
+            tuning: None for ``default_tuning``.
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, *, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
-    """Computes the softmax attention over the kept pairs.
+        Returns:
+            dq, dk, dv, dense, in q's dtype; summed in float32.
+        """
+        from dilated_attention.backends.block_kernels import triton_kernels as kernels
 
-    Args:
-        q, k, v: (B, Nq, H, D), (B, Nk, K, D) twice; float16, bfloat16 or float32, D ≤ 256, any strides with the last one 1.
-        tuning: None for ``default_tuning``.
-
-    Returns:
-        out (B, Nq, H, D) in q's dtype and lse (B, H, Nq) float32, dense; 0 and −inf in a row without keys.
-    """
-    from dilated_attention.backends.block_kernels import triton_kernels as kernels
-
-    B, _, H, _ = q.shape
-    tile = (tuning or _tuning_for(q)).forward
-    problem = _problem(q, k, v, lists, options)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, lists.num_queries), dtype=torch.float32, device=q.device)
-    walk = tile.cut(lists)
-    align, strides = _strides(q, k, v)
-    order = row_order(lists)
-    grid = (lists.num_rows * (walk[0] // walk[2]) * B * H,)
-    if not lists.num_rows * B * H:
-        return out, lse
-    with on_device(q.device):
-        kernels.forward_kernel[grid](
-            q, k, v, out, lse, lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
-            *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
-            *problem.steps, *problem.steps, max(abs(options.scale), _SMALLEST_SCALE),
-            WALK=walk, NEGATIVE=options.scale < 0, EVEN=lists.num_keys % lists.k_block == 0, ALIGN=align, WIDE=_wide(strides, align),
-            **problem.constants, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    return out, lse
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-    dlse: Tensor | None = None, *, tuning: Tuning | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
-
-    Args:
-        dout, out: (B, Nq, H, D); out and lse are those of the whole softmax.
-        lse, dlse: (B, H, Nq) of any strides; rows whose lse is not finite take no part.
-        tuning: None for ``default_tuning``.
-
-    Returns:
-        dq, dk, dv, dense, in q's dtype; summed in float32.
-    """
-    from dilated_attention.backends.block_kernels import triton_kernels as kernels
-
-    (B, _, H, D), K = q.shape, k.shape[2]
-    tuning = tuning or _tuning_for(q)
-    problem = _problem(q, k, v, lists, options)
-    dout, out = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in (dout.to(q.dtype), out))
-    dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
-    offset, delta = torch.empty((2, B, H, lists.num_rows * lists.q_block), dtype=torch.float32, device=q.device)
-    align, strides = _strides(dout, out)
-    dlse_strides = dlse.stride() if dlse is not None else (0, 0, 0)
-    constants = {key: problem.constants[key] for key in ("D", "BLOCK_D")}
-    with on_device(q.device):
-        if lists.num_rows * B * H:
-            kernels.rows_kernel[(lists.num_rows * B * H,)](
-                dout, out, lse, dlse, offset, delta, *strides, *_by_token(lse.stride()), *_by_token(dlse_strides),
-                lists.num_queries, lists.num_rows, H,
-                ROWS=lists.q_block, HAS_DLSE=dlse is not None, ALIGN=align, WIDE=_wide(strides, align), **constants, num_warps=4,
-            )  # fmt: skip
-        align, strides = _strides(dout, q, k, v)
-        common = problem.constants | {"ALIGN": align, "WIDE": _wide(strides, align)}
-        walk, order = tuning.dq.cut(lists), row_order(lists)
-        if lists.num_rows * B * H:
-            kernels.dq_kernel[(lists.num_rows * (walk[0] // walk[2]) * B * H,)](
-                dout, q, k, v, dq, offset, delta,
-                lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
-                *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
-                *problem.steps, *problem.steps, options.scale,
-                WALK=walk, EVEN=lists.num_keys % lists.k_block == 0, **common, num_warps=tuning.dq.warps, num_stages=tuning.dq.stages,
-            )  # fmt: skip
-        columns = lists.by_column
-        walk, order = tuning.dkdv.cut(lists), column_order(lists, H // K)
-        if lists.num_columns * B * K:
-            kernels.dkdv_kernel[(lists.num_columns * (walk[1] // walk[3]) * B * K,)](
-                dout, q, k, v, dk, dv, offset, delta,
-                columns.starts, columns.rows, columns.masks, *problem.masks, order.places, order.heavy,
-                *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_columns, B * K, K,
-                *problem.steps, *problem.key_steps, lists.num_rows, options.scale,
-                WALK=walk, EVEN=lists.num_queries % lists.q_block == 0, **common,
-                num_warps=tuning.dkdv.warps, num_stages=tuning.dkdv.stages,
-            )  # fmt: skip
-    return dq, dk, dv
+        (B, _, H, D), K = q.shape, k.shape[2]
+        tuning = tuning or _tuning_for(q)
+        problem = _problem(q, k, v, lists, options)
+        dout, out = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in (dout.to(q.dtype), out))
+        dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
+        offset, delta = torch.empty((2, B, H, lists.num_rows * lists.q_block), dtype=torch.float32, device=q.device)
+        align, strides = _strides(dout, out)
+        dlse_strides = dlse.stride() if dlse is not None else (0, 0, 0)
+        constants = {key: problem.constants[key] for key in ("D", "BLOCK_D")}
+        with on_device(q.device):
+            if lists.num_rows * B * H:
+                kernels.rows_kernel[(lists.num_rows * B * H,)](
+                    dout, out, lse, dlse, offset, delta, *strides, *_by_token(lse.stride()), *_by_token(dlse_strides),
+                    lists.num_queries, lists.num_rows, H,
+                    ROWS=lists.q_block, HAS_DLSE=dlse is not None, ALIGN=align, WIDE=_wide(strides, align), **constants, num_warps=4,
+                )  # fmt: skip
+            align, strides = _strides(dout, q, k, v)
+            common = problem.constants | {"ALIGN": align, "WIDE": _wide(strides, align)}
+            walk, order = tuning.dq.cut(lists), row_order(lists)
+            if lists.num_rows * B * H:
+                kernels.dq_kernel[(lists.num_rows * (walk[0] // walk[2]) * B * H,)](
+                    dout, q, k, v, dq, offset, delta,
+                    lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
+                    *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
+                    *problem.steps, *problem.steps, options.scale,
+                    WALK=walk, EVEN=lists.num_keys % lists.k_block == 0, **common, num_warps=tuning.dq.warps, num_stages=tuning.dq.stages,
+                )  # fmt: skip
+            columns = lists.by_column
+            walk, order = tuning.dkdv.cut(lists), column_order(lists, H // K)
+            if lists.num_columns * B * K:
+                kernels.dkdv_kernel[(lists.num_columns * (walk[1] // walk[3]) * B * K,)](
+                    dout, q, k, v, dk, dv, offset, delta,
+                    columns.starts, columns.rows, columns.masks, *problem.masks, order.places, order.heavy,
+                    *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_columns, B * K, K,
+                    *problem.steps, *problem.key_steps, lists.num_rows, options.scale,
+                    WALK=walk, EVEN=lists.num_queries % lists.q_block == 0, **common,
+                    num_warps=tuning.dkdv.warps, num_stages=tuning.dkdv.stages,
+                )  # fmt: skip
+        return dq, dk, dv
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ LongNet's five branches have 3968 · N pairs per head, of which 3008 · N are di
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,39 +95,21 @@ class NestedFamily:
         return reasons
 
 
-def why_not_nested(lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int) -> list[str]:
-    """Returns every reason why these branches are not a nested family on ``num_positions`` positions; an empty list if they are."""
-    lengths = [min(w, num_positions) for w in lengths]
-    reasons = []
-    for i, (w, r) in enumerate(zip(lengths, rates, strict=True)):
-        if w < 1 or w % r:
-            reasons.append(f"rate {r} of branch {i} does not divide its segment length {w}")
-        if any(not 0 <= o < r for o in offsets[i]):
-            reasons.append(f"some head takes no position of branch {i}")
-        if i == 0:
-            continue
-        if w % lengths[i - 1]:
-            reasons.append(f"segment length {w} of branch {i} is not a multiple of {lengths[i - 1]}, that of branch {i - 1}")
-        if r % rates[i - 1]:
-            reasons.append(f"rate {r} of branch {i} is not a multiple of {rates[i - 1]}, that of branch {i - 1}")
-        elif any((o - below) % rates[i - 1] for o, below in zip(offsets[i], offsets[i - 1], strict=True)):
-            reasons.append(f"some head's offset in branch {i} differs from that in branch {i - 1} modulo {rates[i - 1]}")
-    if not reasons and num_positions < 1:
-        reasons.append("there is no position")
-    return reasons
-
-
 def nested_family(
     lengths: Sequence[int], rates: Sequence[int], offsets: Sequence[Sequence[int]], num_positions: int
 ) -> NestedFamily | None:
-    """Returns the nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``, or None.
+    """Returns the nested family of these branches (offsets[branch][head]) on the whole longest segments of ``num_positions``.
 
-    Segments longer than the sequence are cut to it. ``why_not_nested`` gives the reasons for None. The positions from
-    ``family.num_positions`` on are in a shorter last segment and are left to the branch-by-branch engine.
+    Segments longer than the sequence are cut to it. It is None if the branches do not nest. The positions from ``family.num_positions`` on
+    are in a shorter last segment and are left to the branch-by-branch engine.
     """
-    if why_not_nested(lengths, rates, offsets, num_positions):
-        return None
     lengths = tuple(min(w, num_positions) for w in lengths)
+    if num_positions < 1 or any(w % r or min(row) < 0 for w, r, row in zip(lengths, rates, offsets, strict=True)):
+        # also where some head takes no position of a branch
+        return None
+    for inner, outer in itertools.pairwise(zip(lengths, rates, offsets, strict=True)):
+        if outer[0] % inner[0] or outer[1] % inner[1] or any((o - below) % inner[1] for o, below in zip(outer[2], inner[2], strict=True)):
+            return None
     full = num_positions // lengths[-1] * lengths[-1]
     return NestedFamily(lengths, tuple(rates), tuple(tuple(row) for row in offsets), full)
 

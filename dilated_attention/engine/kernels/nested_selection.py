@@ -12,7 +12,6 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
@@ -24,7 +23,6 @@ from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 # takes about a millisecond of CPU time.
 MIN_OPERATIONS = 5e11
 _TILE = 128
-_HEAD_DIMS = tuple(sorted(NESTED_CAPABILITIES.head_dims or ()))
 
 
 @dataclass(frozen=True)
@@ -98,31 +96,12 @@ def reasons_against(
 
 
 def reasons_against_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
-    """Returns every reason why the kernel cannot take these tensors (or is slower than branch by branch) on their device."""
-    if q.device.type != "cuda":
-        return [f"needs a CUDA GPU, not {q.device.type}"]
-    capability = torch.cuda.get_device_capability(q.device)
-    reasons = []
-    if capability != (9, 0):
-        reasons.append(f"measured on sm_90 only, this is sm_{capability[0]}{capability[1]}")
+    """Returns every reason against these tensors that a request does not show."""
+    reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
     if not has_gluon():
         reasons.append(f"needs the Gluon language of Triton 3.6 or later, this is Triton {importlib.metadata.version('triton')}")
-    return reasons + why_not_tensors(family, q, k, v, scale)
-
-
-def why_not_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
-    """Returns the reasons of ``reasons_against_tensors`` that do not depend on the machine."""
-    reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
     if family.num_levels > MAX_DESCRIPTORS + 1:
         reasons.append(f"{family.num_levels} branches, at most {MAX_DESCRIPTORS + 1}")
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        reasons.append(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected all bfloat16 or all float16")
-    if q.shape[3] not in _HEAD_DIMS:
-        reasons.append(f"head dim {q.shape[3]}; expected one of {_HEAD_DIMS}")
-    if family.num_heads != q.shape[2] or q.shape[2] % k.shape[2]:
-        reasons.append(f"{family.num_heads} heads in the family, {q.shape[2]} query heads, {k.shape[2]} key heads")
-    if min(q.shape[1], k.shape[1], v.shape[1]) < family.num_positions:
-        reasons.append(f"the family has {family.num_positions} positions, the tensors {min(q.shape[1], k.shape[1], v.shape[1])}")
     if max(family.num_positions, *(x.stride(1) * family.rates[-1] for x in (q, k, v))) >= 2**31:
         reasons.append("positions and the elements between two rows of a progression are counted in 32 bits")
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
