@@ -51,41 +51,25 @@ class Flash3Backend(WritingBackend):
         return []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, options, None)
+        return forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k))
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
-        lse.copy_(_forward(q, k, v, options, out)[1])
+        lse.copy_(forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k), out)[1])
 
     def backward_into(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
         grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert dlse is None
-        left, right = flash_sides(options, q, k)
+        # without output buffers the bundled build returns nothing useful
         _ops().bwd(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            # without output buffers the bundled build returns nothing useful
-            *grads,
-            *(None,) * 6,
-            options.scale,
-            options.causal,
-            left,
-            right,
-            0.0,
-            options.deterministic,
-            0,
-        )
+            dout, q, k, v, out, lse.contiguous(), *grads, *(None,) * 6, options.scale, options.causal, *flash_sides(options, q, k), 0.0,
+            options.deterministic, 0,
+        )  # fmt: skip
 
     def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options, out: Tensor) -> Tensor:
         lengths = bounds.queries, bounds.keys, None, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
-        tensors = (q[0], k[0], v[0], None, None, None, out[0])
-        _, lse, *_ = _ops().fwd(*tensors, *lengths, *(None,) * 9, options.scale, options.causal, -1, -1, 0, 0.0, True, None, 1, None, 0)
-        return lse[None]  # type: ignore[no-any-return]
+        return forward(q[0], k[0], v[0], options.scale, options.causal, out=out[0], lengths=lengths)[1][None]
 
     def backward_packed(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, options: Options,
@@ -96,12 +80,20 @@ class Flash3Backend(WritingBackend):
         _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    left, right = flash_sides(options, q, k)
-    none = (None,) * 3
-    out, lse, *_ = _ops().fwd(
-        q, k, v, *none, out, *(None,) * 16, options.scale, options.causal, left, right, 0, 0.0, True, None, 1, None, 0
-    )
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, sides: tuple[int, int] = (-1, -1), out: Tensor | None = None, *,
+    lengths: tuple[Tensor | int | None, ...] = (None,) * 7, table: Tensor | None = None, num_splits: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns (out, lse).
+
+    Args:
+        lengths: boundaries of queries, keys and new keys; used rows of queries and keys; the most rows of queries and keys.
+        table: pages of the keys.
+        num_splits: into how many parts a row's keys are split; 0: the library chooses.
+    """
+    # chunk, softcap, interleaved rotation, scheduler metadata, then packed groups of heads and margin of multiprocessors
+    rest = 0, 0.0, True, None, num_splits, None, 0
+    out, lse, *_ = _ops().fwd(q, k, v, *(None,) * 3, out, *lengths, table, *(None,) * 8, scale, causal, *sides, *rest)
     return out, lse
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, Capabilities
-from dilated_attention.backends.flash.flash3 import Flash3Backend, _ops
+from dilated_attention.backends.flash.flash3 import Flash3Backend, forward
 
 FACTS = Capabilities(
     devices=frozenset({"cuda"}),
@@ -26,14 +26,5 @@ def decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, *, ta
         k, v: (B, C, K, D), or (pages, page size, K, D) with a table.
         table: (B, pages of a request) int32.
     """
-    left, causal, softcap, window = None, False, 0.0, -1
-    out, lse, *_ = _ops().fwd(
-        q[:, None], k, v, None, None, None, None,
-        # cu_seqlens of q, k and new keys; used rows of q and of k; maximum lengths of q and k
-        None, None, None, None, lengths, None, None,
-        table, None, left, None, None, None, None, None, None,
-        scale, causal, window, window, 0, softcap, True, None,
-        # num_splits 0: the library chooses
-        0, None, 0,
-    )  # fmt: skip
+    out, lse = forward(q[:, None], k, v, scale, lengths=(*(None,) * 4, lengths, None, None), table=table, num_splits=0)
     return out[:, 0], lse[:, :, 0]
