@@ -84,7 +84,7 @@ class KeySide:
         """Returns m in ``dtype``, (B or 1, H or 1, R, K), not considering causality and padding."""
         if self.branches is None and not self.blocks:
             return torch.ones((1, 1, rows.shape[0], keys.shape[0]), dtype=self.dtype, device=keys.device)
-        parts = [] if self.branches is None else [branch_pairs(self.branches, rows, keys, num_heads)[None]]
+        parts = [] if self.branches is None else [self.branches.multiplicities(rows, keys, num_heads)[None]]
         if self.blocks:
             heads = torch.arange(num_heads if self.blocks[0].per_head else 1, device=keys.device)[:, None, None]
             shape = (heads.shape[0], rows.shape[0], keys.shape[0])
@@ -101,18 +101,6 @@ class KeySide:
         if self.sinks is not None:
             lse = lse.logaddexp(self.sinks.to(self.dtype)[:, None])
         return lse.expand(self.k.shape[0], -1, -1)
-
-
-def branch_pairs(pattern: DilatedPattern, rows: Tensor, keys: Tensor, num_heads: int) -> Tensor:
-    """Returns (H, R, K) int16: the number of branches in which head h pairs a row with a key; ``dense_mask`` for any rows and keys."""
-    m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=torch.int16, device=keys.device)
-    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
-        # heads outside the branch have offset −1, which matches no position
-        offset = torch.tensor(offsets, device=keys.device)[:, None]
-        row_taken, key_taken = (x % length % rate == offset for x in (rows, keys))
-        same_segment = (rows // length)[:, None] == keys // length
-        m += row_taken[:, :, None] & key_taken[:, None, :] & same_segment
-    return m
 
 
 def zero_keys(pattern: DilatedPattern, rows: Tensor, num_heads: int, num_positions: int) -> Tensor:

@@ -197,21 +197,19 @@ class DilatedPattern(Pattern):
         """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
-        offsets = self.offsets(num_heads)
-        rows = torch.arange(query_offset, query_offset + num_queries)
-        keys = torch.arange(num_keys)
-        mask = torch.zeros(num_heads, num_queries, num_keys, dtype=torch.int64)
-        for (length, rate), row_of_offsets in zip(self.branches, offsets, strict=True):
-            same_segment = (rows // length)[:, None] == (keys // length)[None, :]
-            for head, offset in enumerate(row_of_offsets):
-                if offset == NOT_IN_BRANCH:
-                    continue
-                taken_rows = rows % length % rate == offset
-                taken_keys = keys % length % rate == offset
-                mask[head] += same_segment & taken_rows[:, None] & taken_keys[None, :]
-        if is_causal:
-            mask *= (keys[None, :] <= rows[:, None])[None]
-        return mask
+        rows, keys = torch.arange(query_offset, query_offset + num_queries), torch.arange(num_keys)
+        mask = self.multiplicities(rows, keys, num_heads, torch.int64)
+        return mask.mul_(keys <= rows[:, None]) if is_causal else mask
+
+    def multiplicities(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> torch.Tensor:
+        """Returns the number of branches in which head h pairs a row with a key, (num_heads, rows, keys), for any positions."""
+        m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype, device=keys.device)
+        for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+            # heads outside the branch have offset −1, which matches no position
+            offset = torch.tensor(offsets, device=keys.device)[:, None]
+            row_taken, key_taken = (x % length % rate == offset for x in (rows, keys))
+            m += row_taken[:, :, None] & key_taken[:, None, :] & ((rows // length)[:, None] == keys // length)
+        return m
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
         return sum(self.branch_pairs(num_positions, num_heads, is_causal=is_causal))

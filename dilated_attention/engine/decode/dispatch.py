@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
-from dilated_attention.backends.base import ALL_FLOATS, accumulation_dtype
-from dilated_attention.backends.flash import flash3_decode
+from dilated_attention.backends.base import ALL_FLOATS, HALVES, accumulation_dtype
+from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
@@ -29,6 +29,16 @@ TRITON_FACTS = Capabilities(
     compute_capabilities=((7, 0), (99, 9)),
     backward=False,
     source="any runs of keys, read in place",
+)
+FLASH3_FACTS = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    package="flash-attn-3",
+    install=flash3.Flash3Backend.capabilities.install,
+    compute_capabilities=((9, 0), (9, 0)),
+    head_dim_multiple=8,
+    backward=False,
+    source="splits a row's keys over programs and merges them; takes page tables",
 )
 TORCH_FACTS = Capabilities(
     devices=frozenset({"cpu", "cuda", "mps"}), dtypes=ALL_FLOATS, backward=False, rocm=True, source="gathers a copy of the keys"
@@ -53,7 +63,10 @@ class Explained:
 
 def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     assert runs.dense is not None
-    return flash3_decode.decode(q, cached.k, cached.v, runs.dense, scale, table=cached.table)
+    # the used rows of keys
+    lengths = (*(None,) * 4, runs.dense, None, None)
+    out, lse = flash3.forward(q[:, None], cached.k, cached.v, scale, lengths=lengths, table=cached.table, num_splits=0)
+    return out[:, 0], lse[:, :, 0]
 
 
 def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
@@ -66,7 +79,7 @@ def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result
 # head per query head and 32 requests. It is faster, by a fifth at most, for a single request with grouped heads in pages.
 _DECODERS: dict[str, tuple[Capabilities, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
     "triton": (TRITON_FACTS, _triton),
-    "flash3": (flash3_decode.FACTS, _flash3),
+    "flash3": (FLASH3_FACTS, _flash3),
     "torch": (TORCH_FACTS, torch_decode.decode),
 }
 DECODERS = tuple(_DECODERS)
