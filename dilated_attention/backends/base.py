@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.hardware import Hardware
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 ALL_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})

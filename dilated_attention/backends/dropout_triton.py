@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words
+from dilated_attention.backends.hardware import on_device
 
 # words per program: four per thread
 _BLOCK = 512

@@ -6,8 +6,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ _DISTRIBUTIONS = {
     "triton": "triton",
     "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
+_HERE: AbstractContextManager[Any] = nullcontext()
 # how often the detected hardware was discarded; caches built from it compare this number
 generation = 0
 
@@ -172,6 +175,13 @@ def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes ``device`` current for a Triton launch, which uses the current device. Triton's interpreter accepts CPU tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.launch import KernelLaunch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dilated_attention.backends.block_kernels import block_tables
-from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from tests.helpers.block_cases import BlockCase, lists_from_dense, make
 
 

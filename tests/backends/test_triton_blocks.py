@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from dilated_attention.backends import AttentionRequest, Hardware, Options, registry
 from dilated_attention.backends.block_kernels import triton as under_test
 from dilated_attention.backends.block_kernels.triton import Tile, Tuning
-from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.testing import low_precision_bound, max_error, relative_bound
 from tests.helpers.block_cases import BlockCase, Problem, dense, expected, lists_from_dense, make, masked_softmax
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks import lists as module
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, renumber_columns, select_rows
 from dilated_attention.pattern import (
@@ -26,6 +25,7 @@ from dilated_attention.pattern import (
     Strided,
 )
 from dilated_attention.pattern.blocks import kept_blocks
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
 
 MILLION = 2**20

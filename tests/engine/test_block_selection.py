@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks import bitmask, selection
 from dilated_attention.engine.blocks.bitmask import lists_of_kept, pack, unpack
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.functional import block_sparse_attention
 from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, PerHead, TopBlocks, pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
 

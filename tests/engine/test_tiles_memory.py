@@ -135,8 +135,6 @@ def test_the_choice_without_tensors_is_that_of_a_run() -> None:
             q: Any = OnGpu()
             assert tiles_choice.runs_on_tiles(PATTERN, shape, q, call, is_backward) == choice.tiles
             assert choice.tiles == (choice.tiles_ms < choice.library_ms)
-    named = tiles_choice.choices_of(PATTERN, tiles_choice.whole_shape(request, 512), request, 1, needs_grad=False, backend="flash4")
-    assert named == (tiles_choice.Choice("flash4", False),)
 
 
 def test_explain_backend_names_the_rule_and_the_estimates() -> None:

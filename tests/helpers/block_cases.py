@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dilated_attention.backends.base import Mask, Options
-from dilated_attention.backends.block_lists import WORD, BlockLists
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.pattern import (
     Axial,
     BigBird,
@@ -22,6 +21,7 @@ from dilated_attention.pattern import (
     Sparsity,
     Strided,
 )
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.density import KINDS
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import dilated_attention
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.flash.flash4_launch_cache import Replay
 from dilated_attention.distributed.comm import watchdog
 from dilated_attention.engine.blocks import lists
 from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 PACKAGE = Path(dilated_attention.__file__).parent

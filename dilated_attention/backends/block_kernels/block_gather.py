@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options
-from dilated_attention.backends.block_lists import WORD, BlockLists
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 
 # bytes of keys, values and pairs of one piece. On a CPU a piece is about as large as the caches (between 2 and 64 MiB the difference is
 # below the noise of the timings); on a GPU larger pieces mean fewer launches

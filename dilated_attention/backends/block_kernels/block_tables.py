@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # the largest size of one table; it holds all groups if they fit
 TABLE_BYTES = 128 * 2**20

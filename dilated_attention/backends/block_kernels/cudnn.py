@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
 from dilated_attention.backends.block_kernels import block_tables
 from dilated_attention.backends.block_kernels.base import BlocksBackend
-from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # the number of query rows of a launch must be a multiple of this, by block size
 _ROW_MULTIPLE = {64: 64, 128: 1}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.flex_mask import padded_tables
 
 

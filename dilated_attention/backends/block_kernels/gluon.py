@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
-from dilated_attention.backends.block_lists import BlockLists, on_device
-from dilated_attention.backends.hardware import multiprocessors
+from dilated_attention.backends.hardware import multiprocessors, on_device
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # a list counts as long if it has more than this many times the mean
 _LONG = 4

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
 from dilated_attention.backends.block_kernels.base import BlocksBackend
-from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists, on_device
+from dilated_attention.backends.hardware import on_device
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
 _PROGRAMS = 128

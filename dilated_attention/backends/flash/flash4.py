@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.mask_convert import window_sizes
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 class Flash4Backend(WritingBackend):

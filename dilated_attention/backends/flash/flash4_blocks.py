@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Options
 from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 def block_reasons(request: AttentionRequest) -> list[str]:

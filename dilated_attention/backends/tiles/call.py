@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent

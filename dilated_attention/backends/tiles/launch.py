@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
 # releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding

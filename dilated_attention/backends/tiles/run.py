@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
 from dilated_attention.backends.dropout import Words, threshold_of
-from dilated_attention.backends.hardware import has_gluon
+from dilated_attention.backends.hardware import has_gluon, on_device
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
@@ -32,7 +31,7 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
     from dilated_attention.backends.tiles.hopper import launches
 
     size = launches.sizes(which, p.head_dim)
-    return None if size is None or launches.reasons_against(p, tensors, flags) else launches.launch(p, which, size, numbers, flags)
+    return launches.launch(p, which, size, numbers, flags) if size is not None and launches.can_compute(p, tensors, flags) else None
 
 
 def _tile_launch(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
 from dilated_attention.backends.block_kernels.flex_tables import block_mask
-from dilated_attention.backends.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.backends.mask_convert import clear_empty_rows
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64

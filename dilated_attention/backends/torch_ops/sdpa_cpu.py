@@ -7,10 +7,10 @@ from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options
 from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
-from dilated_attention.backends.block_lists import BLOCK_SIZES
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
 from dilated_attention.backends.nonfinite import all_finite
 from dilated_attention.backends.torch_ops.math import MathBackend
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
 
 _MATH = MathBackend()
 

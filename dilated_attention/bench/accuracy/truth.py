@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import Dropout
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 Pattern = DilatedPattern | BlockPattern
 # several times the ‖found − true‖ / ‖true‖ that rounding explains; float32 products may be TF32 on a GPU

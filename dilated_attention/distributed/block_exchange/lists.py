@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem
 from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # for up to this many runs of query blocks, lists are made per run and joined; for more, rows of the whole sequence's lists are used
 _MOST_RUNS = 8

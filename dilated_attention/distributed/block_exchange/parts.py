@@ -13,7 +13,6 @@ import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
 from dilated_attention.distributed.exchange.parts import Computation, Masks, Pair, Part, StepParts, Tensors
@@ -26,6 +25,7 @@ from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

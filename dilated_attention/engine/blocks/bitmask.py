@@ -12,10 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import BlockLists, checked_total
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.blocks.block_lists import WORD
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
 # limit on what unpacked bits take at a time

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import checked_total
+from dilated_attention.pattern.blocks.block_lists import checked_total
 
 # columns per warp
 _WARP_COLUMNS = 1024

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.branches.sequential import lse_share
 from dilated_attention.engine.branches.views import launches
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 Tensors = tuple[Tensor, ...]
 

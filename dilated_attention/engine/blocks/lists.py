@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import BlockLists, checked_total
 from dilated_attention.fork import ForkSafeLock
 from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # limits of the cache, over all devices; lists take about 1 % of one q

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Dropout, Mask, Options
 from dilated_attention.backends.base import Capabilities, accumulation_dtype
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.launch import Tensors, backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists
@@ -26,6 +25,7 @@ from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 class BlockMasks(NamedTuple):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import on_device
 
 # elements of out that a program takes at a time
 _SIZE = 4096

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, table
 
 # (elements of out that a program takes at a time, warps), alone and alongside other work: the fastest of a sweep on an H200

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.backends.block_lists import on_device
-from dilated_attention.backends.hardware import multiprocessors
+from dilated_attention.backends.hardware import multiprocessors, on_device
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
 

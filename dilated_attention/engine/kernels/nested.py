@@ -22,8 +22,7 @@ from torch import Tensor
 # the largest number of table entries of one launch: heads × query tiles of the longest segment × key tiles of a query. Each takes 4 bytes;
 # in addition, the entries of a single head take 20 bytes each.
 MAX_TABLE = 2**24
-# limits of the Gluon kernel: query rows and keys of a tile, and number of branches with distinct rates
-TILE_ROWS = 128
+# limits of the Gluon kernel: queries, or keys, of a tile, and number of branches with distinct rates
 TILE_KEYS = 128
 MAX_DESCRIPTORS = 6
 
@@ -79,20 +78,13 @@ class NestedFamily:
         """Returns the number of pairs of one head summed over branches, which is what branch-by-branch kernels compute."""
         return sum(self.num_positions // r * (w // r) for w, r in zip(self.lengths, self.rates, strict=True))
 
-    def why_not_tiles(self, tile_rows: int, tile_keys: int) -> list[str]:
-        """Returns the reasons why tiles of these sizes do not have one multiplicity each; an empty list if they do."""
-        reasons = []
-        for name, tile in (("query", tile_rows), ("key", tile_keys)):
-            span = tile * self.rates[-1]
-            if self.lengths[0] % span:
-                reasons.append(
-                    f"a {name} tile of {tile} at rate {self.rates[-1]} spans {span} positions, which does not divide w = {self.lengths[0]}"
-                )
+    def has_tiles(self, tile_rows: int, tile_keys: int) -> bool:
+        """Whether tiles of these sizes have one multiplicity each, and their tables fit."""
+        if any(self.lengths[0] % (tile * self.rates[-1]) for tile in (tile_rows, tile_keys)):
+            return False
         rows = self.lengths[-1] // (tile_rows * self.rates[min(1, self.num_levels - 1)])
         keys = max(self.keys_per_query(level) for level in range(self.num_levels)) // tile_keys
-        if self.num_heads * rows * keys > MAX_TABLE:
-            reasons.append(f"its tile tables have {self.num_heads} × {rows} × {keys} entries, above {MAX_TABLE}")
-        return reasons
+        return self.num_heads * rows * keys <= MAX_TABLE
 
 
 def nested_family(
@@ -133,7 +125,7 @@ class TileTable:
 
 @functools.lru_cache(maxsize=64)
 def tile_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: int, is_causal: bool) -> TileTable:
-    """Builds the table of one level on the CPU. ``family.why_not_tiles`` must be empty."""
+    """Builds the table of one level on the CPU. ``family.has_tiles`` must hold."""
     top, stride = family.lengths[-1], family.rates[family.row_branch(level)]
     span = tile_rows * stride
     query = torch.arange(top // span)[:, None] * span

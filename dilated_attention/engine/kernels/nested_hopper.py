@@ -7,8 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilated_attention.backends.block_lists import on_device
-from dilated_attention.backends.hardware import multiprocessors
+from dilated_attention.backends.hardware import multiprocessors, on_device
 from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, device_offsets, device_table, level_constants
 from dilated_attention.engine.kernels.nested_gluon import nested_kernel
 

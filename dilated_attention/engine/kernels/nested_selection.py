@@ -16,13 +16,13 @@ from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
 from dilated_attention.backends.hardware import has_gluon
-from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, TILE_ROWS, NestedFamily, nested_family
+from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, nested_family
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # Floating-point operations of a call below which the kernel's launches, one per level, cost more than the saved pairs. On an H200 a call
 # takes about a millisecond of CPU time.
 MIN_OPERATIONS = 5e11
-_TILE = 128
+_TILE = TILE_KEYS
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def reasons_against(
 
 def reasons_against_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:
     """Returns every reason against these tensors that a request does not show."""
-    reasons = family.why_not_tiles(TILE_ROWS, TILE_KEYS)
+    reasons = []
     if not has_gluon():
         reasons.append(f"needs the Gluon language of Triton 3.6 or later, this is Triton {importlib.metadata.version('triton')}")
     if family.num_levels > MAX_DESCRIPTORS + 1:
@@ -164,7 +164,7 @@ def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num
         # with segments cut to the sequence they could nest, but every sequence length would need its own compiled kernel
         return 0
     family = nested_family(lengths, rates, [offsets[b] for b in chosen], num_positions)
-    if family is None or family.why_not_tiles(_TILE, _TILE):
+    if family is None or not family.has_tiles(_TILE, _TILE):
         return 0
     if family.num_positions < num_positions and any(w >= num_positions or family.num_positions % w for w in pattern.segment_lengths):
         return 0

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Bounds, Options
-from dilated_attention.backends.block_lists import on_device
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.call import Prepared, prepared
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.run import merge_launch, sum_launch

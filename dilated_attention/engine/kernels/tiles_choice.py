@@ -77,23 +77,20 @@ class Choice(NamedTuple):
     library_ms: float = 0.0
 
 
-def choices_of(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, *, needs_grad: bool, detached: bool = False,
-    backend: str = "auto",
-) -> tuple[Choice, ...]:  # fmt: skip
-    """Predicts ``runs_on_tiles`` for the forward and, with ``needs_grad``, the backward of a call, without its tensors.
+def choices_of(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, *, needs_grad: bool) -> tuple[Choice, ...]:
+    """Predicts ``runs_on_tiles`` with backend="auto" for the forward and, with ``needs_grad``, the backward, without the call's tensors.
 
     Raises:
         BackendUnavailable: no backend can compute it.
     """
-    both, found = detached and needs_grad, []
+    found = []
     for is_backward in (False, True)[: 1 + needs_grad]:
         asked = replace(request, needs_grad=is_backward, extent=0)
-        chosen = registry.select(asked, backend)
-        if backend != "auto" or asked.hardware.device_type != "cuda" or (chosen.capabilities.whole_calls and not both):
+        chosen = registry.select(asked)
+        if asked.hardware.device_type != "cuda" or chosen.capabilities.whole_calls:
             found.append(Choice(chosen.name, chosen.capabilities.whole_calls))
             continue
-        is_faster = _is_faster(pattern, shape, asked, batch, None if both else chosen.name, is_backward, False, tuning_table.generation)
+        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward, False, tuning_table.generation)
         times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
         found.append(Choice(chosen.name, is_faster, *times))
     return tuple(found)
@@ -106,21 +103,13 @@ def whole_shape(request: AttentionRequest, num_positions: int) -> Shape:
 
 
 def tiles_passes(
-    pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool, *, detached: bool = False,
-    backend: str = "auto",
-) -> tuple[bool, bool]:  # fmt: skip
+    pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool
+) -> tuple[bool, bool]:
     """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
     length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
+    shape = whole_shape(request, num_positions)
     try:
-        found = choices_of(
-            pattern,
-            whole_shape(request, num_positions),
-            replace(request, length=length),
-            batch,
-            needs_grad=needs_grad,
-            detached=detached,
-            backend=backend,
-        )
+        found = choices_of(pattern, shape, replace(request, length=length), batch, needs_grad=needs_grad)
     except BackendUnavailable:
         return False, False
     return found[0].tiles, needs_grad and found[-1].tiles

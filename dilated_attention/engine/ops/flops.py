@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention.backends.block_lists import BlockLists
 from dilated_attention.engine.blocks.run import BlockMasks, pieces_of
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
@@ -21,6 +20,7 @@ from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, document_ranges
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.kept_blocks import PAIRS_AT_ONCE, unpacked
 
 

@@ -117,3 +117,13 @@ class ColumnLists:
     starts: Tensor
     rows: Tensor
     masks: Tensor | None
+
+
+def checked_total(total: int) -> int:
+    """Returns ``total`` entries if kernels can count them (in 32 bits, in quarters of a block); raises otherwise."""
+    if total >= 2**29:
+        raise ValueError(
+            f"{total} kept blocks over all batch entries and heads; lists count to 2**29 − 1: "
+            "keep less, use larger blocks, or give one list to all heads"
+        )
+    return total

@@ -1,13 +1,13 @@
-"""Launches of the Hopper kernels over a table of tiles, which replace those of ``tiles/run.py`` if ``reasons_against`` gives no reason."""
+"""Launches of the Hopper kernels over a table of tiles, which replace those of ``tiles/run.py`` if ``can_compute`` says so."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from dilated_attention.backends.base import HALVES
 from dilated_attention.backends.hardware import multiprocessors
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
@@ -56,19 +56,13 @@ def sizes(which: str, head_dim: int) -> HopperSizes | None:
     return None if head_dim <= 32 else _SIZES.get((which, next((width for width in (48, 64) if head_dim <= width), 128)))
 
 
-def reasons_against(p: Prepared, tensors: Sequence[Tensor], flags: dict[str, Any]) -> list[str]:
-    """Returns the reasons against the Hopper kernels, on Hopper, for these aligned tensors (B, N, H, D)."""
-    reasons = []
+def can_compute(p: Prepared, tensors: Sequence[Tensor], flags: dict[str, Any]) -> bool:
+    """Whether the Hopper kernels, on Hopper, compute a call on these aligned tensors (B, N, H, D)."""
     if flags.get("DROPOUT") and p.shared and p.group > 1:
-        reasons.append(f"drops pairs of one query head at a time: needs one query head per key/value head, got {p.group}")
-    if p.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"computes in bfloat16 and float16, got {p.dtype}")
-    if p.head_dim % 16 or p.head_dim > 128:
-        reasons.append(f"needs a head dim that is a multiple of 16 and at most 128, got {p.head_dim}")
+        # the pairs of one query head are dropped at a time
+        return False
+    if p.dtype not in HALVES or p.head_dim % 16 or p.head_dim > 128:
+        return False
+    # 16 bytes are copied at a time, and the elements of a tile are counted in 32 bits
     rate = max(rate for _, rate in p.call.walk.branches)
-    for x in tensors:
-        if any(stride % 16 for stride in x.stride()[:3]):
-            reasons.append(f"copies 16 bytes at a time: needs strides that are multiples of 16, got {x.stride()}")
-        elif _ROWS * rate * x.stride(1) >= 2**31:
-            reasons.append(f"counts within a tile in 32 bits, got rate {rate} with token stride {x.stride(1)}")
-    return reasons
+    return not any(stride % 16 for x in tensors for stride in x.stride()[:3]) and all(_ROWS * rate * x.stride(1) < 2**31 for x in tensors)
