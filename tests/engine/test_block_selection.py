@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from dilated_attention.engine.blocks import bitmask, selection
-from dilated_attention.engine.blocks.bitmask import lists_of_kept, pack, unpack
+from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.functional import block_sparse_attention
 from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, PerHead, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
 SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
 
@@ -183,7 +184,7 @@ def test_choice_is_its_definition(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     found = case.choose()
     expected = by_loops(case)
     rows = expected.shape[2]
-    assert torch.equal(unpack(found[:, :, :rows], expected.shape[-1]), expected)
+    assert torch.equal(unpacked(found[:, :, :rows], expected.shape[-1]), expected)
     assert not found[:, :, rows:].any()
 
 
@@ -192,7 +193,7 @@ def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
     """The whole op on its kernels: means differ by rounding, which no case here is close enough to notice."""
     case = random_case(seed, torch.float32)
     found, expected = case.choose(), by_loops(case)
-    assert torch.equal(unpack(found[:, :, : expected.shape[2]], expected.shape[-1]), expected)
+    assert torch.equal(unpacked(found[:, :, : expected.shape[2]], expected.shape[-1]), expected)
 
 
 @pytest.mark.slow
@@ -218,7 +219,7 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
     choose_triton.choose_rows(found, scores, weights, part, 16, share)
     selection.choose_rows(expected, scores, weights, part, 16, share)
     assert torch.equal(found, expected)
-    bits = unpack(expected, 16)
+    bits = unpacked(expected, 16)
     forced, candidates = (x.expand_as(bits) for x in selection.fates(part, 16))
     assert bits[0, 0, 10:13, 3].all()  # NaN is kept where it may be
     if part.budget is not None:
@@ -309,7 +310,7 @@ def dense_of(lists: BlockLists) -> torch.Tensor:
     for entry, row in enumerate(lists.row_of_entry.tolist()):
         mask = -1 if lists.masks is None else int(lists.masks[entry])
         dense[row // lists.num_rows, row % lists.num_rows, lists.columns[entry]] = (
-            True if mask < 0 else unpack(lists.bits[mask], lists.k_block)
+            True if mask < 0 else unpacked(lists.bits[mask], lists.k_block)
         )
     return dense.transpose(2, 3).flatten(1, 2).flatten(2)[:, : lists.num_queries, : lists.num_keys]
 
@@ -361,9 +362,9 @@ def test_lists_of_some_rows_of_a_longer_sequence(fused: bool, request: pytest.Fi
 
 def test_bits_round_trip() -> None:
     flags = torch.rand(3, 5, 71) < 0.5
-    words = pack(flags)
-    assert words.shape == (3, 5, 3) and torch.equal(unpack(words, 71), flags)
-    assert pack(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
+    words = packed(flags)
+    assert words.shape == (3, 5, 3) and torch.equal(unpacked(words, 71), flags)
+    assert packed(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -379,7 +380,7 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
     words = choose_blocks_op(
         *(torch.randn(1, 6400, 1, 4) for _ in range(2)), None, None, TopBlocks(density=0.3, block_size=64).spec(), False, 1.0, 0
     )
-    assert unpack(words, 100).sum(-1).unique().tolist() == [30]
+    assert unpacked(words, 100).sum(-1).unique().tolist() == [30]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_compositions_with_static_patterns() -> None:
     assert (blocks(b & top).sum(-1) == other.sum(-1).clamp(max=3)).all()
     assert torch.equal(blocks((a | top) & b, True), blocks((a & b) | (top & b), True))
     # the diagonal of a causal row, too, keeps to what is allowed
-    past = LocalWindow((500, 0), block_size=64) & ChosenBlocks(pack(~eye)[None], 640, block_size=64)
+    past = LocalWindow((500, 0), block_size=64) & ChosenBlocks(packed(~eye)[None], 640, block_size=64)
     assert not (blocks_of((top & past).choose(q, k, is_causal=True), 640, 1) & eye).any()
     # what is kept by default stays, whatever is joined
     near = blocks_of(LocalWindow(64, block_size=64), 640, 1)

@@ -23,16 +23,6 @@ _CHUNK = 2**26
 MOST_COLUMNS = 2**16
 
 
-def pack(flags: Tensor) -> Tensor:
-    """Packs bits: (…, n) bool → (…, ceil(n / 32)) int32."""
-    return packed(torch.nn.functional.pad(flags, (0, -flags.shape[-1] % WORD)))
-
-
-def unpack(words: Tensor, num_flags: int) -> Tensor:
-    """Unpacks bits: (…, words) int32, with at least ceil(n / 32) words → (…, n) bool."""
-    return unpacked(words[..., : -(-num_flags // WORD)])[..., :num_flags]
-
-
 def bits_of_lists(lists: BlockLists) -> Tensor:
     """Returns (groups, rows, words) int32: the blocks of which ``lists`` keep any pair."""
     words = -(-lists.num_columns // WORD)
@@ -95,7 +85,7 @@ def _write_lists(
     masks = list(entries)
     size = max(1, _CHUNK // max(1, columns))
     for first, part in enumerate(kept.reshape(B * H * rows, words).split(size)):
-        taken = unpack(part, columns)
+        taken = unpacked(part, columns)
         row, column = taken.nonzero().unbind(1)
         row += first * size
         row_starts[1 + first * size :][: part.shape[0]] = taken.sum(-1)
@@ -120,7 +110,7 @@ def _partial_deltas(q_block: int, k_block: int) -> range:
 def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> Tensor:
     """Returns (deltas, q_block, k_block / 32) int32: query m keeps key n of its block if n ≤ m + delta."""
     delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
-    return pack(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
+    return packed(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
 
 
 @functools.lru_cache(maxsize=16)

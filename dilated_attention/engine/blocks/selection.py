@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists, pack, unpack
+from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.branches.merge import has_kernels
@@ -26,6 +26,7 @@ from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, 
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.blocks.content import share_of
+from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
 # bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
@@ -182,7 +183,7 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
     existing = seen[None]
     if num_real is not None:
         is_real = num_real[:, slice(*document.columns)] > 0
-        real = pack(is_real)
+        real = packed(is_real)
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
     missing = grid.missing[rows]
     budget = None
@@ -229,8 +230,8 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     scored, seen, own_low, own_high = (x[:, None] for x in (part.scored, part.seen, *part.own))
     exists = (column < seen)[None, None]
     if part.real is not None:
-        exists = exists & unpack(part.real, num_columns)[:, None, None]
-    allowed = exists if part.within is None else exists & unpack(part.within, num_columns)
+        exists = exists & unpacked(part.real, num_columns)[:, None, None]
+    allowed = exists if part.within is None else exists & unpacked(part.within, num_columns)
     # only some queries of the row may see these blocks under causality, so their keys must not influence the choice
     forced = allowed & (column >= scored)
     if part.near or part.always is None:
@@ -238,7 +239,7 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     if part.near:
         forced = forced | allowed & (column == exists.int().argmax(-1, keepdim=True))
     if part.always is not None:
-        forced = forced | exists & unpack(part.always, num_columns)
+        forced = forced | exists & unpacked(part.always, num_columns)
     return forced, allowed & (column < scored) & ~forced
 
 
@@ -283,7 +284,7 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
         weight = (weight * candidates[..., :width]).gather(-1, order)
         taken = (weight.cumsum(-1) - weight < need) & candidates[..., :width].gather(-1, order)
         chosen[..., :width] |= torch.zeros_like(taken).scatter_(-1, order, taken)
-    words = pack(chosen)
+    words = packed(chosen)
     kept[..., : words.shape[-1]] = words
 
 

@@ -302,7 +302,7 @@ class ChosenBlocks(BlockPattern):
                 f"query blocks {grid.first_row} to {grid.last_row} asked for; {self!r} has others: choose(q, k) with these queries, too"
             )
         kept = self.kept[0, list(heads), rows].to(grid.device)
-        group, row, column = unpacked(kept)[..., : grid.num_columns].nonzero().unbind(1)
+        group, row, column = unpacked(kept, grid.num_columns).nonzero().unbind(1)
         return group, row + grid.first_row, column
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,15 +117,19 @@ def block_pairs(
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:
-    """Packs bool (…, n) into bits, int32 (…, n / 32): bit n % 32 of word n // 32."""
+    """Packs bool (…, n) into bits, int32 (…, ceil(n / 32)): bit n % 32 of word n // 32."""
+    if kept.shape[-1] % WORD:
+        kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
     shifts = torch.arange(WORD, device=kept.device)
     words = (kept.unflatten(-1, (-1, WORD)).long() << shifts).sum(-1)
     # bit 31 is the sign of an int32
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def unpacked(bits: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 (…, w) into bool (…, 32 · w)."""
+def unpacked(bits: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """Unpacks int32 (…, w) into bool (…, count), all 32 · w by default."""
+    if count is not None:
+        return unpacked(bits[..., : -(-count // WORD)])[..., :count]
     shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
     return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)
 
