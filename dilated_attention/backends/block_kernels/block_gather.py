@@ -19,8 +19,7 @@ from dilated_attention.backends.base import Options
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 
 # bytes of keys, values and pairs of one piece. On a CPU a piece is about as large as the caches (between 2 and 64 MiB the difference is
 # below the noise of the timings); on a GPU larger pieces mean fewer launches
@@ -294,7 +293,9 @@ class _Masks:
         lists, kept = self.lists, None
         if lists.masks is not None:
             ids, which = lists.masks[piece.entries].unique(return_inverse=True)
-            tiles = unpacked(lists.bits[ids.clamp(min=0).long()]) | (ids < 0)[:, None, None]
+            words = lists.bits[ids.clamp(min=0).long()]
+            bits = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=words.dtype)) & 1
+            tiles = bits.bool().flatten(2) | (ids < 0)[:, None, None]
             kept = tiles[which].transpose(1, 2).flatten(2)[:, : piece.num_queries, : piece.num_keys]
         if self.padding is None:
             return kept
