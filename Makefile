@@ -65,9 +65,11 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NOTEBOOKS=false NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
-# against benchmarks/baselines/<hardware>.json; exit code 1 with the rows that got slower. Another machine makes its own with --save-baseline
+# what got slower since the run that wrote AGAINST, with exit code 1; on other hardware than its an error says so. Make a run to compare
+# with by bench speed --output FOLDER, and give AGAINST=FOLDER
+AGAINST ?= benchmarks/results/2026-11-21-amd-epyc-2-cores
 bench-check: $(STAMP)
-	$(BIN)/python -m dilated_attention bench regression --output build/bench-check
+	$(BIN)/python -m dilated_attention bench speed --against $(AGAINST) --fresh --output build/bench-check
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -57,7 +57,6 @@ def run(
     here = machine(session.device, session.world_size)
     # other processes write nothing, and read what the first one has
     path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
-    fresh = fresh or not suite.resumes
     results = Results.open(None if fresh and session.rank else path, suite.name, here, suite.settings(session), fresh=fresh)
     if session.rank:
         results.path = None

@@ -57,10 +57,6 @@ class Suite(ABC):
     about: ClassVar[str]
     # whether several processes can measure it together; their groups then differ from those of one process
     over_processes: ClassVar[bool] = False
-    # False: measured again on every run, whatever the folder contains
-    resumes: ClassVar[bool] = True
-    # False: not included in ``bench all``
-    in_all: ClassVar[bool] = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most suites have their own, none must
         """Adds options in addition to those of all suites. Options that change figures must be included in ``settings``."""
@@ -80,6 +76,6 @@ class Suite(ABC):
         """Called once every group is measured; returns the paths of files that it wrote in addition to JSON and Markdown."""
         return []
 
-    def verdict(self, results: Results) -> int:
-        """Returns the exit code: 0, unless the figures themselves are a failure."""
-        return 0
+    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+        """Returns whether the figures themselves are a failure, so that the exit code is 1, and tables on why."""
+        return False, []

@@ -20,6 +20,7 @@ from dilated_attention.parsing import UsageError, positive
 
 if TYPE_CHECKING:
     from dilated_attention.bench import Outcome, Session, Suite
+    from dilated_attention.bench.report.tables import Table
 
 _OUTPUT = Path("bench-results")
 
@@ -40,7 +41,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     everything = suites.add_parser(
         "all",
         usage="%(prog)s [options]",
-        help="every suite above except tune, quality and regression, one after another, each with its defaults",
+        help="every suite above except tune and quality, one after another, each with its defaults",
     )
     _add_common(everything)
     everything.set_defaults(run=lambda args: _ended(_run_all, args), parser=everything)
@@ -101,7 +102,8 @@ def _run_all(args: argparse.Namespace) -> int:
     from dilated_attention.bench.suites import SUITES
 
     codes = []
-    for suite in (kind() for kind in SUITES.values() if kind.in_all):
+    # quality needs a model
+    for suite in (kind() for name, kind in SUITES.items() if name != "quality"):
         own = argparse.ArgumentParser(add_help=False)
         suite.add_arguments(own)
         codes.append(_run_one(suite, argparse.Namespace(**vars(own.parse_args([])) | vars(args))))
@@ -119,9 +121,10 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
             print(f"{suite.name} {done + 1}/{total}, {time.monotonic() - begun:.0f} s: {label}", file=sys.stderr, flush=True)
 
     outcome = run(suite, session, output=args.output, minutes=args.minutes, fresh=args.fresh, started=started)
+    failed, compared = suite.verdict(outcome.results, session)
     if session.rank == 0:
-        _tell(suite, outcome, args.json)
-    return 1 if outcome.broken else suite.verdict(outcome.results)
+        _tell(suite, outcome, compared, args.json)
+    return int(failed or bool(outcome.broken))
 
 
 def _session(args: argparse.Namespace) -> Session:
@@ -156,14 +159,15 @@ def _session(args: argparse.Namespace) -> Session:
     return Session(device=device, full=full, dtypes=dtypes, seconds=seconds, options=args, rank=rank, world_size=world_size)
 
 
-def _tell(suite: Suite, outcome: Outcome, as_json: bool) -> None:
+def _tell(suite: Suite, outcome: Outcome, compared: Sequence[Table], as_json: bool) -> None:
     results = outcome.results
     if as_json:
         rows = [row.as_dict() for row in results.rows]
         whole = {"suite": suite.name, "machine": results.machine, "settings": results.settings, "rows": rows, "left_out": outcome.left_out}
         put_json(whole | {"written": [str(path) for path in outcome.written]}, indent=1)
+        sys.stderr.write("".join(table.text() for table in compared))
     else:
-        for table in suite.tables(outcome.together):
+        for table in (*suite.tables(outcome.together), *compared):
             put(table.text())
         put("written: " + ", ".join(str(path) for path in outcome.written))
     left = len(outcome.left_out)

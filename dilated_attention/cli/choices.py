@@ -38,5 +38,4 @@ SUITES = {
     "scaling": "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention",
     "train-infer": "models: tokens/s of generating by kind of attention; training steps of slide encoders; equality with TorchScale",
     "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
-    "regression": "compares with a stored baseline of the same hardware: exit code 1 with the rows that got slower",
 }

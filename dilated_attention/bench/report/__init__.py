@@ -1,1 +1,1 @@
-"""Rows of results, and tables and baselines made from them."""
+"""Rows of results, and tables made from them."""

@@ -25,7 +25,7 @@ def joined(results: Results, folder: Path | None) -> tuple[Results, list[str]]:
         if re.fullmatch(rf"{re.escape(results.suite)}(-\d+)?\.json", path.name) and path.stem != stem(results):
             try:
                 other = Results.load(path)
-                why_not = results.differs(other, but="devices")
+                why_not = results.differs(other, but=("devices",))
             except ValueError as error:
                 why_not = str(error)
             if why_not:

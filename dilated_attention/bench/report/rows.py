@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,19 +123,18 @@ class Results:
             new.replaced = path.read_bytes()
         return new.stored()
 
-    def differs(self, found: Results, *, but: str = "") -> str:
-        """Returns in what ``found`` is of another suite, machine, version or settings, leaving out the hardware's entry ``but``."""
+    def differs(self, found: Results, *, but: Sequence[str] = ()) -> str:
+        """Returns in what ``found`` is of another suite, hardware, versions or settings; ``but``: what may differ, or entries of it."""
 
-        def parts(of: Results) -> dict[str, Any]:
-            hardware = {key: value for key, value in of.machine["hardware"].items() if key != but}
-            return {"suite": {"name": of.suite}, "hardware": hardware, "versions": of.machine["versions"], "settings": of.settings}
+        def parts(of: Results) -> dict[str, dict[str, Any]]:
+            return {"suite": {"name": of.suite}, **of.machine, "settings": of.settings}
 
         a, b = parts(found), parts(self)
         other = [
             f"other {what}: {key} {a[what].get(key)!r} there, {b[what].get(key)!r} here"
-            for what in a
+            for what in ("suite", "hardware", "versions", "settings")
             for key in {**a[what], **b[what]}
-            if a[what].get(key) != b[what].get(key)
+            if a[what].get(key) != b[what].get(key) and what not in but and key not in but
         ]
         return f"made with {', '.join(other)}" if other else ""
 

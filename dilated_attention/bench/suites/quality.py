@@ -43,8 +43,6 @@ class Quality(Suite):
 
     name = "quality"
     about = "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning"
-    # needs a model
-    in_all = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add, defaults = parser.add_argument, {name: f"default: {full}, on a CPU {small}" for name, (full, small) in _SIZES.items()}

@@ -3,6 +3,7 @@
 python -m dilated_attention bench speed                                     # lengths, every module
 python -m dilated_attention bench speed --cases short --torchscale PATH     # what one call costs, and every option
 python -m dilated_attention bench speed --cases "longnet*" --contenders ours floor --backends flash4
+python -m dilated_attention bench speed --against FOLDER                    # what got slower since the run that wrote FOLDER
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ import torch
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES
 from dilated_attention.bench.measure.timing import WAYS
+from dilated_attention.bench.report.compare import Earlier
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
-from dilated_attention.bench.report.rows import Results, Row
+from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.bench.report.views import labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
@@ -30,7 +33,7 @@ from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, C
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.parsing import UsageError, size
+from dilated_attention.parsing import UsageError, positive, size
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *FUNCTIONS, *COMPETITORS)}
 # the cases of every length, who is measured there, and with whom they are compared
@@ -70,6 +73,9 @@ class Speed(Suite):
         parser.add_argument("--batch", type=size, help="of the lengths; default 8 up to 8k, then 1; on a CPU 1")
         parser.add_argument("--heads", type=size, help="of the lengths; default 32, on a CPU 4")
         parser.add_argument("--head-dim", type=size, help="of the lengths; default 64, on a CPU 32")
+        about = "of an earlier run on this hardware with these settings: exit code 1 where this library got slower or has no time any more"
+        parser.add_argument("--against", type=Path, metavar="FOLDER", help=about)
+        parser.add_argument("--threshold", type=positive, default=0.2, help="slowdown that --against allows, as a share; default: 0.2")
         parser.add_argument("--longest", type=float, help="seconds that one call may take; default 0.4 in full size, 1 in small")
 
     def settings(self, session: Session) -> dict[str, Any]:
@@ -112,12 +118,23 @@ class Speed(Suite):
             )
 
     def groups(self, session: Session) -> Sequence[Group]:
-        catalogue, groups = self.catalogue(session), []
+        catalogue, earlier, groups = self.catalogue(session), self.earlier(session), []
         for case in self.cases(session):
             chosen = [catalogue[name] for name in self.compared(session, case, catalogue) if name in catalogue]
             label = case.name if case.family == LENGTH else f"{case.name} {case.problem.label}"
-            groups.append(Group(label, functools.partial(self._measure, session, case, chosen)))
+            run = functools.partial(self._measure, session, case, chosen)
+            groups.append(Group(label, run if earlier is None else functools.partial(earlier.measured, label, run)))
         return groups
+
+    def earlier(self, session: Session) -> Earlier | None:
+        """Returns the run to compare with. Raises ValueError where there is none of this hardware with these settings."""
+        folder, now = session.options.against, Results(self.name, machine(session.device), self.settings(session))
+        external = {name for name, contender in self.catalogue(session).items() if contender.is_external}
+        return None if folder is None else Earlier.open(folder, now, external, session.options.threshold)
+
+    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+        earlier = self.earlier(session)
+        return (False, []) if earlier is None else earlier.verdict(results, session.options.passes)
 
     def catalogue(self, session: Session) -> dict[str, Contender]:
         """Returns every contender by its name, with TorchScale and backends where they were asked for."""

@@ -93,8 +93,8 @@ class TrainInfer(Suite):
         title = "greatest difference from TorchScale's models over the greatest value, float32 on a CPU"
         return [*found, *listing(having(results, task="parity"), columns, title=title), *failures(results)]
 
-    def verdict(self, results: Results) -> int:
-        return int(any(row.note.startswith("wrong") for row in having(results, task="parity")))
+    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+        return any(row.note.startswith("wrong") for row in having(results, task="parity")), []
 
 
 def _shape(preset: str, session: Session) -> Shape:

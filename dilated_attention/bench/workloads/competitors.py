@@ -25,9 +25,9 @@ from dilated_attention.bench.workloads.contenders import (
     Contender,
     Costs,
     block_pattern,
-    dense_pattern,
     dilated_pattern,
     equal_pattern,
+    external,
     ours,
 )
 from dilated_attention.bench.workloads.problem import Problem
@@ -207,11 +207,11 @@ def _no_attention(problem: Problem) -> Attend:
 
 
 COMPETITORS: tuple[Contender, ...] = (
-    *(Contender(name=f"torch {name}", what=f"torch's kernel {name}, as a user calls it", make=functools.partial(_torch_kernel, name),
-                pattern=dense_pattern) for name in ("cudnn", "flash", "efficient")),
-    Contender(name="fa4", what="FlashAttention-4, as a user calls it", make=_flash4, pattern=dense_pattern),
-    Contender(name="flex dilated", what="the branches, by FlexAttention", make=_flex, pattern=dilated_pattern),
-    Contender(name="flex blocks", what="the case's blocks, by FlexAttention", make=_flex, pattern=block_pattern),
+    *(external(name=f"torch {name}", what=f"torch's kernel {name}, as a user calls it", make=functools.partial(_torch_kernel, name))
+      for name in ("cudnn", "flash", "efficient")),
+    external(name="fa4", what="FlashAttention-4, as a user calls it", make=_flash4),
+    external(name="flex dilated", what="the branches, by FlexAttention", make=_flex, pattern=dilated_pattern),
+    external(name="flex blocks", what="the case's blocks, by FlexAttention", make=_flex, pattern=block_pattern),
     ours("equal", "ours as TorchScale's function: offsets, zero keys, detached mixture", equal_pattern, mixture_grad="detached"),
     floor(),
     cost("lists", "building the lists of the case's blocks for the first time", _lists),
@@ -236,7 +236,7 @@ def torchscale(path: str, kernel: str) -> Contender:
         found = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
     finally:
         sys.path.remove(str(folder))
-    return Contender(
+    return external(
         name="torchscale",
         what=f"TorchScale's dilated attention, without projections, on {kernel}",
         make=functools.partial(_torchscale, found),

@@ -46,6 +46,7 @@ class Contender:
         of: problem → the problem that it computes instead, as the one without options.
         costs: instead of ``make``: calls that are timed to compare with, and whose results nobody asks for.
         local: problem → the part that this process holds, where processes share the sequence.
+        is_external: whether it is other people's code, to which this library's times are compared.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Contender:
     of: Callable[[Problem], Problem] | None = None
     costs: Callable[[Problem], Costs] | None = None
     local: Callable[[Problem], Problem] | None = None
+    is_external: bool = False
 
     def allowed(self, problem: Problem) -> float:
         return BOUNDS[problem.dtype] if self.bound is None else self.bound
@@ -147,8 +149,9 @@ _KINDS: dict[str, tuple[str, Callable[[Problem], Pattern]]] = {
     "dilated": ("ours", dilated_pattern),
     "blocks": ("blocks", block_pattern),
 }
-STANDARD = Contender(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard, pattern=dense_pattern)
-SDPA = Contender(name="torch sdpa", what="torch's scaled_dot_product_attention, its own choice", make=_sdpa, pattern=dense_pattern)
+external = functools.partial(Contender, pattern=dense_pattern, is_external=True)
+STANDARD = external(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard)
+SDPA = external(name="torch sdpa", what="torch's scaled_dot_product_attention, its own choice", make=_sdpa)
 FP8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": FP8_BOUND}
 DENSE: tuple[Contender, ...] = (
     STANDARD,
@@ -255,7 +258,7 @@ MODULES: tuple[Contender, ...] = (
     module("BlockSparseDilatedAttention", "branches and window in one softmax", "block_sparse_dilated", _both),
 )
 MULTIHEAD: tuple[Contender, ...] = (
-    Contender(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, pattern=dense_pattern, inputs="x"),
+    external(name="nn.MultiheadAttention", what="torch's, with projections", make=_torch_multihead, inputs="x"),
     module("MultiheadDilatedAttention", "with projections and norm", "multihead_dilated", _branches, dilated_pattern),
     _block_sparse("MultiheadBlockSparseAttention", "a tenth of the blocks, with projections and norm", _tenth, "multihead_block_sparse"),
     module("MultiheadBlockSparseDilatedAttention", "branches and window in one softmax, with projections and norm",
