@@ -15,15 +15,15 @@ import torch
 import dilated_attention as da
 from dilated_attention.bench import Results, Row, Session
 from dilated_attention.bench.measure.rank_sync import RankSync
+from dilated_attention.bench.measure.sharded import row_errors
 from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.models import flash_attn
 from dilated_attention.bench.report.merge_results import joined
 from dilated_attention.bench.report.rows import machine
-from dilated_attention.bench.sharded import competitors
-from dilated_attention.bench.sharded.cases import CASES
-from dilated_attention.bench.sharded.measure import row_errors
 from dilated_attention.bench.suites import SUITES, scaling
 from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.sharded_cases import CASES
 from dilated_attention.cli import main
 from dilated_attention.distributed.comm.comm_volume import CommSizes
 from tests.helpers.comm_volume import dense_bytes
@@ -130,21 +130,21 @@ def test_the_stand_in_runs_packed_documents(monkeypatch: pytest.MonkeyPatch) -> 
                 grad.copy_(found)
 
     backend = SimpleNamespace(forward_packed=forward, backward_packed=backward)
-    monkeypatch.setattr(competitors, "registry", SimpleNamespace(get=lambda name: backend))
+    monkeypatch.setattr(flash_attn, "registry", SimpleNamespace(get=lambda name: backend))
     ends = torch.tensor([0, 10, 24], dtype=torch.int32)
     given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 14, "max_seqlen_k": 14, "dropout_p": 0, "alibi_slopes": None}
     given |= {"softmax_scale": 0.25, "causal": True, "window_size_left": -1, "window_size_right": -1}
     q, k, v, dout = (torch.randn(24, 2, 16) for _ in range(4))
-    out, lse, _, _ = competitors._forward(q=q, k=k, v=v, **given)
+    out, lse, _, _ = flash_attn.forward(q=q, k=k, v=v, **given)
     leaves = [x[None].requires_grad_() for x in (q, k, v)]
     true = da.attention(*leaves, is_causal=True, cu_seqlens=ends)
     torch.testing.assert_close(out, true[0])
     grads = {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
-    competitors._backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **grads, **given)
+    flash_attn.backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **grads, **given)
     for found, wanted in zip(grads.values(), torch.autograd.grad(true, leaves, dout[None]), strict=True):
         torch.testing.assert_close(found, wanted[0])
     with pytest.raises(AssertionError, match="no dropout"):
-        competitors._forward(q=q, k=k, v=v, **given | {"dropout_p": 0.5})
+        flash_attn.forward(q=q, k=k, v=v, **given | {"dropout_p": 0.5})
 
 
 def as_rank(rank: int, world: int, arguments: list[str], spoiled: bool = False) -> tuple[int, str]:

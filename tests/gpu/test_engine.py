@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from dilated_attention.bench.accuracy.correctness import sampled_errors
+from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.branches import chunking
-from dilated_attention.engine.reference_rows import sampled_gradients, sampled_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
 
@@ -34,17 +35,10 @@ def test_sampled_rows_of_long_sequences(n: int, heads: int, dim: int, rates: lis
     q, k, v, dout = make(n, heads, dim)
     out, lse = dilated_attention(q, k, v, LENGTHS, rates, is_causal=causal, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    pattern = DilatedPattern(LENGTHS, rates)
-    rows = [(p, p % heads) for p in (0, 1, 2047, 2048, 16_384, 32_767, 32_768, n // 2, n - 33, n - 2, n - 1)]
-    rows += [(p // 16 * 16 + h, h) for p, h in ((5000, 3), (33_000, 7), (n - 100, 11))]
-    with torch.no_grad():
-        true_out, true_lse = sampled_rows(pattern, q, k, v, rows, is_causal=causal)
-        true = sampled_gradients(pattern, (dout, q, k, v, out, lse), rows, is_causal=causal)
-    at = tuple(torch.tensor(x, device="cuda") for x in zip(*rows, strict=True))
-    assert (lse[0][at[::-1]].double() - true_lse).abs().max() < 1e-4
-    for name, found, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), (true_out, *true), strict=True):
-        error = ((found[0][at].double() - expected).norm() / expected.norm()).item()
-        assert error < 6e-3, (name, error)
+    problem = Problem(num_positions=n, num_heads=heads, head_dim=dim, dtype=q.dtype, device=q.device, is_causal=causal)
+    errors = sampled_errors(DilatedPattern(LENGTHS, rates), problem, (q, k, v, dout), (out, lse, *grads), count=32)
+    assert errors.pop("lse") < 1e-4
+    assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 6e-3, errors
 
 
 @pytest.mark.parametrize("causal", [False, True])

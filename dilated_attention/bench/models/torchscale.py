@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.backends import Options, registry
+from dilated_attention.bench.models.flash_attn import flash_attn_func
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.integrations.torchscale import from_torchscale, load_torchscale
 
@@ -49,39 +49,6 @@ def find(path: Path, inside: Path) -> Path:
     if not (folder / inside).is_file():
         raise ValueError(f"{path}: there is no {inside} in it; git clone {URLS[inside]} and give that folder")
     return folder
-
-
-class _Kernel(torch.autograd.Function):
-    """A backend's forward and backward without this library's own operator around them; lse has no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = registry.get(name).forward(q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.settings = name, options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        name, options = ctx.settings
-        q, k, v, out, lse = ctx.saved_tensors
-        return *registry.get(name).backward(grads[0].contiguous(), q, k, v, out, lse, options), None, None
-
-
-def flash_attn_func(
-    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, bias: None = None,
-    softmax_scale: float | None = None, is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (out, lse) of q, k, v (B, N, H, D) by a backend of this library, as TorchScale calls flash-attn's function."""
-    if bias is not None or dropout:
-        raise ValueError(f"bias is {bias} and dropout {dropout}; expected None and 0: flash-attn's stand-in has neither")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    found: tuple[torch.Tensor, torch.Tensor] = _Kernel.apply(q, k, v, kernel, Options(scale=scale, causal=is_causal))
-    return found
 
 
 def use_kernel(name: str) -> None:

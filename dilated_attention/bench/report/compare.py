@@ -86,9 +86,7 @@ class Earlier:
                     state = f"missing: {notes.get(key[0], '') or 'not measured'}"
                 failed |= state not in ("", "faster") and key[0] not in self.others
                 body += [[f"{label}: {key[0]}, {key[1]}", figure(then), *cells, state]] if state else []
-        caption = (
-            f"Changes above {100 * self.threshold:g} %, in time (10th percentile) and relative to other people's on the same case."
-        )
+        caption = f"Changes above {100 * self.threshold:g} %, in time (10th percentile) and relative to other people's on the same case."
         return failed, [Table("changes", ("", "ms then", "ms now", "change, %", "relative, %", ""), body, caption)]
 
     def _then(self, label: str) -> dict[Key, float]:

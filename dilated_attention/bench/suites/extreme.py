@@ -28,8 +28,6 @@ PASSES = {"forward": "forward", "both": "forward and backward"}
 TIME = "time, not memory"
 # the kinds, and the power of the length that their time grows with
 KINDS = {"dilated": 1, "block-sparse": 1, "dense": 2}
-# an lse is a logarithm of a sum of exponentials: its error is absolute, that of sums in float32
-_LSE_BOUND = 0.02
 
 
 def pattern_of(kind: str, problem: Problem, first: int) -> Pattern | None:
@@ -154,8 +152,7 @@ def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, 
         # on a CPU a process also draws inputs and checks rows in its time
         found = within(run, at.device, memory=limits.memory, seconds=10 * limits.seconds + 20)
         values, errors = found.value or ({}, {})
-        bound = BOUNDS[at.dtype]
-        note = found.note or wrong(errors | {"lse": 0.0}, bound) or wrong({"lse": errors["lse"]}, _LSE_BOUND)
+        note = found.note or wrong(errors, BOUNDS[at.dtype])
         if not note:
             kept = planned(kind.replace("-", "_"), at, pattern_of(kind, at, first), backward=which == "both", memory=_memory(at, limits))
             values |= kept | {"off": values["peak_bytes"] / kept["predicted_bytes"] - 1}

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention.bench.measure.rank_sync import RankSync
+from dilated_attention.bench.measure.sharded import Entry, measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, figure, pivot
-from dilated_attention.bench.sharded.cases import CASES, SHRINK, UNIT, Case
-from dilated_attention.bench.sharded.competitors import competitors
-from dilated_attention.bench.sharded.measure import Entry, SlideStep, measure
 from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.workloads.competitors import cost
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import ring
+from dilated_attention.bench.workloads.sharded_cases import CASES, SHRINK, UNIT, Case
+from dilated_attention.bench.workloads.sharded_contenders import competitors, sharded_step
 from dilated_attention.parsing import size
 
 DEFAULT = ("dense-*", "longnet-*", "local-*")
@@ -166,35 +167,29 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
     options, W = session.options, session.world_size
     for label, case, N, at in _cases(session):
-        problem, is_slide = at(N), case.name == "slide"
+        problem, found = at(N), list[tuple[str, str, Contender]]()
         pattern = "blocks" if problem.blocks is not None else "dilated" if problem.given_branches is not None else "dense"
         # without a causal mask, zigzag balances nothing
         layouts = dict.fromkeys("contiguous" if name == "zigzag" and not problem.is_causal else name for name in case.layouts)
-        exchanges = ["auto"] if pattern == "blocks" or is_slide else options.exchange
-        found: list[tuple[str, str, Contender]] = []
-        for backend in options.backends:
+        for backend in options.backends if case.name != "slide" else ():
             suffix = f" ({backend})" if backend != "auto" else ""
             found += [("one process", backend, of_backend(backend, pattern, name=f"one process{suffix}"))] if case.fits else []
-            found += [("kernel", backend, of_backend(backend, pattern, name=f"kernel{suffix}"))] if W > 1 and not is_slide else []
-            for layout, exchange in itertools.product(layouts, exchanges):
+            found += [("kernel", backend, of_backend(backend, pattern, name=f"kernel{suffix}"))] if W > 1 else []
+            for layout, exchange in itertools.product(layouts, ["auto"] if pattern == "blocks" else options.exchange):
                 which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
                 how = {"backend": backend, "timeout": options.timeout} | ({} if exchange == "auto" else {"exchange": exchange})
                 found.append(("ring", backend, ring(of_backend(backend, pattern), " ".join(["ring", *which]) + suffix, layout, **how)))
         if pattern == "dense":
             others = competitors(problem, options.ring_flash_attention, options.backends, together.group)
             found += [("foreign", kernel, other) for kernel, other in others]
+        if case.name == "slide":
+            kinds = {"one process": False, "ring": True}
+            found = [(kind, "auto", cost(kind, "", functools.partial(sharded_step, shared))) for kind, shared in kinds.items()]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):
                 about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}
-                yield (SlideStep if is_slide else Entry)(
-                    contender=contender,
-                    at=at,
-                    num_positions=N // W if kind == "kernel" else N,
-                    case=problem.case | about,
-                    kind=kind,
-                    passes=case.passes,
-                    fits=case.fits,
-                )
+                length, about = N // W if kind == "kernel" else N, problem.case | about
+                yield Entry(contender=contender, at=at, num_positions=length, case=about, passes=case.passes, fits=case.fits)
 
 
 def _wide(title: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, float]], of: str, caption: str) -> Table:

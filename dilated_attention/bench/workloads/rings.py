@@ -61,6 +61,26 @@ class OnShards:
         return unshard_sequence(self.group, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
+class Sharded:
+    """A tensor in contiguous shards of equal length, indexed by positions of the whole along ``dim``: every process gets the rows."""
+
+    def __init__(self, x: torch.Tensor, dim: int = 1) -> None:
+        self.x, self.dim = x, dim
+        self.first = members_of(None).rank * x.shape[dim]
+
+    def detach(self) -> Sharded:
+        return self
+
+    def __getitem__(self, index: tuple[Any, ...]) -> torch.Tensor:
+        local = index[self.dim] - self.first
+        mine = (local >= 0) & (local < self.x.shape[self.dim])
+        rows = self.x[(*index[: self.dim], torch.where(mine, local, 0), *index[self.dim + 1 :])].detach().double()
+        rows = torch.where(mine.reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0.0)
+        if members_of(None).size > 1:
+            dist.all_reduce(rows)
+        return rows
+
+
 def local_part(layout: AnyLayout, problem: Problem) -> Problem:
     """Returns the part of the problem that this process holds."""
     members = members_of(None)

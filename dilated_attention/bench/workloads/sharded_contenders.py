@@ -1,7 +1,6 @@
-"""Other people's attention over processes: torch's context_parallel, and zhuzilin's ring-flash-attention from the user's own copy.
+"""What is compared over processes besides rings: torch's context_parallel, zhuzilin's ring-flash-attention from the user's own copy.
 
-ring-flash-attention needs the package flash-attn. Here a stand-in of that name runs one of this library's backends: the same kernel under
-another schedule.
+And a training step of Prov-GigaPath's slide encoder.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,54 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dilated_attention.backends import AttentionRequest, Options, detect, registry
-from dilated_attention.backends.base import Bounds
+from dilated_attention.backends import AttentionRequest, detect, registry
+from dilated_attention.bench.accuracy.correctness import BOUNDS, relative, wrong
 from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.workloads.contenders import Contender, dense_pattern
+from dilated_attention.bench.models import flash_attn
+from dilated_attention.bench.models.slide_encoder import slide
+from dilated_attention.bench.workloads.contenders import Contender, Costs, external
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import OnShards, local_part
+from dilated_attention.distributed import shard_sequence
+from dilated_attention.factory import create_model
+from dilated_attention.models.sharded import average_gradients
+
+
+def sharded_step(is_shared: bool, problem: Problem) -> Costs:
+    """A training step on a slide of the problem's length, over all processes or on one: without dropout, bf16 autocast on a GPU.
+
+    The gradients' mean over the processes is part of it. The slide's vector of shared tiles is compared with one process's first.
+    """
+    device, is_shared = problem.device, is_shared and dist.is_initialized()
+    options: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device}
+    # one layer for a try
+    options |= {"num_layers": 1} if device.type == "cpu" else {}
+    x: Sequence[torch.Tensor] = slide(problem.num_positions, device)
+
+    def made(**group: Any) -> Any:
+        torch.manual_seed(0)
+        return create_model("gigapath-12l768d", **options, **group).train()
+
+    def vector(model: Any, *x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return model(*x).float()  # type: ignore[no-any-return]
+
+    model = made(group=dist.group.WORLD) if is_shared else made()
+    if is_shared:
+        shards = shard_sequence(None, x, [1, 1])
+        with torch.no_grad():
+            error = relative(vector(model, *shards), vector(made(), *x).double())
+        if note := wrong({"vector": error}, BOUNDS[problem.dtype]):
+            raise Refused(note)
+        x = shards
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        vector(model, *x).sum().backward()
+        if is_shared:
+            average_gradients(model)
+
+    return {"both": step}, 1.0
 
 
 def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> list[tuple[str, Contender]]:
@@ -60,7 +101,7 @@ def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> 
 
 
 def _contender(name: str, make: Callable[[Problem], OnShards], layout: str) -> Contender:
-    return Contender(name=name, what="", make=make, pattern=dense_pattern, local=functools.partial(local_part, layout))
+    return external(name=name, what="", make=make, local=functools.partial(local_part, layout))
 
 
 def _torch(layout: str, rotate: str, kernel: str, repeats: int, group: Any, problem: Problem) -> OnShards:
@@ -110,7 +151,7 @@ def _ring_flash_attention(layout: str, schedule: str, kernel: str, path: str, gr
     """Its zigzag (causal only), its basic ring, or its llama3 form for packed documents with so many key/value heads at a time."""
     if not problem.is_causal and schedule != "ring":
         raise Refused(f"its {schedule} form is compared for causal attention alone")
-    package, _stand_in["kernel"] = _imported(path), kernel
+    package, flash_attn.standing_in["kernel"] = _imported(path), kernel
     if problem.bounds is None:
         function = getattr(package, {"zigzag": "zigzag_ring_flash_attn_func", "ring": "ring_flash_attn_func"}[schedule])
         return OnShards(functools.partial(function, causal=problem.is_causal, group=group), layout)
@@ -134,8 +175,7 @@ def _imported(path: str) -> Any:
     names = ("flash_attn", "flash_attn.flash_attn_interface", "ring_flash_attn.adapters")
     stands = {name: types.ModuleType(name) for name in names}
     vars(stands[names[0]])["__path__"] = []
-    for of in ("", "_varlen"):
-        vars(stands[names[1]]).update({f"_flash_attn{of}_forward": _forward, f"_flash_attn{of}_backward": _backward})
+    vars(stands[names[1]]).update(flash_attn.FUNCTIONS)
     # its adapter for transformers imports names that transformers 5 no longer has
     vars(stands[names[2]]).update(dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params")))
     # FlashAttention-4 is installed in a package of the same name: it gets its place back
@@ -151,37 +191,3 @@ def _imported(path: str) -> Any:
         for name in names[:2]:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
-
-
-# the backend behind flash-attn's functions
-_stand_in = {"kernel": "auto"}
-
-
-def _options(given: dict[str, Any]) -> Options:
-    others = {name: given.get(name) for name in ("dropout_p", "softcap", "alibi_slopes", "window_size_left", "window_size_right")}
-    assert all(value in (None, 0, -1) for value in others.values()), f"the stand-in has no dropout, window, softcap or ALiBi: {others}"
-    return Options(scale=given["softmax_scale"], causal=given["causal"])
-
-
-# flash-attn's functions, dense and for packed documents. ring-flash-attention asks for their parameters, and passes all by name
-def _forward(**given: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    backend, (q, k, v) = registry.get(_stand_in["kernel"]), [given[name] for name in "qkv"]
-    if "cu_seqlens_q" not in given:
-        return *backend.forward(q, k, v, _options(given)), None, None
-    out = torch.empty_like(q)
-    lse = backend.forward_packed(q[None], k[None], v[None], _bounds(given), _options(given), out[None])
-    return out, lse[0], None, None
-
-
-def _backward(**given: Any) -> None:
-    backend, (dq, dk, dv) = registry.get(_stand_in["kernel"]), (given[name] for name in ("dq", "dk", "dv"))
-    dout, q, k, v, out, lse = (given[name].contiguous() for name in ("dout", *"qkv", "out", "softmax_lse"))
-    if "cu_seqlens_q" not in given:
-        backend.backward_into(dout, q, k, v, out, lse, _options(given), (dq, dk, dv))
-        return
-    packed = [x[None] for x in (dout, q, k, v, out, lse)]
-    backend.backward_packed(*packed, _bounds(given), _options(given), (dq[None], dk[None], dv[None]))  # type: ignore[call-arg]
-
-
-def _bounds(given: dict[str, Any]) -> Bounds:
-    return Bounds(*(given[f"{what}_{side}"] for what in ("cu_seqlens", "max_seqlen") for side in "qk"))
