@@ -19,7 +19,7 @@ from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.skip import Refused, attempt
 from dilated_attention.bench.measure.timing import Timing, interleaved
 from dilated_attention.bench.report.rows import machine
-from dilated_attention.bench.report.tables import figure, pivot
+from dilated_attention.bench.report.tables import across, compared, failures, figure, listing
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, MULTIHEAD, STANDARD, Contender, dense_pattern
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.cli import main
@@ -53,7 +53,7 @@ class Counted(Suite):
         return [Row(name="one", case={"N": 1024 * len(self.calls)}, values={"ms": 1.5})]
 
     def tables(self, results: Results) -> list[Any]:
-        return [pivot(results.rows, "ms", across="N", title="time")]
+        return [*across(results.rows, "N", "ms", title="time"), *failures(results)]
 
 
 def test_what_a_file_holds_is_not_measured_again(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_out_of_memory_of_a_group_is_a_row_and_other_errors_are_not(tmp_path: Pa
     suite.fails = torch.OutOfMemoryError("CUDA out of memory")
     rows = run(suite, session(), output=tmp_path).results.groups["b"]
     assert [row.note for row in rows] == ["out of memory"]
-    assert "b: out of memory." in (tmp_path / "counted.md").read_text()
+    assert "| b | out of memory |" in (tmp_path / "counted.md").read_text()
     suite.fails = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         run(suite, session(), output=tmp_path, fresh=True)
@@ -282,11 +282,14 @@ def test_tables_say_why_a_figure_is_missing() -> None:
         Row(name="c", case={"N": 1024}, note="runs on cuda"),
         Row(name="d", case={"N": 1024}, note="runs on cuda"),
     ]
-    table = pivot(rows, "ms", across="N", title="t", baseline="a")
-    assert table.rows == [["a", "2", "[1]"], ["b", "1 (2 ×)", "–"]]
-    assert "[1] out of memory" in table.caption
-    assert "Without figures: c, d (runs on cuda)." in table.caption
-    assert table.markdown().splitlines()[2] == "| N | 1,024 | 2,048 |"
+    columns = {"N": ("N", 1.0), "s": ("ms", 1e-3), "×": ("times", 1.0), "no": ("none", 1.0)}
+    (table,) = listing(compared(rows, "ms", "a", "N"), columns, title="t")
+    assert table.columns == ("", "N", "s", "×", "")
+    assert table.rows[:3] == [
+        ["a", "1,024", "0.002", "1", ""], ["a", "2,048", "–", "–", "out of memory"], ["b", "1,024", "0.001", "2", ""]]  # fmt: skip
+    (table,) = across(rows, "N", "ms", title="t")
+    assert table.rows == [["a", "2", "out of memory"], ["b", "1", "–"]]
+    assert table.markdown().splitlines()[2] == "| N | 1024 | 2048 |"
     assert [figure(x) for x in (0, 1234.5, 12.345, 0.00001)] == ["0", "1,234", "12.3", "1.0e-05"]
 
 

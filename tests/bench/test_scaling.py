@@ -222,7 +222,7 @@ def test_two_processes_measure_fail_and_resume_together(tmp_path: Path) -> None:
     # one table of both numbers of processes
     text = (tmp_path / "scaling.md").read_text()
     line = next(line for line in text.splitlines() if line.startswith("| dense-64 causal ring | 2 | 128 | forward |"))
-    assert line.count("|") == 13 and "1, 2 processes on" in text and "efficiency by processes" in text
+    assert line.count("|") == 14 and "1, 2 processes on" in text and "efficiency by processes" in text
 
     assert pool.run(refused_by_one) == [["process 1: no memory here", [0, 1], [0]]] * 2
 
@@ -334,15 +334,14 @@ def test_results_of_gpus_are_shown() -> None:
     results = Results("scaling", here, {}, {"all": rows, "dense-of-65536 causal W=8 torch": [failed]})
     suite = SUITES["scaling"]()
     tables = {table.title: table for table in suite.tables(results)}
-    assert ["dense-of-65536 causal ring", "88.9", "88.9", "88.9", "[1]"] in [
+    assert ["dense-of-65536 causal ring", "88.9", "88.9", "88.9", "process 3: out of memory"] in [
         list(row) for row in tables["forward: efficiency by processes, %"].rows
     ]
-    shown = dict(
-        zip(tables["dense"].columns, next(row for row in tables["dense"].rows if row[0].endswith("ring") and row[1] == "4"), strict=True)
-    )
+    lines = {(row[0], row[1], row[3]): row for row in tables["dense"].rows}
+    shown = dict(zip(tables["dense"].columns, lines["dense-of-65536 causal ring", "4", "forward"], strict=True))
     assert (shown["called, ms"], shown["efficiency, %"], shown["of the kernel, %"], shown["peak, GiB"]) == ("2.25", "88.9", "100", "8")
-    assert "dense-of-65536 causal W=8 ring: process 3: out of memory" in tables["dense"].caption
-    assert tables["not measured"].rows == [["dense-of-65536 causal W=8 torch", "process 2: RingError: …"]]
+    assert lines["dense-of-65536 causal ring", "8", "forward"][-1] == "process 3: out of memory"
+    assert tables["Groups that failed"].rows == [("dense-of-65536 causal W=8 torch", "process 2: RingError: …")]
 
 
 @pytest.mark.gpu

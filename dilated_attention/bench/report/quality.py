@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, figure, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled
+from dilated_attention.bench.report.tables import Table, across, by, failures, having, labelled, listing
 from dilated_attention.files import replacing
 
 # the name of the rows that others are compared with
@@ -19,12 +17,11 @@ DENSE = "dense"
 # % over dense that the picture's logarithmic axis begins with
 _LEAST = 0.01
 _EQUAL = "every pattern of a column keeps the same share of dense attention's causal pairs; a pair of several branches counts in each"
-_FIGURES = {
-    "kept_pct": "Kept pairs, % of dense causal attention",
-    "us_per_token": "Time of a forward without output layer, µs a token",
-    "bits_per_byte": "Loss, bits a byte",
-    "tuning_tokens": "Tuning, tokens",
-}
+_COLUMNS = {"over dense, %": ("over", 1.0), "±": ("over_error", 1.0),
+            "over dense that was tuned as long, %": ("over_tuned", 1.0), "± tuned": ("over_tuned_error", 1.0),
+            "kept pairs, %": ("kept_pct", 1.0), "bits a byte": ("bits_per_byte", 1.0), "forward, µs a token": ("us_per_token", 1.0),
+            "tuning, tokens": ("tuning_tokens", 1.0)}  # fmt: skip
+_NAME = "{name}, {share:g} %"
 _GUESS = "digits of a hidden key that are the likeliest token after the right ones before them; a guess at one digit finds 10 %"
 
 
@@ -46,47 +43,32 @@ def dense_row(results: Results, is_tuned: bool) -> Row | None:
 
 
 def tables(results: Results) -> list[Table]:
-    found = []
+    found = list[Table]()
     for is_tuned, rows in by(having(results, task="loss"), "tuned"):
-        suffix = ", tuned" if is_tuned else ""
-        bases = {"Loss over dense, %": dense_row(results, False)}
-        bases |= {"Loss over dense that was tuned as long, %": dense_row(results, True)} if is_tuned else {}
-        found += [_loss(rows, base, title + suffix) for title, base in bases.items() if base is not None]
+        suffix, bases = ", tuned" if is_tuned else "", {"over": dense_row(results, False), "over_tuned": dense_row(results, is_tuned)}
+        shown = []
+        for row in rows:
+            figures = {}
+            for key, base in bases.items():
+                if base is not None and row.values and row is not base:
+                    figures[key], figures[f"{key}_error"] = over(row, base)
+            shown.append(replace(row, values=row.values | figures))
         about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['about']}" for row in rows if "about" in row.case))
-        kept = labelled(rows, kept="{share:g} %")
-        for value, title in _FIGURES.items():
-            if any(value in row.values for row in rows):
-                found.append(pivot(kept, value, across="kept", title=title + suffix, caption=about if value == "kept_pct" else ""))
+        passages = sum(key.startswith("passage_") for row in rows[:1] for key in row.values)
+        caption = f"{passages} passages of {rows[0].case['N']:,} tokens, second half; ± standard error over passages; {_EQUAL}; {about}"
+        columns = {head: place for head, place in _COLUMNS.items() if is_tuned or "tuned" not in head}
+        found += listing(labelled(shown, _NAME), columns, title=f"Loss over dense{suffix}", caption=caption)
         dense = {row.case["from"]: row.values["bits_per_byte"] for row in having(results, task="position", tuned=False, share=100.0)}
         positions = [
-            replace(row, values={"over_pct": 100 * (row.values["bits_per_byte"] / dense[row.case["from"]] - 1)})
+            replace(row, values={"over": 100 * (row.values["bits_per_byte"] / dense[row.case["from"]] - 1)})
             for row in labelled(having(results, task="position", tuned=is_tuned), **{"positions to": "{to}"})
-            if row.name != DENSE and row.case["from"] in dense
+            if row.case["from"] in dense
         ]
-        for share, mine in by(positions, "share"):
-            title = f"Loss over dense, %, by position, {share:g} % of the pairs{suffix}"
-            found.append(pivot(mine, "over_pct", across="positions to", title=title))
-        needles = labelled(having(results, task="needle", tuned=is_tuned), **{"length, depth": "{length:,}, {depth_pct} %"})
-        for share, _ in by([row for row in needles if row.name != DENSE], "share"):
-            mine = [row for row in needles if row.name == DENSE or row.case["share"] == share]
-            title = f"Hidden keys: digits found, %, {share:g} % of the pairs{suffix}"
-            found.append(pivot(mine, "digits_pct", across="length, depth", title=title, caption=_GUESS))
+        found += across(labelled(positions, _NAME), "positions to", "over", title=f"Loss over dense, %, by position{suffix}")
+        needles = labelled(having(results, task="needle", tuned=is_tuned), _NAME, **{"length, depth": "{length:,}, {depth_pct} %"})
+        title = f"Hidden keys: digits found, %{suffix}"
+        found += across(needles, "length, depth", "digits_pct", title=title, caption=_GUESS)
     return [*found, *failures(results)]
-
-
-def _loss(rows: Sequence[Row], base: Row, title: str) -> Table:
-    shares = sorted({row.case["share"] for row in rows if row.name != DENSE}, reverse=True)
-    cells = {(row.name, row.case["share"]): "{:+.2f} ± {:.2f}".format(*over(row, base)) for row in rows if row.values and row is not base}
-    names = dict.fromkeys(name for name, _ in cells)
-    # dense attention has one figure, at every share
-    body = [[name, *(cells.get((name, 100.0 if name == DENSE else share), "–") for share in shares)] for name in names]
-    notes = dict.fromkeys(f"{row.name}: {row.note}" for row in rows if row.note)
-    passages = sum(key.startswith("passage_") for key in base.values)
-    caption = (
-        f"{passages} passages of {base.case['N']:,} tokens, second half; dense {figure(base.values['bits_per_byte'])} bits/byte; "
-        f"± standard error over passages; {_EQUAL}"
-    )
-    return Table(title, ["method", *(f"{share:g} %" for share in shares)], body, "\n".join([caption, *notes]))
 
 
 def draw(results: Results, path: Path) -> None:

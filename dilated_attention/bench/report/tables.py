@@ -1,12 +1,12 @@
-"""Tables of results, as Markdown for documents and as plain text for a terminal."""
+"""Rows of results as tables, chosen and labelled by what their cases hold; as Markdown for documents and plain text for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dilated_attention.bench.report.rows import Row
+from dilated_attention.bench.report.rows import Results, Row
 
 
 @dataclass(frozen=True)
@@ -32,65 +32,78 @@ class Table:
         return "\n".join([self.title, *("  " + "  ".join(row).rstrip() for row in body), *([self.caption] if self.caption else [])]) + "\n"
 
 
-def pivot(
-    rows: Iterable[Row],
-    value: str,
-    *,
-    across: str,
-    title: str,
-    scale: float = 1.0,
-    caption: str = "",
-    baseline: str | Mapping[Any, float] | None = None,
-    more_is_better: bool = False,
-) -> Table:
-    """Builds a table: names as rows, the case's ``across`` as columns, and in the cells ``values[value] · scale``, or a note if missing.
+def having(results: Results, **case: Any) -> list[Row]:
+    """Returns the rows whose case holds these entries."""
+    return [row for row in results.rows if case.items() <= row.case.items()]
+
+
+def by(rows: Iterable[Row], key: str) -> Iterator[tuple[Any, list[Row]]]:
+    """Yields each value that the cases have under ``key``, in order of appearance, with its rows."""
+    rows = [row for row in rows if key in row.case]
+    for value in dict.fromkeys(row.case[key] for row in rows):
+        yield value, [row for row in rows if row.case[key] == value]
+
+
+def labelled(rows: Iterable[Row], name: str = "{name}", **case: str) -> list[Row]:
+    """Formats names, and entries to add to the cases, from ``name`` and the case: ``labelled(rows, "{name}, {work}", at="{B} × {N:,}")``.
+
+    A row whose case lacks an entry, such as that of a group that failed, keeps its own.
+    """
+    made = []
+    for row in rows:
+        known = {"name": row.name, **row.case}
+        try:
+            added = {key: text.format(**known) for key, text in case.items()}
+            made.append(replace(row, name=name.format(**known), case=row.case | added))
+        except KeyError:
+            made.append(row)
+    return made
+
+
+def compared(rows: Iterable[Row], value: str, base: str, same: str, *, more_is_better: bool = False) -> list[Row]:
+    """Adds ``times`` to the rows: how much better ``value`` is than that of contender ``base`` whose case has an equal ``same``."""
+    rows = list(rows)
+    bases = {row.case[same]: row.values[value] for row in rows if row.name == base and value in row.values}
+    found = []
+    for row in rows:
+        ratio = bases[row.case[same]] / row.values[value] if row.case.get(same) in bases and row.values.get(value) else None
+        times = {} if ratio is None else {"times": 1 / ratio if more_is_better else ratio}
+        found.append(replace(row, values=row.values | times))
+    return found
+
+
+def listing(rows: Iterable[Row], columns: Mapping[str, tuple[str, float]], *, title: str, caption: str = "") -> list[Table]:
+    """Returns a table with a line for each row, and its note; [] without rows.
 
     Args:
-        baseline: name of a contender, or one figure per column; "(x ×)" is appended to cells: the baseline's figure divided by the cell's,
-            so that above 1 is faster.
-        more_is_better: figures are rates, so the ratio is inverted.
+        columns: heading → (key of the row's figures, errors or case; factor). Those that no row has are left out.
     """
     rows = list(rows)
-    # if a whole group failed, it has a note and no place in the table
-    failed = [f"{row.case.get('group', row.name)}: {row.note}." for row in rows if across not in row.case]
-    rows = [row for row in rows if across in row.case]
-    heads = list(dict.fromkeys(row.case[across] for row in rows))
-    if all(isinstance(head, int) and not isinstance(head, bool) for head in heads):
-        heads.sort()
-    names = list(dict.fromkeys(row.name for row in rows if value in row.values))
-    found = {(row.name, row.case[across]): row for row in rows}
-    notes: dict[str, int] = {}
-    if isinstance(baseline, str):
-        bases = {row.case[across]: row.values[value] for row in rows if row.name == baseline and value in row.values}
-    else:
-        bases = dict(baseline or {})
+    known: list[dict[str, Any]] = [{**row.case, **row.errors, **row.values} for row in rows]
+    columns = {head: place for head, place in columns.items() if any(place[0] in held for held in known)}
 
-    def cell(name: str, head: Any) -> str:
-        row = found.get((name, head))
-        if row is None or value not in row.values:
-            return f"[{notes.setdefault(row.note, len(notes) + 1)}]" if row is not None and row.note else "–"
-        text = figure(row.values[value] * scale)
-        if bases.get(head) and name != baseline and row.values[value]:
-            ratio = bases[head] / row.values[value]
-            text += f" ({figure(1 / ratio if more_is_better else ratio)} ×)"
-        return text
+    def cell(held: Any, scale: float) -> str:
+        return held if isinstance(held, str) else figure(scale * held)
 
-    body = [[name, *(cell(name, head) for head in heads)] for name in names]
-    legend = " · ".join(f"[{number}] {note}" for note, number in notes.items())
-    columns = [across, *(f"{head:,}" if isinstance(head, int) else str(head) for head in heads)]
-    return Table(title, columns, body, "\n".join(filter(None, [caption, legend, absent(rows, value), *failed])))
+    cells = [[cell(held.get(key, "–"), scale) for key, scale in columns.values()] for held in known]
+    body = [[row.name, *mine, row.note] for row, mine in zip(rows, cells, strict=True)]
+    return [Table(title, ("", *columns, ""), body, caption)] if body else []
 
 
-def absent(rows: Iterable[Row], value: str) -> str:
-    """Returns a sentence on contenders without a single figure, by their reason."""
-    rows = list(rows)
-    present = {row.name for row in rows if value in row.values}
-    reasons: dict[str, list[str]] = {}
-    for name in dict.fromkeys(row.name for row in rows if row.name not in present):
-        # the first reason of several
-        note = next(row.note for row in rows if row.name == name)
-        reasons.setdefault(note or "no figure", []).append(name)
-    return "Without figures: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()) + "." if reasons else ""
+def across(rows: Iterable[Row], key: str, value: str, *, title: str, caption: str = "", scale: float = 1.0) -> list[Table]:
+    """Returns a table with a line for each name and a column for each value of the cases' ``key``; [] without figures."""
+    rows = [row for row in rows if key in row.case]
+    heads = dict.fromkeys(row.case[key] for row in rows)
+    cells = {(row.name, row.case[key]): figure(scale * row.values[value]) if value in row.values else row.note for row in rows}
+    names = dict.fromkeys(row.name for row in rows if value in row.values)
+    body = [[name, *(cells.get((name, head), "–") for head in heads)] for name in names]
+    return [Table(title, (key, *map(str, heads)), body, caption)] if body else []
+
+
+def failures(results: Results) -> list[Table]:
+    """Returns a table of the groups of which not even the inputs fitted; [] if there are none."""
+    body = [(row.case["group"], row.note) for row in results.rows if "group" in row.case]
+    return [Table("Groups that failed", ("group", "why"), body)] if body else []
 
 
 def figure(value: float) -> str:

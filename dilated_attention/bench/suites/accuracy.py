@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from dilated_attention.backends import registry
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled
+from dilated_attention.bench.report.tables import Table, by, compared, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
@@ -60,11 +59,11 @@ class Accuracy(Suite):
         return groups
 
     def tables(self, results: Results) -> list[Table]:
-        tables: list[Table] = []
-        caption = f"In brackets: that of {PLAIN}, plain softmax in the same dtype, ÷ this one."
-        for (what, rows), key in itertools.product(_by_kind(results), RESULTS):
-            title = f"relative error of {key} against float64, {what}"
-            tables.append(pivot(rows, key, across="N", title=title, baseline=PLAIN, caption=caption))
+        tables, columns = list[Table](), {"positions": ("N", 1.0), **{key: (key, 1.0) for key in RESULTS}, "×": ("times", 1.0)}
+        for what, rows in by(labelled(having(results, part="error"), what="{kind}, {dtype}, causal={causal}"), "what"):
+            caption = f"×: error of out of {PLAIN}, plain softmax in the same dtype, ÷ this one."
+            title = f"relative errors against float64, {what}"
+            tables += listing(compared(rows, "out", PLAIN, "N"), columns, title=title, caption=caption)
         return [*tables, *failures(results)]
 
 
@@ -83,9 +82,3 @@ def errors(kind: str, problem: Problem, chosen: Sequence[str] | None) -> list[Ro
         contenders += [x for x in (*DENSE, *FUNCTIONS) if x.name == {"dense": "flash3_fp8", "dilated": "ours fp8"}[kind]]
     rows = measure(contenders, problem, passes=(), extra={"part": "error", "kind": kind})
     return [replace(row, values=dict(row.errors)) for row in rows]
-
-
-def _by_kind(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """Yields the rows of errors, by kind of attention, dtype and mask."""
-    for is_causal, mask in ((False, "full"), (True, "causal")):
-        yield from by(labelled(having(results, part="error", causal=is_causal), what=f"{{kind}}, {{dtype}}, {mask}"), "what")

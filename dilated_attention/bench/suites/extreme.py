@@ -16,8 +16,7 @@ import torch
 from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, sampled_errors, wrong
 from dilated_attention.bench.measure.peak_call import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import by, failures, labelled, listing
+from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention

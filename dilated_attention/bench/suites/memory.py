@@ -16,8 +16,7 @@ from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having
+from dilated_attention.bench.report.tables import Table, by, compared, failures, having, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
@@ -61,17 +60,13 @@ class Memory(Suite):
         ]
 
     def tables(self, results: Results) -> list[Table]:
-        found = []
+        found = list[Table]()
+        columns = {"positions": ("N", 1.0), "MiB": ("peak_bytes", 2.0**-20), "×": ("times", 1.0), "off the plan, %": ("off", 100.0)}
+        caption = f"Inputs, results and everything in between; causal, one sequence. ×: less than {STANDARD.name}."
         for which, rows in by(having(results, part="attention"), "pass"):
-            title, standard = f"of {which}, by positions", STANDARD.name
-            caption = "Inputs, results and everything in between; causal, one sequence. (… ×): less than standard."
-            mib = f"peak memory, MiB, {title}"
-            found.append(pivot(rows, "peak_bytes", across="N", scale=_MIB, title=mib, caption=caption, baseline=standard))
-            found.append(pivot(rows, "off", across="N", scale=100, title=f"measured against predicted, percent, {title}"))
+            rows = compared(rows, "peak_bytes", STANDARD.name, "N")
+            found += listing(rows, columns, title=f"peak memory of {which}, measured and against the plan", caption=caption)
         return [*found, *failures(results)]
-
-
-_MIB = 2.0**-20
 
 
 def _attention(contenders: Iterable[Contender], problem: Problem, which: str) -> list[Row]:

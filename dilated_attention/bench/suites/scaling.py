@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.sharded import Entry, measure
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, figure, pivot
+from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.competitors import cost
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
@@ -34,6 +34,7 @@ from dilated_attention.bench.workloads.sharded_cases import CASES, SHRINK, UNIT,
 from dilated_attention.bench.workloads.sharded_contenders import competitors, sharded_step
 from dilated_attention.parsing import size
 
+_WHERE = {"W": ("W", 1.0), "positions": ("N", 1.0), "pass": ("pass", 1.0)}
 DEFAULT = ("dense-*", "longnet-*", "local-*")
 PASSES = {"forward": "forward", "both": "forward + backward"}
 # figure → (column, scale, what it is)
@@ -102,26 +103,21 @@ class Scaling(Suite):
         return groups
 
     def tables(self, results: Results) -> list[Table]:
-        rows = _compared(results)
-        found = []
+        rows, found = _compared(results), list[Table]()
         for which, title in PASSES.items():
-            if rings := _rings(rows, which):
-                found.append(pivot(rings, "efficiency", across="W", title=f"{title}: efficiency by processes, %", scale=100.0))
+            rings = [row for row in rows if row.case.get("pass") == which and row.case["kind"] == "ring"]
+            if len({row.case["W"] for row in rings}) > 1:
+                found += across(rings, "W", "efficiency", title=f"{title}: efficiency by processes, %", scale=100.0)
         for name in dict.fromkeys(_family(row) for row in rows):
             mine = [row for row in rows if _family(row) == name]
-            shown = {key: place for key, place in _COLUMNS.items() if any(key in row.values for row in mine)}
-            caption = "; ".join(f"{title}: {what}" for title, _, what in shown.values())
-            missing = dict.fromkeys(f"{_name(row, ' W=' + str(row.case['W']))}: {row.note}" for row in mine if row.note)
-            timed = [row for row in mine if row.values]
-            timed.sort(key=lambda row: (row.case["pass"] != "forward", row.case["N"], row.case["W"]))
-            columns = {key: place[:2] for key, place in shown.items()}
-            found.append(_wide(name, timed, columns, "values", "\n".join([caption, *missing])))
-            errors = {(_name(row), row.case["W"]): row for row in mine if row.errors}.values()
+            mine.sort(key=lambda row: (row.case.get("pass") != "forward", row.case["N"], row.case["W"]))
+            columns = {title: (key, scale) for key, (title, scale, _) in _COLUMNS.items()}
+            caption = "; ".join(f"{title}: {what}" for key, (title, _, what) in _COLUMNS.items() if any(key in row.values for row in mine))
+            found += listing(mine, _WHERE | columns, title=name, caption=caption)
+            errors = {(row.name, row.case["W"]): replace(row, values={}) for row in mine if row.errors}.values()
             kinds = {key: (key, 1.0) for row in errors for key in row.errors}
-            about = "relative, against float64; (whole): against one process's result"
-            found.append(_wide(f"{name}: errors", list(errors), kinds, "errors", about))
-        failed = [[row.case["group"], row.note] for row in results.rows if "W" not in row.case]
-        return [*(table for table in found if table.rows), *([Table("not measured", ["group", "why"], failed)] if failed else [])]
+            found += listing(errors, _WHERE | kinds, title=f"{name}: errors", caption="relative, against float64")
+        return [*found, *failures(results)]
 
 
 def _journal(session: Session) -> Path | None:
@@ -192,19 +188,9 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
                 yield Entry(contender=contender, at=at, num_positions=length, case=about, passes=case.passes, fits=case.fits)
 
 
-def _wide(title: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, float]], of: str, caption: str) -> Table:
-    """Builds a table with a line for each row: what it is, and its figures ``of`` values or errors."""
-    body = []
-    for row in rows:
-        what = [_name(row), str(row.case["W"]), f"{row.case['N']:,}", PASSES.get(row.case.get("pass", ""), "–")]
-        found = getattr(row, of)
-        body.append([*what, *(figure(found[key] * scale) if key in found else "–" for key, (_, scale) in columns.items())])
-    return Table(title, ["contender", "W", "positions", "pass", *(column for column, _ in columns.values())], body, caption)
-
-
 def _compared(results: Results) -> list[Row]:
     """Returns the rows of contenders, with figures that compare them with others of the same run."""
-    rows = [row for row in results.rows if "W" in row.case]
+    rows = labelled([row for row in results.rows if "W" in row.case], "{case} {mask} {name}")
     same = ("case", "mask", "W", "H", "Hk", "D", "pass")
     known = {(tuple(row.case.get(key) for key in same), row.case["kind"], row.case["kernel"]): row.values for row in rows if row.values}
     found = []
@@ -219,16 +205,6 @@ def _compared(results: Results) -> list[Row]:
             values |= {"kernel_share": values["tflops"] / kernel["tflops"]} if kernel and "tflops" in values and "tflops" in kernel else {}
         found.append(replace(row, values=values))
     return found
-
-
-def _rings(rows: Iterable[Row], which: str) -> list[Row]:
-    """Returns the rings' rows of a pass, where several numbers of processes were measured."""
-    found = [replace(row, name=_name(row)) for row in rows if row.case.get("pass") == which and row.case["kind"] == "ring"]
-    return found if len({row.case["W"] for row in found}) > 1 else []
-
-
-def _name(row: Row, more: str = "") -> str:
-    return f"{row.case['case']} {row.case['mask']}{more} {row.name}"
 
 
 def _family(row: Row) -> str:

@@ -26,8 +26,7 @@ from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.compare import Earlier
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
 from dilated_attention.bench.report.rows import Results, Row, machine
-from dilated_attention.bench.report.tables import Table
-from dilated_attention.bench.report.views import labelled, listing
+from dilated_attention.bench.report.tables import Table, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
@@ -236,7 +235,6 @@ def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Ta
         more = {"times": bases[row.case["at"]].values["ms"] / row.values["ms"]} if row.values else {}
         share = utilisation(gpu, row)
         shown.append(replace(row, values=row.values | more | ({} if share is None else {"of_peak": share})))
-    columns = {head: column for head, column in COLUMNS.items() if any(column[0] in row.values for row in shown)}
     shapes = dict.fromkeys(f"{row.case['B']} × {row.case['H']} × {row.case['D']}" for row in rows)
     caption = (
         f"Batch × heads × head dim: {', '.join(shapes)}. ms: median of a call on the device. ×: times as fast as "
@@ -244,4 +242,4 @@ def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Ta
         f"returns. TFLOP/s: {FLOPS[which]} D FLOPs per (query, key) pair of the pattern, with multiplicity. {explained(results, rows)} "
         "peak: memory beyond the inputs."
     )
-    return listing(labelled(shown, "{name}, {at}"), columns, title=title, caption=caption)
+    return listing(labelled(shown, "{name}, {at}"), COLUMNS, title=title, caption=caption)

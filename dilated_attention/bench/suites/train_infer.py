@@ -12,8 +12,7 @@ from typing import Any, cast
 from dilated_attention.bench.models import slide_encoder, steps, torchscale
 from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, pivot
-from dilated_attention.bench.report.views import by, failures, having, labelled, listing
+from dilated_attention.bench.report.tables import Table, by, compared, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
@@ -26,6 +25,8 @@ TASKS: dict[str, tuple[int, ...]] = {"generate": (512, 2048), "decode": (2048,),
 _LARGE = 10**9
 _CONTEXTS = ((1024, 4096, 16384, 65536, 131072), (2048, 8192, 32768))
 _PROMPTS = (131072, 65536)
+_COLUMNS = {"requests × positions": ("place", 1.0), "ms": ("ms", 1.0), "tokens/s": ("tokens_per_s", 1.0), "×": ("times", 1.0),
+            "cached, MiB": ("cache_bytes", 2.0**-20)}  # fmt: skip
 _DOING = {"prefill": "reading a prompt", "decode": "writing after a prompt", "step": "writing after random context"}
 
 
@@ -75,16 +76,11 @@ class TrainInfer(Suite):
         for model, rows in by(results.rows, "model"):
             # a folder of an earlier version may hold rows of tasks that are gone
             for task, mine in ((task, mine) for task, mine in by(rows, "task") if task in _DOING):
-                title, placed = f"{model}: {_DOING[task]}", labelled(mine, place="{B} × {N:,}")
+                placed = compared(labelled(mine, place="{B} × {N:,}"), "tokens_per_s", "dense", "place", more_is_better=True)
                 about = [f"{row.name}: {row.case['attention']}" for row in mine if "attention" in row.case]
                 dtypes = " or ".join(dict.fromkeys(row.case["dtype"] for row in mine))
-                caption = f"{dtypes}; {'; '.join(dict.fromkeys(about))}; (… ×): over dense"
-                what = f"{title}, tokens of all requests per second by sequences × positions"
-                how: dict[str, Any] = {"caption": caption, "baseline": "dense", "more_is_better": True}
-                found.append(pivot(placed, "tokens_per_s", across="place", title=what, **how))
-                if task != "prefill":
-                    what = f"{title}, keys and values cached, MiB"
-                    found.append(pivot(placed, "cache_bytes", across="place", title=what, scale=2.0**-20))
+                caption = f"{dtypes}; {'; '.join(dict.fromkeys(about))}; tokens/s of all requests; ×: over dense"
+                found += listing(placed, _COLUMNS, title=f"{model}: {_DOING[task]}", caption=caption)
         slides = labelled(having(results, task="slides"), "{name}, {tiles:,} tiles")
         columns = {"ms": ("ms", 1.0), "peak, GB": ("peak_bytes", 1e-9), "off float32": ("output", 1.0)}
         title = "a training step of Prov-GigaPath's slide encoder on one slide"
