@@ -1,11 +1,8 @@
-"""bench extreme: the longest sequence that fits, each length in a process of its own with its own limits, rows checked against float64."""
+"""bench extreme: the longest sequence that fits, each length under a limit of memory, rows checked against float64."""
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,54 +10,32 @@ import torch
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy.correctness import sampled_errors
-from dilated_attention.bench.measure.skip import Attempt, Refused
-from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
+from dilated_attention.bench.measure.peak import Peak
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
+from dilated_attention.bench.workloads import contenders
 from dilated_attention.bench.workloads.contenders import dense_pattern
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.cli import main
-from dilated_attention.functional import block_sparse_attention
+from dilated_attention.functional import attention, block_sparse_attention
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 
-pytestmark = pytest.mark.skipif(bool(why_no_children()), reason=why_no_children() or "-")
 MIB = 2**20
 
 
-def passing(mib: int) -> int:
-    """The peak of a tensor that is gone at the end; a smaller one before it does not count."""
-    torch.ones(MIB // 4 * mib // 2)
-    peak = Peak(torch.device("cpu"))
-    x = torch.ones(MIB // 4 * mib)
-    del x
-    return peak.bytes()
-
-
-def fails() -> None:
-    raise KeyError("a bug")
-
-
-def refuses() -> None:
-    print("something that must not get between answers")
-    raise Refused("not today")
-
-
-@pytest.mark.slow
-@pytest.mark.no_poison
-def test_a_child_tells_its_peak_and_what_ended_it() -> None:
-    for mib in (64, 16, 128):
-        peak = in_child(passing, mib).value
-        assert abs(peak / MIB - mib) < 3, (mib, peak / MIB)
-    assert in_child(passing, 256, memory=128 * MIB).note == "out of memory"
-    # the limit was that child's
-    assert in_child(passing, 256).value > 250 * MIB
-    assert in_child(refuses).note == "not today"
-    begun = time.monotonic()
-    assert in_child(time.sleep, 60, seconds=0.2).note == "time, not memory"
-    assert time.monotonic() - begun < 20
-    assert in_child(os.abort).note == "the process ended by signal 6"
-    with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
-        in_child(fails)
+def test_a_peak_is_that_of_a_tensor_that_is_gone_at_the_end() -> None:
+    torch.ones(MIB // 4 * 64)
+    with Peak(torch.device("cpu")) as peak:
+        x = torch.ones(MIB // 4 * 16)
+        del x
+        torch.ones(MIB // 4 * 8)
+    assert peak.bytes == 16 * MIB
+    # an error ends the count, and the next begins anew
+    with pytest.raises(KeyError), Peak(torch.device("cpu")):
+        raise KeyError
+    with Peak(torch.device("cpu")) as peak:
+        pass
+    assert peak.bytes == 0
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -90,7 +65,7 @@ def test_sampled_errors_find_a_wrong_row_of_each_result(kind: str, is_causal: bo
 def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(num_positions=300, num_heads=1, head_dim=16)
     leaves = problem.qkv()
-    results = [x.detach() for x in extreme.attend_of("dense", 64, problem)(*leaves)]
+    results = [x.detach() for x in attention(*leaves, return_lse=True)]
     whole = sampled_errors(dense_pattern(problem), problem, leaves, results)
     monkeypatch.setattr("dilated_attention.bench.accuracy.truth._STRETCH", 7)
     assert sampled_errors(dense_pattern(problem), problem, leaves, results) == pytest.approx(whole, rel=1e-6)
@@ -143,14 +118,8 @@ def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) 
     assert set(first.errors) == {"out", "lse", "dq", "dk", "dv"}
 
 
-def wrong_attention(kind: str, first: int, problem: Problem) -> Any:
-    return lambda q, k, v: (v, v[..., 0].transpose(1, 2))
-
-
 def test_a_wrong_kind_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extreme, "attend_of", wrong_attention)
-    # in this process, where the name is replaced
-    monkeypatch.setattr(extreme, "within", lambda run, device, **limits: Attempt(run()))
+    monkeypatch.setattr(contenders, "our_call", lambda problem, pattern, q, k, v, **options: (v, v[..., 0].transpose(1, 2)))
     problem = Problem(num_positions=512, num_heads=2, head_dim=16)
     (row,) = extreme.search("dilated", "forward", problem, 128, extreme.Limits(None, 1.0, 4096), [512])
     assert row.note.startswith("wrong: out off by") and not row.values and row.errors["out"] > 0.5

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.measure.subprocess_runner import why_no_children
 from dilated_attention.bench.models import language, slide_encoder, steps
 from dilated_attention.bench.models.language import KINDS, Shape, check, family
 from dilated_attention.bench.report.rows import machine
@@ -94,7 +93,6 @@ def test_decoding_starts_in_a_cache_of_random_numbers() -> None:
     assert rows[0].values["cache_bytes"] == 2 * 2 * 2 * 512 * 32 * 4
 
 
-@pytest.mark.skipif(bool(why_no_children()), reason=why_no_children() or "-")
 def test_the_slide_encoder_takes_a_step() -> None:
     rows = list(slide_encoder.measure(20, None, 10, {"num_layers": 1}, CPU, 0.01))
     assert [row.name for row in rows] == [f"ours, {label}" for label in slide_encoder.VARIANTS["cpu"]]

@@ -1,17 +1,17 @@
-"""One call of an attention under limits of memory and time: its seconds, its peak, what it computed, and what the plan expects of it."""
+"""One call of an attention under a limit of memory: its seconds, its peak, what it computed, and what the plan expects of it."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from dilated_attention.bench.measure.peak import Peak
 from dilated_attention.bench.measure.skip import Attempt, attempt, release
-from dilated_attention.bench.measure.subprocess_runner import Peak, in_child, why_no_children
 from dilated_attention.bench.measure.timing import synchronise
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.blocks.lists import clear_block_lists
@@ -23,17 +23,11 @@ T = TypeVar("T")
 PASSES = ("forward", "training")
 
 
-def within(function: Callable[[], T], device: torch.device, *, memory: int | None = None, seconds: float | None = None) -> Attempt[T]:
-    """Calls a function that can be pickled: on a CPU in a process of its own, on a GPU here, without what earlier calls have left.
-
-    Args:
-        memory: bytes that it may take; None for those of the device.
-        seconds: after which a process on a CPU is ended. A call on a GPU cannot be interrupted.
-    """
-    if device.type != "cuda":
-        why_not = why_no_children()
-        return Attempt(None, why_not) if why_not else in_child(function, memory=memory, seconds=seconds)
+def within(function: Callable[[], T], device: torch.device, *, memory: int | None = None) -> Attempt[T]:
+    """Calls a function without what earlier calls have left; on a GPU with ``memory`` bytes, None for all."""
     _forget()
+    if device.type != "cuda":
+        return attempt(function)
     before, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (memory or total) / total), device)
     try:
@@ -64,42 +58,40 @@ class Called:
     results: list[torch.Tensor]
 
 
-def called(make: Callable[[Problem], Callable[..., Any]], problem: Problem, *, backward: bool) -> Called:
-    """Calls what ``make`` makes of the problem, in this process. The peak includes inputs and results."""
-    on_gpu = problem.device.type == "cuda"
+def called(make: Callable[[Problem], Callable[..., Any]], problem: Problem, *, backward: bool, memory: int | None = None) -> Called:
+    """Calls what ``make`` makes of the problem, in this process. The peak includes inputs and results.
+
+    Raises:
+        torch.OutOfMemoryError: also on a CPU, whose allocator has no limit, where the peak is above ``memory``.
+    """
+    attend, on_gpu = make(problem), problem.device.type == "cuda"
+    # the first call of a length compiles, and builds the plans and tables that calls share
+    if on_gpu:
+        _once(attend, problem, backward)
+    with Peak(problem.device) as peak:
+        found = _once(attend, problem, backward)
     if not on_gpu:
-        # code is loaded on first use, which must not count towards the peak
-        small = replace(problem, num_positions=min(problem.num_positions, 512))
-        _results(make(small), *_inputs(small, backward))
-    attend = make(problem)
-    found: Called | None = None
-    # on a GPU the first call of a length compiles, and builds the plans and tables that calls share
-    for _ in range(2 if on_gpu else 1):
-        found = None
-        gc.collect()
-        peak = Peak(problem.device)
-        leaves, dout = _inputs(problem, backward)
-        synchronise(problem.device)
-        begun = time.perf_counter()
-        results = _results(attend, leaves, dout)
-        synchronise(problem.device)
-        found = Called(time.perf_counter() - begun, peak.bytes(), [*leaves, *([] if dout is None else [dout])], results)
-        del leaves, dout, results
-    assert found is not None
-    return found
+        if memory is not None and peak.bytes > memory:
+            raise torch.OutOfMemoryError(f"a call took {peak.bytes} bytes, more than {memory}")
+        del found
+        found = _once(attend, problem, backward)
+    seconds, inputs, results = found
+    return Called(seconds, peak.bytes, inputs, results)
 
 
-def _inputs(problem: Problem, backward: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def _once(attend: Callable[..., Any], problem: Problem, backward: bool) -> tuple[float, list[torch.Tensor], list[torch.Tensor]]:
+    """Returns the seconds of a call, its inputs and its results."""
+    gc.collect()
     # dout exists before the forward, so that it does not split up blocks that the forward frees
-    return problem.qkv(), problem.draw(problem.num_heads, 9) if backward else None
-
-
-def _results(attend: Callable[..., Any], leaves: Sequence[torch.Tensor], dout: torch.Tensor | None) -> list[torch.Tensor]:
-    with torch.set_grad_enabled(dout is not None):
+    leaves, dout = problem.qkv(), [problem.draw(problem.num_heads, 9)] if backward else []
+    synchronise(problem.device)
+    begun = time.perf_counter()
+    with torch.set_grad_enabled(backward):
         found = attend(*leaves)
     found = list(found) if isinstance(found, tuple) else [found]
-    grads = () if dout is None else torch.autograd.grad(found[0], leaves, dout)
-    return [*(x.detach() for x in found), *grads]
+    grads = torch.autograd.grad(found[0], leaves, dout[0]) if backward else ()
+    synchronise(problem.device)
+    return time.perf_counter() - begun, [*leaves, *dout], [*(x.detach() for x in found), *grads]
 
 
 def planned(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.subprocess_runner import Peak
+from dilated_attention.bench.measure.peak import Peak
 
 # how one call is seen in addition to its median
 WAYS = ("called", "host", "kernels", "graph")
@@ -129,9 +129,9 @@ def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
     """Returns the peak bytes of a call beyond those before it, results included; None without CUDA, where PyTorch does not count them."""
     if device.type != "cuda":
         return None
-    peak = Peak(device)
-    function()
-    return peak.bytes()
+    with Peak(device) as peak:
+        function()
+    return peak.bytes
 
 
 def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: float, ways: Sequence[str] = WAYS) -> dict[str, float]:

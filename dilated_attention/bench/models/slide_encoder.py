@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench.measure.peak import Peak
 from dilated_attention.bench.measure.peak_call import within
 from dilated_attention.bench.measure.skip import Attempt
-from dilated_attention.bench.measure.subprocess_runner import Peak
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, use_kernel
 from dilated_attention.bench.report.rows import Row
@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "cpu": {"float32": {}, "float32, activation checkpointing": {"checkpoint_activations": True}, "float32, plain layers": {"plain": True}},
 }
+# the module, what is called, and its inputs
+Built = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 _THEIRS = {"cuda": torch.float16}
 KERNELS = {"cuda": ("sdpa_flash", "sdpa_cudnn"), "cpu": ("sdpa_cpu",)}
 CAPTION = "forward in training mode and backward, no optimiser; peaks include weights and gradients; original: float16 autocast on a GPU"
@@ -80,19 +82,24 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
 def _ours(settings: dict[str, Any], changes: dict[str, Any], tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
     options, dtype = dict(settings), settings.get("dtype", torch.float32)
     autocast, is_plain, is_graph = (options.pop(name, None) for name in ("autocast", "plain", "graph"))
-    peak = Peak(device)
-    torch.manual_seed(0)
-    model: Any = create_model("gigapath-12l768d", **{"dtype": dtype} | changes | options, device=device).train()
-    x, coords = slide(tiles, device)
+
+    def build() -> Built:
+        torch.manual_seed(0)
+        model: Any = create_model("gigapath-12l768d", **{"dtype": dtype} | changes | options, device=device).train()
+        x, coords = slide(tiles, device)
+        return model, model, (x.to(dtype), coords)
+
     with plain_layers() if is_plain else contextlib.nullcontext():
-        return _timed(model, model, (x.to(dtype), coords), autocast, peak, seconds, is_graph=bool(is_graph))
+        return _timed(build, autocast, device, seconds, is_graph=bool(is_graph))
 
 
 def _original(gigapath: Path, grid: int, kernel: str, tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
-    peak = Peak(device)
-    with imported(gigapath, gigapath / "gigapath") as load:
+    def build() -> Built:
         module = _loaded(load, grid, kernel, device).train()
-        return _timed(module, lambda *x: module(*x)[0], slide(tiles, device), _THEIRS.get(device.type), peak, seconds)
+        return module, lambda *x: module(*x)[0], slide(tiles, device)
+
+    with imported(gigapath, gigapath / "gigapath") as load:
+        return _timed(build, _THEIRS.get(device.type), device, seconds)
 
 
 def _loaded(load: Any, grid: int, kernel: str, device: torch.device) -> nn.Module:
@@ -116,24 +123,25 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
 
 
 def _timed(
-    module: nn.Module, model: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], autocast: torch.dtype | None, peak: Peak,
-    seconds: float, *, is_graph: bool = False,
-) -> dict[str, float]:  # fmt: skip
-    device = x[0].device
+    build: Callable[[], Built], autocast: torch.dtype | None, device: torch.device, seconds: float, *, is_graph: bool = False
+) -> dict[str, float]:
+    on_gpu = device.type == "cuda"
+    with Peak(device) as peak:
+        module, model, x = build()
 
-    def step() -> None:
-        module.zero_grad(set_to_none=True)
-        with _autocast(device, autocast):
-            loss = model(*x).float().sum()
-        loss.backward()
+        def step() -> None:
+            module.zero_grad(set_to_none=True)
+            with _autocast(device, autocast):
+                loss = model(*x).float().sum()
+            loss.backward()
 
-    call, least = step, 1
-    if device.type == "cuda":
-        # kernels are chosen and compiled, which does not count
-        for _ in range(3):
+        step()
+        if on_gpu:
+            # kernels are chosen and compiled, which does not count
             step()
-        call, least = captured(step) if is_graph else step, 5
-        torch.cuda.reset_peak_memory_stats(device)
-    values = in_turns({"step": call}, device, seconds=seconds, least=least)["step"].values()
+            torch.cuda.reset_peak_memory_stats(device)
+            step()
+    call = captured(step) if is_graph else step
+    values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"].values()
     # a graph's memory is its own, and not counted
-    return values if is_graph else values | {"peak_bytes": peak.bytes()}
+    return values if is_graph else values | {"peak_bytes": peak.bytes}

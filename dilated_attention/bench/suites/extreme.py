@@ -9,7 +9,7 @@ import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,37 +18,26 @@ from dilated_attention.bench.measure.peak_call import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.workloads.contenders import of_backend
 from dilated_attention.bench.workloads.problem import Problem, geometric
-from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.parsing import UsageError, size
-from dilated_attention.pattern import DilatedPattern, LocalWindow
+from dilated_attention.pattern import LocalWindow
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 TIME = "time, not memory"
-# the kinds, and the power of the length that their time grows with
-KINDS = {"dilated": 1, "block-sparse": 1, "dense": 2}
+# kind → this library's function, and the power of the length that its time grows with
+KINDS = {"dilated": (of_backend("auto", return_lse=True), 1), "block-sparse": (of_backend("auto", "blocks", return_lse=True), 1),
+         "dense": (of_backend("auto", "dense", return_lse=True), 2)}  # fmt: skip
 
 
-def pattern_of(kind: str, problem: Problem, first: int) -> Pattern | None:
-    """Returns branches up to the whole sequence, a window of one first segment, or None for every key."""
-    if kind == "dilated":
-        return DilatedPattern(*geometric(problem.num_positions, first=first))
-    return LocalWindow(first // 2, block_size=128 if first >= 1024 else 64) if kind == "block-sparse" else None
+def of_length(problem: Problem, length: int, first: int) -> Problem:
+    """Returns the problem of another length: branches up to the whole sequence, blocks of a window of one first segment."""
+    window = LocalWindow(first // 2, block_size=128 if first >= 1024 else 64)
+    return replace(problem, num_positions=length, given_branches=geometric(length, first=first), blocks=window)
 
 
-def attend_of(kind: str, first: int, problem: Problem) -> Any:
-    """Returns the function q, k, v → (out, lse)."""
-    pattern = pattern_of(kind, problem, first)
-    options: dict[str, Any] = {"is_causal": problem.is_causal, "return_lse": True}
-    if isinstance(pattern, DilatedPattern):
-        return functools.partial(
-            dilated_attention, segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates, **options
-        )
-    return (
-        functools.partial(attention, **options)
-        if pattern is None
-        else functools.partial(block_sparse_attention, pattern=pattern, **options)
-    )
+def pattern_of(kind: str, problem: Problem) -> Pattern:
+    return cast(Pattern, KINDS[kind][0].pattern(problem))
 
 
 @dataclass(frozen=True)
@@ -144,17 +133,15 @@ def _searches(results: Results) -> list[Row]:
 def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, lengths: Sequence[int] = ()) -> list[Row]:
     """Returns a row for every length tried, in that order: those of ``lengths``, or those of the search."""
     rows: list[Row] = []
-    following = _search(kind, problem.num_positions, limits, rows) if not lengths else iter(lengths)
-    for length in following:
-        at = replace(problem, num_positions=length)
-        run = functools.partial(one, kind, which, at, first)
-        # on a CPU a process also draws inputs and checks rows in its time
-        found = within(run, at.device, memory=limits.memory, seconds=10 * limits.seconds + 20)
+    for length in lengths or _search(kind, problem.num_positions, limits, rows):
+        at = of_length(problem, length, first)
+        found = within(functools.partial(one, kind, which, at, limits.memory), at.device, memory=limits.memory)
         values, errors = found.value or ({}, {})
         note = found.note or wrong(errors, BOUNDS[at.dtype])
         if not note:
-            kept = planned(kind.replace("-", "_"), at, pattern_of(kind, at, first), backward=which == "both", memory=_memory(at, limits))
-            values |= kept | {"off": values["peak_bytes"] / kept["predicted_bytes"] - 1}
+            pattern = None if kind == "dense" else pattern_of(kind, at)
+            plan = planned(kind.replace("-", "_"), at, pattern, backward=which == "both", memory=_memory(at, limits))
+            values |= plan | {"off": values["peak_bytes"] / plan["predicted_bytes"] - 1}
         rows.append(Row(name=kind, case={"pass": which, **at.case}, values={} if note else values, errors=errors, note=note))
     return rows
 
@@ -166,7 +153,7 @@ def _memory(problem: Problem, limits: Limits) -> int:
 def _search(kind: str, length: int, limits: Limits, rows: list[Row]) -> Iterator[int]:
     """Yields lengths to try, each twice the one before, until one does not fit or would take too long."""
     while length <= limits.most:
-        if rows and rows[-1].values["ms"] / 1000 * 2 ** KINDS[kind] > limits.seconds:
+        if rows and rows[-1].values["ms"] / 1000 * 2 ** KINDS[kind][1] > limits.seconds:
             rows.append(replace(rows[-1], case=rows[-1].case | {"N": length}, values={}, errors={}, note=TIME))
             return
         yield length
@@ -175,11 +162,10 @@ def _search(kind: str, length: int, limits: Limits, rows: list[Row]) -> Iterator
         length *= 2
 
 
-def one(kind: str, which: str, problem: Problem, first: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns figures and errors of one call in this process."""
-    found = called(functools.partial(attend_of, kind, first), problem, backward=which == "both")
-    pattern = pattern_of(kind, problem, first) or DilatedPattern((problem.num_positions,), (1,), "zero")
-    errors = sampled_errors(pattern, problem, found.inputs, found.results)
-    tokens = problem.num_positions
+def one(kind: str, which: str, problem: Problem, memory: int | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns figures and errors of one call."""
+    contender, tokens = KINDS[kind][0], problem.num_positions
+    found = called(contender.make, problem, backward=which == "both", memory=memory)
+    errors = sampled_errors(pattern_of(kind, problem), problem, found.inputs, found.results)
     values = {"ms": 1000 * found.seconds, "tokens_per_s": tokens / found.seconds, "peak_bytes": found.peak}
     return values | {"bytes_per_token": found.peak / tokens}, errors

@@ -13,7 +13,7 @@ from typing import Any
 
 from dilated_attention.bench.accuracy.contender_check import check
 from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
-from dilated_attention.bench.measure.peak_call import PASSES, called, planned, within
+from dilated_attention.bench.measure.peak_call import PASSES, Called, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, having, listing
@@ -75,33 +75,27 @@ def _attention(contenders: Iterable[Contender], problem: Problem, which: str) ->
         if which == "training" and not contender.trains:
             continue
         row = Row(name=contender.name, case=problem.case | {"part": "attention", "pass": which})
-        note = _wrong(contender.name, problem.reduced(WHOLE))
+        note = _wrong(contender, problem.reduced(WHOLE))
         predicted = None if note else predicted_bytes(contender, problem, which)
         if predicted is not None and predicted > _MOST_ON_CPU and problem.device.type == "cpu":
             note = f"not run: it would take {predicted / 2**30:.1f} GiB, on a CPU at most {_MOST_ON_CPU / 2**30:.0f}"
-        run = functools.partial(peak_of_call, contender.name, problem, which)
-        found: Attempt[int] = Attempt(None, note) if note else within(run, problem.device)
+        run = functools.partial(called, contender.make, problem, backward=which == "training")
+        found: Attempt[Called] = Attempt(None, note) if note else within(run, problem.device)
         if found.value is None:
             rows.append(replace(row, note=found.note))
             continue
-        values: dict[str, float] = {"peak_bytes": found.value}
+        values: dict[str, float] = {"peak_bytes": found.value.peak}
         if predicted is not None:
-            values |= {"predicted_bytes": predicted, "off": found.value / predicted - 1}
+            values |= {"predicted_bytes": predicted, "off": found.value.peak / predicted - 1}
         rows.append(replace(row, values=values))
     return rows
 
 
 @functools.lru_cache(maxsize=256)
-def _wrong(name: str, small: Problem) -> str:
+def _wrong(contender: Contender, small: Problem) -> str:
     """Returns a note where a contender does not run or is wrong on a short sequence."""
-    contender = CONTENDERS[name]
     made = attempt(lambda: check(contender, small, contender.make(small)))
     return made.note or wrong(made.value or {}, contender.allowed(small))
-
-
-def peak_of_call(name: str, problem: Problem, which: str) -> int:
-    """Returns the peak bytes of a call, inputs and results included, in the current process."""
-    return called(CONTENDERS[name].make, problem, backward=which == "training").peak
 
 
 def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int | None:
