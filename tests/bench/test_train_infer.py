@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
     def no_room(shape: Shape, *arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("not even the weights")
 
-    monkeypatch.setattr(language, "family", no_room)
+    monkeypatch.setattr(steps, "family", no_room)
     notes = [row.note for row in steps.generate(SMALL, KINDS, 16, 1, **HERE)]
     assert notes == ["out of memory"] * 3
 

@@ -6,27 +6,24 @@ The kinds of attention have no parameters of their own, so their models share ev
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.skip import attempt, release
-from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.fork import cached_property
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
 from dilated_attention.pattern import GlobalLocal, LocalWindow, geometric_branches
 
-T = TypeVar("T")
 KINDS = ("dense", "dilated", "block_sparse")
 # further kinds: branches up to 1M positions, and 2,048 keys with 128 global ones
 MORE_KINDS = ("dilated-1M", "global-local")
 # layers of the models compared with float64; each adds its own rounding
-_LAYERS = 2
+LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,8 @@ class Shape:
 def family(shape: Shape, kinds: Sequence[str], device: torch.device, dtype: torch.dtype) -> dict[str, LongNetLM]:
     """Returns a model for each kind, all sharing the same parameters."""
     torch.manual_seed(0)
-    first = shape.model(kinds[0], device=device, dtype=dtype)
-    found = {kinds[0]: first}
-    for kind in kinds[1:]:
+    first, found = shape.model("dense", device=device, dtype=dtype), dict[str, LongNetLM]()
+    for kind in kinds:
         found[kind] = shape.model(kind, device="meta", dtype=dtype)
         found[kind].load_state_dict(first.state_dict(keep_vars=True), assign=True)
     return found
@@ -98,7 +94,7 @@ def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.devi
     ``"logits"``; ``"decoded"``: logits of tokens decoded with a cache, against those of the whole sequence. The context is longer than
     the window and the first segment.
     """
-    narrow = {"vocab_size": 256, "num_layers": _LAYERS, "num_heads": 2, "embed_dim": 2 * head_dim, "ffn_dim": 8 * head_dim}
+    narrow = {"vocab_size": 256, "num_layers": LAYERS, "num_heads": 2, "embed_dim": 2 * head_dim, "ffn_dim": 8 * head_dim}
     grouped = cast(LongNetConfig, MODEL_PRESETS[preset]).num_kv_heads is not None
     shape = Shape(preset, narrow | {"num_kv_heads": 1 if grouped else None}, small)
     torch.manual_seed(1)
@@ -119,32 +115,3 @@ def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.devi
         "logits": correctness.relative(logits, true),
         "decoded": correctness.relative(torch.stack(decoded, 1).cpu(), true[:, length - new - 1 :]),
     }
-
-
-def started(
-    shape: Shape, kinds: Sequence[str], names: Sequence[str], case: dict[str, Any], start: Callable[[LongNetLM], T], device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[list[Row], dict[str, T]]:  # fmt: skip
-    """Checks each kind, makes its model and calls ``start`` with it.
-
-    Returns a row for each kind, with the errors of ``names``, and what ``start`` returned, by kind; a kind that is wrong, is refused or
-    does not fit has a note in its row and is not among the latter.
-    """
-    rows, found = dict[str, Row](), dict[str, T]()
-    for kind in kinds:
-        checked = attempt(functools.partial(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype))
-        errors = {name: (checked.value or {})[name] for name in names if checked.value}
-        note = checked.note or correctness.wrong(errors, _LAYERS * correctness.BOUNDS[dtype])
-        rows[kind] = Row(name=kind, case=case | {"attention": shape.legend(kind)}, errors=errors, note=note)
-    release()
-    able = [kind for kind in kinds if not rows[kind].note]
-    made = attempt(functools.partial(family, shape, able, device, dtype)) if able else None
-    for kind in able:
-        assert made is not None
-        one = made if made.value is None else attempt(functools.partial(start, made.value[kind]))
-        if one.note:
-            others = ", with what the other kinds hold" if found and one.note == "out of memory" else ""
-            rows[kind] = replace(rows[kind], note=one.note + others)
-        else:
-            found[kind] = cast(T, one.value)
-    return list(rows.values()), found

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench.measure.skip import attempt, release
 from dilated_attention.bench.measure.timing import Timing, in_turns, one_call
-from dilated_attention.bench.models.language import Shape, started
+from dilated_attention.bench.models.language import LAYERS, Shape, check, family
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.models import KVCache, LongNetLM
 from dilated_attention.models.generation import Stepper, prefill
@@ -65,34 +66,41 @@ def generate(
 ) -> list[Row]:  # fmt: skip
     """Returns rows of task ``"prefill"``, a prompt of ``context`` tokens, and of task ``"decode"``, steps after it, for each kind.
 
-    Values: ``ms`` of a prompt and of one step of all requests, with percentiles; ``tokens_per_s`` over all requests; ``cache_bytes``.
+    Values: ``ms`` of a prompt and of one step of all requests, with percentiles; ``tokens_per_s`` of all requests; ``cache_bytes``. A kind
+    that is wrong, is refused or does not fit has one row with a note.
 
     Args:
         new_tokens: steps in a row.
         is_random: the cache holds random numbers in place of a prompt, and the only rows are of task ``"step"``.
     """
-    case = {"task": "step" if is_random else "prefill"} | _case(shape, context, batch, dtype)
-    prompt = None if is_random else _tokens(shape, batch, context, 4).to(device)
-    start = functools.partial(Writer, context, new_tokens, prompt, batch)
-    rows, able = started(shape, kinds, ("logits", "decoded"), case, start, device, dtype)
+    case = {"task": "step" if is_random else "prefill", "model": shape.name, "N": context, "B": batch}
+    rows, able = dict[str, Row](), dict[str, Writer]()
+    for kind in kinds:
+        checked = attempt(functools.partial(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype))
+        note = checked.note or correctness.wrong(checked.value or {}, LAYERS * correctness.BOUNDS[dtype])
+        about = {"dtype": str(dtype).removeprefix("torch."), "attention": shape.legend(kind)}
+        rows[kind] = Row(name=kind, case=case | about, errors=checked.value or {}, note=note)
+    release()
+    random = torch.Generator().manual_seed(4)
+    prompt = None if is_random else torch.randint(shape.config.vocab_size or 1, (batch, context), generator=random).to(device)
+    right = [kind for kind in kinds if not rows[kind].note]
+    models = attempt(functools.partial(family, shape, right, device, dtype))
+    for kind in right:
+        note = models.note
+        if models.value is not None:
+            made = attempt(functools.partial(Writer, context, new_tokens, prompt, batch, models.value[kind]))
+            note = made.note + (", with what the other kinds hold" if able and made.note == "out of memory" else "")
+            if made.value is not None:
+                able[kind] = made.value
+        rows[kind] = replace(rows[kind], note=note)
     reading = {} if is_random else in_turns({kind: writer.read for kind, writer in able.items()}, device, seconds=seconds)
     samples = [{kind: one_call(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]
-    made = [row for row in rows if row.name not in able]
-    for row in rows:
-        if row.name in able:
-            writer = able[row.name]
-            steps = new_tokens * len(writer.places)
-            timings = {"prefill": (reading[row.name], batch * context)} if reading else {}
-            timings["step" if is_random else "decode"] = Timing.of([1000 * took[row.name] / steps for took in samples]), batch
-            for task, (timing, tokens) in timings.items():
-                values = timing.values() | {"tokens_per_s": 1000 * tokens / timing.ms, "cache_bytes": writer.cache.nbytes}
-                made.append(replace(row, case=row.case | {"task": task}, values=values))
-    return made
-
-
-def _case(shape: Shape, context: int, batch: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {"model": shape.name, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def _tokens(shape: Shape, batch: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(shape.config.vocab_size or 1, (batch, length), generator=torch.Generator().manual_seed(seed))
+    found = [row for kind, row in rows.items() if kind not in able]
+    for kind, writer in able.items():
+        steps = new_tokens * len(writer.places)
+        timings = {} if is_random else {"prefill": (reading[kind], batch * context)}
+        timings["step" if is_random else "decode"] = Timing.of([1000 * took[kind] / steps for took in samples]), batch
+        for task, (timing, tokens) in timings.items():
+            values = timing.values() | {"tokens_per_s": 1000 * tokens / timing.ms, "cache_bytes": writer.cache.nbytes}
+            found.append(replace(rows[kind], case=rows[kind].case | {"task": task}, values=values))
+    return found
