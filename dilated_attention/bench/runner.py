@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
 from dilated_attention.bench.measure.skip import is_out_of_memory, release
-from dilated_attention.bench.report.merge_results import joined, stem
 from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.suite import Session, Suite
 from dilated_attention.files import write_text
@@ -20,7 +19,7 @@ class Outcome:
     """The outcome of a run: results, files written, and groups that the time limit cut off.
 
     Args:
-        together: the results combined with those of runs with other numbers of processes, from which tables are made.
+        together: the results with those of other runs in the file, from which tables are made.
         broken: why the processes could not continue together; "" if they could.
     """
 
@@ -44,7 +43,7 @@ def run(
     """Measures what ``output`` does not contain yet.
 
     Args:
-        output: folder for ``<suite>.json``, or ``<suite>-W.json`` for W processes, ``<suite>.md``; None writes nothing.
+        output: folder for ``<suite>.json`` and ``<suite>.md``; None writes nothing.
         minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
         started: called with (groups done, total groups, label) before each group.
@@ -54,10 +53,9 @@ def run(
     """
     if session.world_size > 1 and not suite.over_processes:
         raise ValueError(f"{session.world_size} processes were started and suite {suite.name} runs on one; start it without torchrun")
-    here = machine(session.device, session.world_size)
     # other processes write nothing, and read what the first one has
-    path = output / f"{stem(Results(suite.name, here))}.json" if output is not None else None
-    results = Results.open(None if fresh and session.rank else path, suite.name, here, suite.settings(session), fresh=fresh)
+    path = None if output is None or (fresh and session.rank) else output / f"{suite.name}.json"
+    results = Results.open(path, suite.name, machine(session.device), suite.settings(session), fresh=fresh)
     if session.rank:
         results.path = None
     groups = suite.groups(session)
@@ -88,7 +86,7 @@ def run(
         results.add(group.label, [Row(name="all", case={"group": group.label}, note=note)] if note else rows)
         outcome.measured += 1
         release()
-    outcome.together, _ = joined(results.stored(), output)
+    outcome.together = results.stored()
     if output is not None and not session.rank:
         outcome.written = write(suite, results, output)
     if not session.rank and not outcome.left_out:
@@ -102,18 +100,14 @@ def _agreed(mine: bool, session: Session) -> bool:
 
 
 def write(suite: Suite, results: Results, output: Path) -> list[Path]:
-    """Writes ``<suite>.md``, and ``<suite>.json`` if no group has; returns their paths.
-
-    Results of runs with other numbers of processes are included.
-    """
-    results.path = path = output / f"{stem(results)}.json"
+    """Writes ``<suite>.md``, and ``<suite>.json`` if no group has; returns their paths."""
+    results.path = path = output / f"{suite.name}.json"
     stored = results.stored()
     if stored is results:
         results.save()
-    results, left_out = joined(stored, output)
+    results = stored
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]
     lines += [table.markdown() for table in suite.tables(results)]
-    lines += [f"{sentence}\n" for sentence in left_out]
     markdown = output / f"{suite.name}.md"
     write_text(markdown, "\n".join(lines))
     return [path, markdown]
@@ -122,9 +116,6 @@ def write(suite: Suite, results: Results, output: Path) -> list[Path]:
 def headline(results: Results) -> str:
     """Returns hardware, versions and date in one line."""
     hardware, versions = results.machine["hardware"], results.machine["versions"]
-    device, count = hardware["device"], hardware["devices"]
-    if count != 1:
-        device = f"{count} processes on {device}" if "threads" in hardware else f"{count} × {device}"
     threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dilated_attention")
-    return f"{device}{threads} · {known} · {results.machine['date']}"
+    return f"{hardware['device']}{threads} · {known} · {results.machine['date']}"

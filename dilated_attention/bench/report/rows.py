@@ -65,16 +65,16 @@ def _rounded(figures: dict[str, float]) -> dict[str, float]:
     return {key: value if isinstance(value, int) else float(f"{value:.5g}") for key, value in figures.items()}
 
 
-def machine(device: torch.device, world_size: int = 1) -> dict[str, Any]:
-    """Returns hardware, versions and date. Only ``hardware`` decides whether two results may be compared."""
+def machine(device: torch.device) -> dict[str, Any]:
+    """Returns hardware of a process, versions and date. Only ``hardware`` decides whether two results may be compared."""
     hardware: dict[str, Any]
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        hardware = {"device": found.name, "devices": world_size, "memory_bytes": found.total_memory}
+        hardware = {"device": found.name, "devices": 1, "memory_bytes": found.total_memory}
         hardware["capability"] = f"{found.major}.{found.minor}"
     else:
         # the number of threads affects a CPU's figures like a different CPU would
-        hardware = {"device": _processor(), "devices": world_size, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        hardware = {"device": _processor(), "devices": 1, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
@@ -147,7 +147,7 @@ class Results:
                 raise ValueError(f"schema {whole['schema']}")
             groups = {label: [Row.from_dict(row) for row in rows] for label, rows in whole["groups"].items()}
             hardware, versions = whole["machine"]["hardware"], whole["machine"]["versions"]
-            if not all(isinstance(x, dict) for x in (hardware, versions, whole["settings"])) or not isinstance(hardware["devices"], int):
+            if not all(isinstance(x, dict) for x in (hardware, versions, whole["settings"])) or "device" not in hardware:
                 raise TypeError("hardware, versions or settings have another form")
             return cls(whole["suite"], whole["machine"], whole["settings"], groups, path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 --max-restarts 3 -m dilated_attention bench scaling --cases 'gigapath-*' 'packed-*' --graphs
     torchrun --nproc-per-node 4 -m dilated_attention bench scaling --list --cases '*'
 
-Each number of processes has a separate file, and all files in one folder are reported together. A contender during which a process died or
+Runs with several numbers of processes into one folder are reported together. A contender during which a process died or
 hung is named and left out when the same command runs again, as torchrun does by ``--max-restarts``.
 """
 
