@@ -89,8 +89,6 @@ def run(
     outcome.together = results.stored()
     if output is not None and not session.rank:
         outcome.written = write(suite, results, output)
-    if not session.rank and not outcome.left_out:
-        outcome.written += suite.finish(results, session)
     return outcome
 
 

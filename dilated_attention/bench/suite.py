@@ -6,7 +6,6 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -71,10 +70,6 @@ class Suite(ABC):
 
     @abstractmethod
     def tables(self, results: Results) -> list[Table]: ...
-
-    def finish(self, results: Results, session: Session) -> list[Path]:
-        """Called once every group is measured; returns the paths of files that it wrote in addition to JSON and Markdown."""
-        return []
 
     def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
         """Returns whether the figures themselves are a failure, so that the exit code is 1, and tables on why."""

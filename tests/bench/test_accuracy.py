@@ -71,7 +71,7 @@ def test_a_gpus_file_becomes_tables() -> None:
     for i, name in enumerate((PLAIN, "auto", "flash4", "xformers")):
         for n in (256, 1024, 65536):
             for kind in KINDS:
-                case: dict[str, Any] = {"N": n, "B": 1, "dtype": "bfloat16", "causal": False, "part": "error", "kind": kind}
+                case: dict[str, Any] = {"N": n, "B": 1, "dtype": "bfloat16", "causal": False, "kind": kind}
                 if name != PLAIN or n <= accuracy._MOST_PLAIN_POSITIONS:
                     off = dict.fromkeys(RESULTS, 3e-3 * (1 + 0.1 * i) * (n / 256) ** 0.1)
                     rows.append(Row(name=name, case=case, values=off, errors=off))

@@ -69,7 +69,7 @@ def test_a_gpus_result_becomes_tables(tmp_path: Path) -> None:
     attention = []
     for i, name in enumerate(memory.CONTENDERS):
         for n in (4096, 8192, 2**18):
-            case = {"part": "attention", "pass": "training", "N": n}
+            case = {"pass": "training", "N": n}
             values = {"peak_bytes": n * 16384 * (1 + i), "predicted_bytes": n * 16000, "off": 0.02}
             too_long = name == "standard" and n > 8192
             attention.append(Row(name=name, case=case, values={} if too_long else values, note="out of memory" if too_long else ""))

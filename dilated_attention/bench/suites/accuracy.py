@@ -15,7 +15,7 @@ from dilated_attention.backends import registry
 from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, by, compared, failures, having, labelled, listing
+from dilated_attention.bench.report.tables import Table, by, compared, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
@@ -60,7 +60,7 @@ class Accuracy(Suite):
 
     def tables(self, results: Results) -> list[Table]:
         tables, columns = list[Table](), {"positions": ("N", 1.0), **{key: (key, 1.0) for key in RESULTS}, "×": ("times", 1.0)}
-        for what, rows in by(labelled(having(results, part="error"), what="{kind}, {dtype}, causal={causal}"), "what"):
+        for what, rows in by(labelled(results.rows, what="{kind}, {dtype}, causal={causal}"), "what"):
             caption = f"×: error of out of {PLAIN}, plain softmax in the same dtype, ÷ this one."
             title = f"relative errors against float64, {what}"
             tables += listing(compared(rows, "out", PLAIN, "N"), columns, title=title, caption=caption)
@@ -80,5 +80,5 @@ def errors(kind: str, problem: Problem, chosen: Sequence[str] | None) -> list[Ro
     contenders: list[Contender] = [of_backend(name, kind, name=name) for name in asked]
     if chosen is None and problem.dtype.itemsize == 2:
         contenders += [x for x in (*DENSE, *FUNCTIONS) if x.name == {"dense": "flash3_fp8", "dilated": "ours fp8"}[kind]]
-    rows = measure(contenders, problem, passes=(), extra={"part": "error", "kind": kind})
+    rows = measure(contenders, problem, passes=(), extra={"kind": kind})
     return [replace(row, values=dict(row.errors)) for row in rows]

@@ -16,7 +16,7 @@ from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
 from dilated_attention.bench.measure.peak_call import PASSES, Called, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table, by, compared, failures, having, listing
+from dilated_attention.bench.report.tables import Table, by, compared, failures, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
@@ -63,7 +63,7 @@ class Memory(Suite):
         found = list[Table]()
         columns = {"positions": ("N", 1.0), "MiB": ("peak_bytes", 2.0**-20), "×": ("times", 1.0), "off the plan, %": ("off", 100.0)}
         caption = f"Inputs, results and everything in between; causal, one sequence. ×: less than {STANDARD.name}."
-        for which, rows in by(having(results, part="attention"), "pass"):
+        for which, rows in by(results.rows, "pass"):
             rows = compared(rows, "peak_bytes", STANDARD.name, "N")
             found += listing(rows, columns, title=f"peak memory of {which}, measured and against the plan", caption=caption)
         return [*found, *failures(results)]
@@ -74,7 +74,7 @@ def _attention(contenders: Iterable[Contender], problem: Problem, which: str) ->
     for contender in contenders:
         if which == "training" and not contender.trains:
             continue
-        row = Row(name=contender.name, case=problem.case | {"part": "attention", "pass": which})
+        row = Row(name=contender.name, case=problem.case | {"pass": which})
         note = _wrong(contender, problem.reduced(WHOLE))
         predicted = None if note else predicted_bytes(contender, problem, which)
         if predicted is not None and predicted > _MOST_ON_CPU and problem.device.type == "cpu":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import importlib.util
 import itertools
-import sys
+import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,21 @@ import torch
 from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.models import equal_pairs, pretrained, texts
 from dilated_attention.bench.models.equal_pairs import METHODS, Case, Family
-from dilated_attention.bench.report import quality as report
-from dilated_attention.bench.report.quality import DENSE
 from dilated_attention.bench.report.rows import Results, Row
-from dilated_attention.bench.report.tables import Table
+from dilated_attention.bench.report.tables import Table, across, by, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.parsing import UsageError, below, positive, size
 from dilated_attention.pattern import Pattern
 
+# the name of the rows that others are compared with
+DENSE = "dense"
+_EQUAL = "every pattern of a density keeps the same share of dense attention's causal pairs; a pair of several branches counts in each"
+_COLUMNS = {"over dense, %": ("over", 1.0), "±": ("over_error", 1.0),
+            "over dense that was tuned as long, %": ("over_tuned", 1.0), "± tuned": ("over_tuned_error", 1.0),
+            "kept pairs, %": ("kept_pct", 1.0), "bits a byte": ("bits_per_byte", 1.0), "forward, µs a token": ("us_per_token", 1.0),
+            "tuning, tokens": ("tuning_tokens", 1.0)}  # fmt: skip
+_NAME = "{name}, {share:g} %"
+_GUESS = "digits of a hidden key that are the likeliest token after the right ones before them; a guess at one digit finds 10 %"
 # bins of the loss by position
 BINS = 8
 # by size, on a GPU and on a CPU: what options set, needles' depths in %, and needles of each depth and length
@@ -89,17 +97,49 @@ class Quality(Suite):
         return groups
 
     def tables(self, results: Results) -> list[Table]:
-        return report.tables(results)
+        found = list[Table]()
+        for is_tuned, rows in by(having(results, task="loss"), "tuned"):
+            suffix, bases = ", tuned" if is_tuned else "", {"over": dense_row(results, False), "over_tuned": dense_row(results, is_tuned)}
+            shown = []
+            for row in rows:
+                figures = {}
+                for key, base in bases.items():
+                    if base is not None and row.values and row is not base:
+                        figures[key], figures[f"{key}_error"] = over(row, base)
+                shown.append(replace(row, values=row.values | figures))
+            about = "; ".join(dict.fromkeys(f"{row.name}: {row.case['about']}" for row in rows if "about" in row.case))
+            passages = sum(key.startswith("passage_") for row in rows[:1] for key in row.values)
+            caption = f"{passages} passages of {rows[0].case['N']:,} tokens, second half; ± standard error over passages; {_EQUAL}; {about}"
+            columns = {head: place for head, place in _COLUMNS.items() if is_tuned or "tuned" not in head}
+            found += listing(labelled(shown, _NAME), columns, title=f"Loss over dense{suffix}", caption=caption)
+            dense = {row.case["from"]: row.values["bits_per_byte"] for row in having(results, task="position", tuned=False, share=100.0)}
+            positions = [
+                replace(row, values={"over": 100 * (row.values["bits_per_byte"] / dense[row.case["from"]] - 1)})
+                for row in labelled(having(results, task="position", tuned=is_tuned), **{"positions to": "{to}"})
+                if row.case["from"] in dense
+            ]
+            found += across(labelled(positions, _NAME), "positions to", "over", title=f"Loss over dense, %, by position{suffix}")
+            needles = labelled(having(results, task="needle", tuned=is_tuned), _NAME, **{"length, depth": "{length:,}, {depth_pct} %"})
+            title = f"Hidden keys: digits found, %{suffix}"
+            found += across(needles, "length, depth", "digits_pct", title=title, caption=_GUESS)
+        return [*found, *failures(results)]
 
-    def finish(self, results: Results, session: Session) -> list[Path]:
-        if results.path is None or report.dense_row(results, False) is None:
-            return []
-        if importlib.util.find_spec("matplotlib") is None:
-            sys.stderr.write('no picture of the loss, which needs matplotlib: pip install "dilated-attention[plot]"\n')
-            return []
-        picture = results.path.with_name("quality-loss.png")
-        report.draw(results, picture)
-        return [picture]
+
+def over(row: Row, base: Row) -> tuple[float, float]:
+    """Returns the loss of ``row`` over that of ``base`` in %, and its standard error from the differences passage by passage.
+
+    100 · (L / L_base − 1) of the bits a byte of all passages together; the error is that of the mean difference of n passages, in % of
+    L_base: s / √n, NaN for a single passage.
+    """
+    keys = [key for key in row.values if key.startswith("passage_")]
+    differences = [row.values[key] - base.values[key] for key in keys]
+    error = statistics.stdev(differences) / math.sqrt(len(keys)) if len(keys) > 1 else math.nan
+    loss = base.values["bits_per_byte"]
+    return 100 * (row.values["bits_per_byte"] / loss - 1), 100 * error / loss
+
+
+def dense_row(results: Results, is_tuned: bool) -> Row | None:
+    return next((row for row in having(results, task="loss", tuned=is_tuned) if row.name == DENSE and row.values), None)
 
 
 def _rows(work: Callable[[], _Work], *given: Any) -> list[Row]:

@@ -96,7 +96,6 @@ CASES = (
     Case(name="16x128", heads=(16, 16, 128), tokens=(131072,), pattern=functools.partial(_branches, 2, (1, 2, 4, 8, 16))),
     Case(name="gigapath", heads=(16, 16, 48), tokens=(25000, 100000), pattern=_gigapath),
     _tenth(name="random", pattern=functools.partial(_blocks, RandomBlocks)),
-    _tenth(name="shared-random", pattern=functools.partial(_blocks, functools.partial(RandomBlocks, per_head=False))),
     _tenth(name="window", pattern=functools.partial(_blocks, functools.partial(with_sparsity, kind="local"))),
     _tenth(name="bigbird", pattern=functools.partial(_blocks, functools.partial(with_sparsity, kind="big_bird"))),
     _tenth(name="local", pattern=lambda N, unit: LocalWindow(max(16, unit // 2), block_size=64), totals=(524288,)),
