@@ -127,13 +127,15 @@ class Speed(Suite):
 
     def earlier(self, session: Session) -> Earlier | None:
         """Returns the run to compare with. Raises ValueError where there is none of this hardware with these settings."""
-        folder, now = session.options.against, Results(self.name, machine(session.device), self.settings(session))
-        external = {name for name, contender in self.catalogue(session).items() if contender.is_external}
-        return None if folder is None else Earlier.open(folder, now, external, session.options.threshold)
+        options, now = session.options, Results(self.name, machine(session.device), self.settings(session))
+        if options.against is None:
+            return None
+        others = {name for name, contender in self.catalogue(session).items() if contender.is_external}
+        return Earlier.open(options.against, now, others=others, passes=options.passes, threshold=options.threshold)
 
     def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
         earlier = self.earlier(session)
-        return (False, []) if earlier is None else earlier.verdict(results, session.options.passes)
+        return (False, []) if earlier is None else earlier.verdict(results)
 
     def catalogue(self, session: Session) -> dict[str, Contender]:
         """Returns every contender by its name, with TorchScale and backends where they were asked for."""
