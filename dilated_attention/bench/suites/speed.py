@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.compare import Earlier
 from dilated_attention.bench.report.peaks import explained, gpu_of, utilisation
 from dilated_attention.bench.report.rows import Results, Row, machine
-from dilated_attention.bench.report.tables import Table, labelled, listing
+from dilated_attention.bench.report.tables import Table, by, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
@@ -182,12 +182,13 @@ class Speed(Suite):
 
     def tables(self, results: Results) -> list[Table]:
         tables: list[Table] = []
-        for what, rows in _parts(results):
-            for which in PASSES:
-                tables += _table(results, _of_pass(rows, which), which, f"{_PASS_NAMES[which]}, {what}")
+        placed = [replace(row, case=row.case | {"what": _what(row)}) for row in results.rows if "family" in row.case]
+        for (what, rows), which in itertools.product(by(placed, "what"), PASSES):
+            # what could not run at all is reported with the forward
+            mine = [row for row in rows if row.case.get("pass", "forward") == which]
+            tables += _table(results, mine, which, f"{_PASS_NAMES[which]}, {what}")
         compared = {row.name for row in results.rows}
-        legend = {name: contender.what for name, contender in CONTENDERS.items()}
-        lines = [[name, what] for name, what in legend.items() if name in compared]
+        lines = [[name, contender.what] for name, contender in CONTENDERS.items() if name in compared]
         return [*(tables or listing(results.rows, {}, title="nothing was measured")), Table("what is compared", ("", "what"), lines)]
 
 
@@ -204,23 +205,10 @@ def _family(name: str) -> str:
     return next((start for start in ("option", "blocks", "fp8") if name.startswith(start)), name)
 
 
-def _parts(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """Yields (family, dtype and mask, rows)."""
-    parts: dict[str, list[Row]] = {}
-    for row in results.rows:
-        if "family" in row.case:
-            family = _family(row.case["family"])
-            # options differ in mask and dtype, which their names say
-            what = family if family == "option" else f"{family}, {row.case['dtype']}, {'causal' if row.case['causal'] else 'full'}"
-            parts.setdefault(what, []).append(row)
-    yield from parts.items()
-
-
-def _of_pass(rows: Iterable[Row], which: str) -> list[Row]:
-    """Returns rows of a pass. What could not run at all is reported with the forward, elsewhere only where it leaves a gap in a line."""
-    rows = list(rows)
-    present = {row.name for row in rows if row.case.get("pass") == which and row.values}
-    return [row for row in rows if row.case.get("pass", which if which == "forward" or row.name in present else "") == which]
+def _what(row: Row) -> str:
+    """Returns the title of a row's table. Options differ in mask and dtype, which their names say."""
+    family = _family(row.case["family"])
+    return family if family == "option" else f"{family}, {row.case['dtype']}, {'causal' if row.case['causal'] else 'full'}"
 
 
 def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Table]:
@@ -233,7 +221,7 @@ def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Ta
     if not bases:
         return []
     shown = []
-    for row in sorted(rows, key=lambda row: list(bases).index(row.case["at"]) if row.case["at"] in bases else len(bases)):
+    for row in rows:
         more = {"times": bases[row.case["at"]].values["ms"] / row.values["ms"]} if row.values else {}
         share = utilisation(gpu, row)
         shown.append(replace(row, values=row.values | more | ({} if share is None else {"of_peak": share})))
