@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
 from dilated_attention.bench.measure.skip import is_out_of_memory, release
-from dilated_attention.bench.report.rows import Results, Row, machine
+from dilated_attention.bench.report.rows import UNDER_WAY, Results, Row, machine
 from dilated_attention.bench.suite import Session, Suite
 from dilated_attention.files import write_text
 
@@ -53,6 +54,8 @@ def run(
     """
     if session.world_size > 1 and not suite.over_processes:
         raise ValueError(f"{session.world_size} processes were started and suite {suite.name} runs on one; start it without torchrun")
+    # what torchrun starts again goes on
+    fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     # other processes write nothing, and read what the first one has
     path = None if output is None or (fresh and session.rank) else output / f"{suite.name}.json"
     results = Results.open(path, suite.name, machine(session.device), suite.settings(session), fresh=fresh)
@@ -73,6 +76,9 @@ def run(
         started(i, len(groups), group.label)
         rows: list[Row] = []
         note = ""
+        failed = Row(name="all", case={"group": group.label})
+        if suite.over_processes and "MASTER_ADDR" in os.environ:
+            results.add(group.label, [replace(failed, note=UNDER_WAY)])
         try:
             rows = list(group.run())
         except Broken as broken:
@@ -83,7 +89,7 @@ def run(
                 raise
             # even the inputs did not fit
             note = "out of memory"
-        results.add(group.label, [Row(name="all", case={"group": group.label}, note=note)] if note else rows)
+        results.add(group.label, [replace(failed, note=note)] if note else rows)
         outcome.measured += 1
         release()
     outcome.together = results.stored()

@@ -18,6 +18,7 @@ from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.sharded import row_errors
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.models import flash_attn
+from dilated_attention.bench.report.rows import UNDER_WAY
 from dilated_attention.bench.suites import SUITES, scaling
 from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
 from dilated_attention.bench.workloads.problem import Problem
@@ -248,21 +249,21 @@ def test_what_ended_a_process_is_named_and_left_out(tmp_path: Path, monkeypatch:
     # torchrun with one process
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / ".scaling-1.under-way").write_text("dense-64 causal W=1 ring")
-    assert main(command(tmp_path, "--cases", "dense-64", "--tokens", "64", "--contenders", "ring", "one process")) == 0
+    arguments = command(tmp_path, "--cases", "dense-64", "--tokens", "64", "--contenders", "ring", "one process")
+
+    def ended(entry: Any, *given: Any, **options: Any) -> list[Row]:
+        if entry.contender.name == "ring":
+            raise SystemExit(13)
+        return right(entry, *given, **options)
+
+    right = scaling.measure
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(scaling, "measure", ended)
+        main(arguments)
+    assert main(arguments) == 0
     rows = Results.load(tmp_path / "scaling.json").rows
-    assert [(row.name, row.note) for row in rows if row.note] == [("ring", "a process died of it, or it hung")]
-    assert len(rows) == 3
-
-    journal = tmp_path / "new" / "journal"
-
-    def ended() -> list[Row]:
-        raise SystemExit(13)
-
-    with pytest.raises(SystemExit):
-        scaling._journalled(journal, "a case", ended)
-    assert journal.read_text() == "a case"
-    assert scaling._journalled(journal, "another", list) == [] and not journal.exists()
+    assert [(row.case, row.note) for row in rows if row.note] == [({"group": "dense-64 causal W=1 ring"}, UNDER_WAY)]
+    assert [row.name for row in rows] == ["one process", "one process", "all"]
 
 
 def test_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

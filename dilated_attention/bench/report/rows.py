@@ -19,6 +19,8 @@ import dilated_attention
 from dilated_attention.files import locked, parse_json, remove_leftovers, write_text
 
 SCHEMA = 1
+# of a group that several processes are measuring; it stays where one of them dies or hangs, and the next run leaves the group out
+UNDER_WAY = "a process died of it, or it hung"
 _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "transformers")
 
 
@@ -166,7 +168,7 @@ class Results:
         with locked(self.path.parent / f".{self.suite}.lock"):
             remove_leftovers(self.path)
             whole, keys = self.stored(), {row.key for row in own}
-            others = [] if whole is self else [row for row in whole.groups.get(label, []) if row.key not in keys]
+            others = [] if whole is self else [row for row in whole.groups.get(label, []) if row.key not in keys and row.note != UNDER_WAY]
             replace(whole, groups=whole.groups | {label: others + own}).save()
 
     def stored(self) -> Results:

@@ -14,11 +14,9 @@ import argparse
 import fnmatch
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dilated_attention.bench.measure.rank_sync import RankSync
@@ -87,16 +85,11 @@ class Scaling(Suite):
 
     def groups(self, session: Session) -> Sequence[Group]:
         options, together = session.options, RankSync(session, session.options.timeout)
-        journal = _journal(session)
-        last = together.everywhere(lambda: journal.read_text() if journal is not None and journal.exists() else "")[0]
         run = functools.partial(measure, seconds=session.seconds, check_tokens=options.check_tokens, graphs=options.graphs)
         groups = []
         for entry in _entries(session, together):
-            name = entry.contender.name
-            label = f"{entry.case['case']} {entry.case['mask']} W={session.world_size} {name}"
-            died = Row(name=name, case=entry.case, note="a process died of it, or it hung")
-            measured = functools.partial(_journalled, journal, label, functools.partial(run, entry, together))
-            groups.append(Group(label, functools.partial(list, [died]) if label == last else measured))
+            label = f"{entry.case['case']} {entry.case['mask']} W={session.world_size} {entry.contender.name}"
+            groups.append(Group(label, functools.partial(run, entry, together)))
         if options.list:
             sys.stdout.write("\n".join([*(group.label for group in groups if session.rank == 0), ""]))
             raise SystemExit(0)
@@ -118,26 +111,6 @@ class Scaling(Suite):
             kinds = {key: (key, 1.0) for row in errors for key in row.errors}
             found += listing(errors, _WHERE | kinds, title=f"{name}: errors", caption="relative, against float64")
         return [*found, *failures(results)]
-
-
-def _journal(session: Session) -> Path | None:
-    """Returns the file in which the first of torchrun's processes writes what is measured; it is left where that ends the process."""
-    if session.rank or "MASTER_ADDR" not in os.environ or getattr(session.options, "output", None) is None:
-        return None
-    path = Path(session.options.output) / f".scaling-{session.world_size}.under-way"
-    if session.options.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        path.unlink(missing_ok=True)
-    return path
-
-
-def _journalled(journal: Path | None, label: str, run: Callable[[], list[Row]]) -> list[Row]:
-    if journal is None:
-        return run()
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    journal.write_text(label)
-    rows = run()
-    journal.unlink()
-    return rows
 
 
 def _cases(session: Session) -> Iterator[tuple[str, Case, int, Callable[[int], Problem]]]:
