@@ -103,21 +103,19 @@ class Recommendation:
 
 @functools.lru_cache(maxsize=1)
 def rule_table() -> dict[str, Any]:
-    """Returns ``rules.json``: ``use_cases``; ``figures`` by the page and heading that have them; ``rules``, one row per condition."""
+    """Returns ``rules.json``; its first line says what it has."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("rules.json").read_text(encoding="utf-8"))
     return found
 
 
 def settings_of(facts: Mapping[str, Any]) -> tuple[Setting, ...]:
     """Returns, for each setting of the table, its first row whose conditions hold; settings without such a row are left out."""
-    table = rule_table()
-    values = {name: figure for figures in table["figures"].values() for name, figure in figures.items()} | dict(facts)
     taken: dict[str, dict[str, Any]] = {}
-    for row in table["rules"]:
+    for row in rule_table()["rules"]:
         if row["setting"] not in taken and _holds(row.get("when", {}), facts):
             taken[row["setting"]] = row
     return tuple(
-        Setting(name=name, value=_text(row["value"], values), reason=_text(row["reason"], values), source=row["source"])
+        Setting(name=name, value=filled(row["value"], facts), reason=filled(row["reason"], facts), source=row["source"])
         for name, row in taken.items()
         if not row.get("skip")
     )
@@ -133,8 +131,9 @@ def _agrees(fact: Any, wanted: Any) -> bool:
     return fact in wanted if isinstance(wanted, list) else bool(fact == wanted)
 
 
-def _text(parts: str | list[Any], values: Mapping[str, Any]) -> str:
-    """Fills in a text, or those of its parts whose conditions hold."""
+def filled(parts: str | list[Any], facts: Mapping[str, Any]) -> str:
+    """Returns a text, or those of its parts whose conditions hold, with facts and figures in place of their names."""
     rows = [parts] if isinstance(parts, str) else parts
     listed: list[dict[str, Any]] = [{"text": row} if isinstance(row, str) else row for row in rows]
-    return "".join(part["text"] for part in listed if _holds(part.get("when", {}), values)).format_map(values)
+    figures = {name: figure for group in rule_table()["figures"].values() for name, figure in group.items()}
+    return "".join(part["text"] for part in listed if _holds(part.get("when", {}), facts)).format_map(figures | dict(facts))

@@ -1,4 +1,8 @@
-"""``recommend``: from a use case and a machine to the attention, its settings and the code that creates it, with a reason for each."""
+"""``recommend``: from a use case and a machine to the attention, its settings and the code that creates it, with a reason for each.
+
+A function per use case chooses attention and distribution; what it returns are facts. With those of the request and of the machine they
+decide in ``rules.json`` which settings are recommended, in which words, and which lines of code create them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from dilated_attention.factory import EXAMPLES, detect
+from dilated_attention.functional import explain_decode
+from dilated_attention.models.summary import USABLE, cache_rows, readable
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, rule_table
-from dilated_attention.planning.advice.case import Case
-from dilated_attention.planning.advice.use_cases import decoding, huggingface, layer, torchscale, training
+from dilated_attention.planning.advice.case import Case, answer, arguments_of, attention_arguments
 from dilated_attention.planning.estimate.problem import MOST, machine_of
+from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
+from dilated_attention.planning.whole_models.model_plan import plan_model
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
 USE_CASES: Mapping[str, str] = {name: case["for"] for name, case in rule_table()["use_cases"].items()}
@@ -20,6 +27,7 @@ KINDS = ("dense", "dilated", "block_sparse")
 # limits; those of numbers that need not be whole are the parameters of a model, and the GiB of a device
 _NUMBERS = {"parameters": 10**16, "memory": 2**30}
 _MOST = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
+_GIGAPATH = "gigapath-12l768d"
 
 
 def recommend(
@@ -69,10 +77,8 @@ def recommend(
     if wrong := ", ".join(name for name in given if name not in taken):
         takes = ", ".join(("length", "gpu", "memory", *taken))
         raise ValueError(f"{wrong} given, which {use_case!r} does not use; it takes {takes}: drop {wrong}")
-    size = None if memory is None else int(_checked("memory", memory) * 2**30)
-    usual: dict[str, Any] = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
-    shape: dict[str, Any] = dict.fromkeys(("parameters", "heads", "head_dim", "attention"))
-    machine = machine_of(gpu, size)
+    usual = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
+    machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
     hardware = detect() if gpu is None else EXAMPLES["cpu"]
     if gpu is not None and machine.gpu is not None:
         hardware = replace(EXAMPLES["hopper"], capability=machine.gpu.capability, name=machine.gpu.name)
@@ -80,11 +86,11 @@ def recommend(
         machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
     case = Case(
         name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=machine, hardware=hardware,
-        here=gpu is None, **(shape | usual | given),
+        here=gpu is None, **(arguments | usual | given),
     )  # fmt: skip
     _check_use_case(case)
-    named = {"torchscale": torchscale, "huggingface": huggingface, "long-context": decoding, "serving": decoding}
-    return named.get(use_case, layer if parameters is None else training)(case)
+    named = {"torchscale": _torchscale, "huggingface": _huggingface, "long-context": _decoding, "serving": _decoding}
+    return answer(case, named.get(use_case, _layer if parameters is None else _training)(case))
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -109,3 +115,96 @@ def _check_use_case(case: Case) -> None:
         raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: use 'large-training'")
     if case.name == "short-sequences" and case.length >= rules.LONG:
         raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: use 'training'")
+
+
+def _training(case: Case) -> dict[str, Any]:
+    model = case.model(case.base)
+    plan = rules.spread(model, case.length, case.batch, case.gpus, case.dtype, case.machine)
+    return _of_model(model, case.base) | {
+        "what": "model", "layers": model.config.num_layers, "count": plan.batch_size, "data": case.gpus // plan.world_size,
+        "context": plan.world_size, "memory": plan.peak, "fits": plan.fits, "longest": plan.longest,
+        "checkpointed": plan.checkpoint_activations, "sharded": model.summary.num_parameters > rules.SHARDED,
+    }  # fmt: skip
+
+
+def _layer(case: Case) -> dict[str, Any]:
+    """One attention layer of a model that the caller already has."""
+    base, heads, head_dim = case.base, case.heads or 16, case.head_dim or 64
+    context = rules.most_context(case.length, case.gpus)
+    data, pattern = case.gpus // context, case.pattern(base, heads)
+    shared = "ring_" if context > 1 else ""
+    if base == "dense" and shared:
+        arguments = arguments_of("ring", {})
+    else:
+        made = attention_arguments(base, pattern, case.length)
+        constructor = f"{shared}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
+        arguments = arguments_of(constructor, {"embed_dim": heads * head_dim, "num_heads": heads} | made)
+    return {
+        "what": "layer", "base": base, "pattern": pattern, "heads": heads, "head_dim": head_dim, "layers": 1, "arguments": arguments,
+        "count": max(1, case.batch // data), "data": data, "context": context,
+    }  # fmt: skip
+
+
+def _decoding(case: Case) -> dict[str, Any]:
+    """Chooses the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
+    requests = -(-case.users // case.gpus) if case.name == "serving" else 1
+    itemsize, usable = case.dtype.itemsize, int(USABLE * case.machine.memory)
+    base, longest = case.base, case.length
+    while True:
+        model = case.model(base, longest)
+        each = model.summary.cache_bytes(case.length, itemsize)
+        assert each is not None, "a causal model of these patterns has a cache"
+        weights = itemsize * model.summary.num_parameters
+        needed = weights + requests * each
+        # nothing can be shortened if the segments were given or the weights alone do not fit
+        if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
+            break
+        longest //= rules.GROWTH
+        base = "dilated" if longest >= rules.LONG else "block_sparse"
+    config = model.config
+    decoder = explain_decode(
+        hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=config.head_dim, num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+    )  # fmt: skip
+    return _of_model(model, base) | {
+        "what": "decoding", "training": False, "count": requests, "memory": needed, "fits": needed <= usable, "cache": readable(each),
+        "fitting": max(0, usable - weights) // each, "rows": cache_rows(config, case.length), "decoder": decoder.chosen,
+    }  # fmt: skip
+
+
+def _of_model(model: rules.Model, base: str) -> dict[str, Any]:
+    config, number = model.config, model.summary.num_parameters
+    return {
+        "base": base, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "arguments": arguments_of(rules.PRESET, model.overrides),
+        "parameters": f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million",
+    }  # fmt: skip
+
+
+def _torchscale(case: Case) -> dict[str, Any]:
+    """Existing weights: segments, offsets, tail and gradient are those that they were trained with."""
+    for checkpointed in (False, True):
+        plan = plan_model(
+            _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=case.dtype, gpu=case.machine.gpu or "cpu",
+            memory=case.machine.memory, find_longest=False,
+        )  # fmt: skip
+        if plan.fits:
+            break
+    config = stack_of(model_of(_GIGAPATH, ()))
+    return {
+        "what": "slide", "base": "dilated", "pattern": config.pattern, "heads": config.num_heads, "head_dim": config.head_dim,
+        "arguments": arguments_of(_GIGAPATH, {}), "memory": plan.peak, "fits": plan.fits, "checkpointed": checkpointed,
+    }  # fmt: skip
+
+
+def _huggingface(case: Case) -> dict[str, Any]:
+    """A transformers model keeps its own weights, caches and trainer."""
+    base, heads = case.base, case.heads or 32
+    context = rules.most_context(case.length, case.gpus) if base != "block_sparse" else 1
+    pattern = case.pattern(base, heads)
+    name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
+    return {
+        "what": "transformers" if name != "sdpa" else "sdpa", "base": base, "pattern": pattern, "heads": heads,
+        "head_dim": case.head_dim or 128, "data": case.gpus // context, "context": context, "implementation": name,
+        "arguments": arguments_of(name, attention_arguments(base, pattern, case.length)),
+    }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,6 +37,9 @@ _WIDTHS = (
     *((2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16)),
     *((5e9, 3072, 24), (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64)),
 )
+# the model that is varied, and its number of parameters
+PRESET, _PARAMETERS = "llama-1b", 1.24e9
+_USUAL = cast("LongNetConfig", MODEL_PRESETS[PRESET])
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
@@ -56,9 +61,8 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
 
 
 class Model(NamedTuple):
-    """A preset with fields replaced, as created by ``create_model(preset, **overrides)``, and its figures."""
+    """A ``PRESET`` with fields replaced, as created by ``create_model(PRESET, **overrides)``, and its figures."""
 
-    preset: str
     overrides: dict[str, Any]
     summary: Summary
 
@@ -67,45 +71,44 @@ class Model(NamedTuple):
         return self.summary.config
 
 
+def usual_shape(parameters: float | None, heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """Returns (heads, head dim): the given ones, and the usual ones of a Llama-like model with about this many parameters."""
+    embed, usual = next((embed, count) for most, embed, count in _WIDTHS if (parameters or _PARAMETERS) < most)
+    if parameters is None and heads is None and head_dim is None:
+        embed, usual = _USUAL.embed_dim, _USUAL.num_heads
+    elif heads is None and head_dim is not None:
+        usual = max(1, round(embed / head_dim))
+    heads = heads or usual
+    return heads, head_dim or max(32, min(256, round(embed / heads / 32) * 32))
+
+
 def language_model(parameters: float | None, heads: int | None, head_dim: int | None, is_causal: bool, attention: dict[str, Any]) -> Model:
     """Returns a Llama-like model with about this many parameters: heads of 128 from a billion on, four query heads per key head.
 
+    Its figures are those of one and two blocks, as building all blocks of a large model takes seconds, even empty ones.
+
     Args:
-        parameters: None for the unchanged preset ``llama-1b``.
+        parameters: None for those of ``PRESET``, which is unchanged if ``heads`` and ``head_dim`` are None, too.
         attention: fields of ``LongNetConfig`` that define what attends to what.
     """
     overrides: dict[str, Any] = attention | ({} if is_causal else {"is_causal": False})
-    if parameters is None and heads is None and head_dim is None:
-        return _model(overrides)
-    wanted = parameters or 1.24e9
-    embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
-    if heads is None and head_dim is not None:
-        usual = max(1, round(embed / head_dim))
-    heads = heads or usual
-    head_dim = head_dim or max(32, min(256, round(embed / heads / 32) * 32))
-    kv_heads = heads // 4 if heads % 4 == 0 else None
-    overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
-    if wanted < 1e9:
-        # with 128,256 tokens the embedding alone would be most of such a small model
-        overrides["vocab_size"] = 32768
-    return _model(overrides, wanted)
-
-
-def _model(overrides: dict[str, Any], parameters: float | None = None) -> Model:
-    """Returns a model with about this many parameters, or the preset's blocks. Its figures are those of one and two blocks, as building all
-    blocks of a large model takes seconds, even empty ones.
-    """
-    made = [model_of("llama-1b", tuple(sorted((overrides | {"num_layers": layers}).items()))) for layers in (1, 2)]
+    is_preset = parameters is None and heads is None and head_dim is None
+    wanted = parameters or _PARAMETERS
+    if not is_preset:
+        heads, head_dim = usual_shape(parameters, heads, head_dim)
+        kv_heads = heads // 4 if heads % 4 == 0 else None
+        overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
+        if wanted < 1e9:
+            # with 128,256 tokens the embedding alone would be most of such a small model
+            overrides["vocab_size"] = 32768
+    made = [model_of(PRESET, tuple(sorted((overrides | {"num_layers": layers}).items()))) for layers in (1, 2)]
     one, two = (sum(p.numel() for p in model.parameters()) for model in made)
     outside, block = 2 * one - two, two - one
-    usual = MODEL_PRESETS["llama-1b"]
-    assert isinstance(usual, LongNetConfig)
-    layers = usual.num_layers
-    if parameters is not None:
-        layers = overrides["num_layers"] = max(1, round((parameters - outside) / block))
+    layers = _USUAL.num_layers
+    if not is_preset:
+        layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
     sizes = {"embedding.weight": outside, "blocks": layers * block}
-    summary = summarise("llama-1b", replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
-    return Model("llama-1b", overrides, summary)
+    return Model(overrides, summarise(PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1))
 
 
 def most_context(length: int, gpus: int) -> int:
@@ -123,23 +126,20 @@ def spread(model: Model, length: int, batch: int, gpus: int, dtype: torch.dtype,
     all GPUs, as FSDP2 does. A distribution whose footprint, by a formula, is far too large is not traced.
     """
 
-    def planned(context: int, sequences: int, checkpointed: bool, *, find_longest: bool) -> ModelPlan:
-        return plan_model(
-            model.preset, num_positions=length, batch_size=sequences, world_size=context, weight_shards=gpus,
-            checkpoint_activations=checkpointed, dtype=dtype, gpu=machine.gpu or "cpu", memory=machine.memory, find_longest=find_longest,
-            **model.overrides,
-        )  # fmt: skip
-
+    planned = functools.partial(
+        plan_model, PRESET, num_positions=length, weight_shards=gpus, dtype=dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
+        **model.overrides,
+    )  # fmt: skip
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)
-    for checkpointed in (False, True):
+    contexts = [c for c in range(least, most + 1) if gpus % c == 0]
+    for checkpointed, context in itertools.product((False, True), contexts):
         needs = footprint(model.config, model.summary.num_parameters, checkpoint_activations=checkpointed)
-        needs = replace(needs, fixed=needs.fixed // gpus)
-        for context in (c for c in range(least, most + 1) if gpus % c == 0):
-            for sequences in dict.fromkeys((max(1, batch * context // gpus), 1)):
-                if needs.total(-(-sequences * length // context)) > FAR_BEYOND * machine.memory:
-                    continue
-                found = planned(context, sequences, checkpointed, find_longest=False)
+        for sequences in dict.fromkeys((max(1, batch * context // gpus), 1)):
+            tried: dict[str, Any] = {"world_size": context, "batch_size": sequences, "checkpoint_activations": checkpointed}
+            activations = needs.total(-(-sequences * length // context)) - needs.fixed
+            if needs.fixed // gpus + activations <= FAR_BEYOND * machine.memory:
+                found = planned(**tried, find_longest=False)
                 if found.fits:
                     return found
-    return planned(context, sequences, True, find_longest=True)
+    return planned(**tried)

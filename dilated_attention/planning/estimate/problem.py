@@ -31,6 +31,11 @@ MOST_BRANCHES = 32
 MOST_ELEMENTS = 2**56
 
 
+def kind_of(computes: str, world_size: int) -> str:
+    """Returns the kind whose processes compute ``"dense"``, ``"dilated"`` or ``"block_sparse"`` attention."""
+    return computes if world_size == 1 else RINGS[("dense", "dilated", "block_sparse").index(computes)]
+
+
 def checked_sizes(**sizes: Any) -> dict[str, int]:
     """Checks sizes by their names in ``MOST``."""
     return {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}

@@ -11,7 +11,7 @@ from dilated_attention.models.summary import USABLE, cache_rows, embedding_param
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import most_positions, pairs_of, search
-from dilated_attention.planning.estimate.problem import Problem, checked_sizes, machine_of, make_problem
+from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_sizes, kind_of, machine_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of
 from dilated_attention.planning.plans import ModelPlan
 from dilated_attention.planning.whole_models.model_memory import Run, fixed_of, model_of, peak_of_step, stack_of
@@ -109,12 +109,11 @@ def plan_model(
 
 def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int], dtype: torch.dtype | None, training: bool) -> Problem:
     """Returns the attention of one layer as a separate problem."""
-    shared = sizes["world_size"] > 1
-    kind = ("ring" if config.kind == "dense" else f"ring_{config.kind}") if shared else config.kind
+    kind, is_dense = kind_of(config.kind, sizes["world_size"]), config.kind == "dense"
     return make_problem(
         kind, num_positions=sizes["num_positions"], num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        batch_size=sizes["batch_size"], dtype=dtype, world_size=sizes["world_size"], layout="contiguous" if shared else None,
-        is_causal=config.is_causal, training=training, pattern=None if config.kind == "dense" else config.pattern, gpu=gpu,
+        batch_size=sizes["batch_size"], dtype=dtype, world_size=sizes["world_size"], layout="contiguous" if kind in RINGS else None,
+        is_causal=config.is_causal, training=training, pattern=None if is_dense else config.pattern, gpu=gpu,
     )  # fmt: skip
 
 
