@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters, summarise
-from dilated_attention.pattern import BlockPattern
+from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import most_positions, pairs_of, search
 from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_sizes, kind_of, machine_of, make_problem
@@ -75,16 +74,20 @@ def plan_model(
         preset=preset, overrides=fields, batch_size=batch_size, training=training, dtype=problem.dtype, casts=casts,
         checkpoint_activations=checkpoint_activations, on_gpu=machine.gpu is not None,
     )  # fmt: skip
+    budget = int(USABLE * machine.memory)
+
     def excess(n: int) -> int:
         return sum(size for _, size in peak_of_step(run, weight_shards, problem.of_length(n))[0]) - budget
 
     terms, moment = peak_of_step(run, weight_shards, problem)
-    budget = int(USABLE * machine.memory)
-    fits = sum(size for _, size in terms) <= budget
+    fits = excess(num_positions) <= 0
     longest = search(excess, world_size, most_positions(problem)) if find_longest else num_positions * fits
     exchange = exchange_of(problem)
-    sizes_of = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    flops = _flops(config, sizes_of, problem)
+    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    looked_up = 0 if config.tie_embeddings else embedding_parameters(parameters)
+    # 2 per matrix parameter and position, and 4·E per pair of a layer and head; the backward twice that
+    flops = (6 if training else 2) * (sum(parameters.values()) - looked_up) * batch_size * num_positions
+    attended = (12 if training else 4) * config.embed_dim * config.num_layers * pairs_of(problem)[0] / config.num_heads
     generates = isinstance(model, LongNetLM) and not training
     seconds: float | None = None
     if generates and world_size == 1 and cache_rows(config, num_positions) is not None:
@@ -94,15 +97,14 @@ def plan_model(
         seconds, source, why_not = step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""
     if generates and weight_shards == 1:
-        looked_up = 0 if config.tie_embeddings else sum(n for name, n in sizes_of.items() if name.endswith("embedding.weight"))
         read = fixed_of(run, weight_shards).weights - looked_up * run.weight_dtype.itemsize
         per_token, token_source = decode_seconds(config, problem, read)
     return ModelPlan(
         preset=preset, num_positions=num_positions, batch_size=batch_size, training=training,
         dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
-        checkpoint_activations=checkpoint_activations, parameters=sum(sizes_of.values()),
-        layers=config.num_layers, terms=terms, moment=moment, flops=flops, exchange=exchange, seconds=seconds, time_source=source,
-        no_time=why_not, device=machine.name, device_memory=machine.memory, fits=fits, longest=longest, decode_seconds=per_token,
+        checkpoint_activations=checkpoint_activations, parameters=sum(parameters.values()), layers=config.num_layers, terms=terms,
+        moment=moment, flops=flops + attended, exchange=exchange, seconds=seconds, time_source=source, no_time=why_not,
+        device=machine.name, device_memory=machine.memory, fits=fits, longest=longest, decode_seconds=per_token,
         decode_source=token_source,
     )  # fmt: skip
 
@@ -115,18 +117,6 @@ def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int],
         batch_size=sizes["batch_size"], dtype=dtype, world_size=sizes["world_size"], layout="contiguous" if kind in RINGS else None,
         is_causal=config.is_causal, training=training, pattern=None if is_dense else config.pattern, gpu=gpu,
     )  # fmt: skip
-
-
-def _flops(config: LongNetConfig, sizes: dict[str, int], problem: Problem) -> float:
-    """Returns the FLOPs of a step: 6 per matrix parameter and position, and 12·E per key of a query and layer; a third for a forward."""
-    summary = summarise("", config, sizes, (), memory=1)
-    if isinstance(problem.pattern, BlockPattern):
-        keys = pairs_of(problem)[0] / (problem.batch_size * problem.num_positions * problem.num_heads)
-        looked_up = 0 if config.tie_embeddings else embedding_parameters(sizes)
-        each = 6 * (summary.num_parameters - looked_up) + 12 * config.embed_dim * keys * config.num_layers
-    else:
-        each = summary.training_flops(problem.num_positions)
-    return problem.batch_size * problem.num_positions * each / (1 if problem.training else 3)
 
 
 def _frozen(value: Any) -> Any:

@@ -26,7 +26,7 @@ _ROWS = 4096
 def step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
     """Estimates a training step or a forward: attention, linear layers at a share of the peak, traffic at a share of the bandwidth.
 
-    Returns (seconds, what they are based on, the reason where there are none).
+    ``flops`` are those of the linear layers. Returns (seconds, what they are based on, the reason where there are none).
     """
     passes, why_not = passes_of(problem, exchange, (0, 0))
     if not passes:
@@ -35,14 +35,10 @@ def step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -
     peak = None if gpu is None else gpu.peak(problem.dtype)
     if gpu is None or peak is None or gpu.bandwidth is None:
         return None, "", "rates of its linear layers were not measured"
-    config = stack_of(model_of(run.preset, run.overrides))
     again = run.training and run.checkpoint_activations
-    attention = config.num_layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
-    pairs = 0
-    if not isinstance(problem.pattern, BlockPattern):
-        pairs = problem.pattern.pairs(problem.num_positions, config.num_heads, is_causal=config.is_causal)
-    attended = 12 * config.embed_dim * pairs / config.num_heads * config.num_layers * run.batch_size / (1 if run.training else 3)
-    linear = max(0.0, flops - attended) * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
+    layers = stack_of(model_of(run.preset, run.overrides)).num_layers
+    attention = layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
+    linear = flops * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     moved = trace_of(run).moved(-(-problem.num_positions // problem.world_size)) / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({passes[0].source}); "
