@@ -13,7 +13,9 @@ from typing import Any
 
 _WIDTH = 118
 _NAMES = 24
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"least": operator.ge, "below": operator.lt, "not": operator.ne}
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "least": operator.ge, "most": operator.le, "above": operator.gt, "below": operator.lt, "not": operator.ne,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def settings_of(facts: Mapping[str, Any]) -> tuple[Setting, ...]:
     """Returns, for each setting of the table, its first row whose conditions hold; settings without such a row are left out."""
     taken: dict[str, dict[str, Any]] = {}
     for row in rule_table()["rules"]:
-        if row["setting"] not in taken and _holds(row.get("when", {}), facts):
+        if row["setting"] not in taken and holds(row.get("when", {}), facts):
             taken[row["setting"]] = row
     return tuple(
         Setting(name=name, value=filled(row["value"], facts), reason=filled(row["reason"], facts), source=row["source"])
@@ -121,13 +123,13 @@ def settings_of(facts: Mapping[str, Any]) -> tuple[Setting, ...]:
     )
 
 
-def _holds(when: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+def holds(when: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return all(_agrees(facts[name], wanted) for name, wanted in when.items())
 
 
 def _agrees(fact: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
-        return all(_COMPARE[name](fact, bound) for name, bound in wanted.items())
+        return fact is not None and all(_COMPARE[name](fact, bound) for name, bound in wanted.items())
     return fact in wanted if isinstance(wanted, list) else bool(fact == wanted)
 
 
@@ -136,4 +138,4 @@ def filled(parts: str | list[Any], facts: Mapping[str, Any]) -> str:
     rows = [parts] if isinstance(parts, str) else parts
     listed: list[dict[str, Any]] = [{"text": row} if isinstance(row, str) else row for row in rows]
     figures = {name: figure for group in rule_table()["figures"].values() for name, figure in group.items()}
-    return "".join(part["text"] for part in listed if _holds(part.get("when", {}), facts)).format_map(figures | dict(facts))
+    return "".join(part["text"] for part in listed if holds(part.get("when", {}), facts)).format_map(figures | dict(facts))

@@ -15,7 +15,7 @@ from dilated_attention.functional import explain_decode
 from dilated_attention.models.summary import USABLE, cache_rows, readable
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
-from dilated_attention.planning.advice.answer import Recommendation, rule_table
+from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table
 from dilated_attention.planning.advice.case import Case, answer, arguments_of, attention_arguments
 from dilated_attention.planning.estimate.problem import MOST, machine_of
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
@@ -88,7 +88,9 @@ def recommend(
         name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=machine, hardware=hardware,
         here=gpu is None, **(arguments | usual | given),
     )  # fmt: skip
-    _check_use_case(case)
+    for row in rule_table()["use_cases"][use_case].get("refused", ()):
+        if holds(row["when"], vars(case)):
+            raise ValueError(filled(row["text"], vars(case)))
     named = {"torchscale": _torchscale, "huggingface": _huggingface, "long-context": _decoding, "serving": _decoding}
     return answer(case, named.get(use_case, _layer if parameters is None else _training)(case))
 
@@ -105,16 +107,6 @@ def _checked(name: str, value: Any) -> Any:
     elif not 0 < value <= _NUMBERS[name]:
         raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_NUMBERS[name]:,}")
     return value
-
-
-def _check_use_case(case: Case) -> None:
-    if case.name == "large-training" and (case.parameters is None or case.parameters <= rules.LARGE):
-        given = "not given" if case.parameters is None else f"{case.parameters:,.0f}"
-        raise ValueError(f"parameters is {given}; 'large-training' is for more than {rules.LARGE:,}: give that many, or use 'training'")
-    if case.name == "training" and case.parameters is not None and case.parameters > rules.LARGE:
-        raise ValueError(f"parameters is {case.parameters:,.0f}; 'training' is for up to {rules.LARGE:,}: use 'large-training'")
-    if case.name == "short-sequences" and case.length >= rules.LONG:
-        raise ValueError(f"length is {case.length}; 'short-sequences' is for fewer than {rules.LONG:,} positions: use 'training'")
 
 
 def _training(case: Case) -> dict[str, Any]:

@@ -27,7 +27,6 @@ FIRST_SEGMENT, GROWTH = 2048, 4
 LEAST_RATE = 8
 # docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
 TOKENS_PER_GPU = 4096
-LARGE = 7 * 10**9
 # multiple of a device's memory above which a formula's footprint cannot fit: footprints are within a quarter of the plans
 FAR_BEYOND = 1.5
 # number of parameters from which the optimiser alone takes 16 GB

@@ -30,7 +30,6 @@ from dilated_attention.planning.whole_models.trace import (
     Tape,
     Timeline,
     Traced,
-    Unfilled,
     deepened,
     fake_tensors,
 )
@@ -158,8 +157,7 @@ def _kept_bytes(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=16)
 def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
-    with Unfilled():
-        return create_model(preset, **dict(overrides), device="meta")
+    return create_model(preset, **dict(overrides), device="meta")
 
 
 def stack_of(model: Pretrained) -> LongNetConfig:
@@ -178,10 +176,9 @@ def trace_of(run: Run) -> Timeline:
 
 def _moments(run: Run, rows: int, blocks: int) -> Traced:
     overrides = dict(run.overrides) | {"num_layers": blocks}
+    model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype, device="meta")
     with fake_tensors():
-        with Unfilled():
-            model = create_model(run.preset, **overrides, checkpoint_activations=run.checkpoint_activations, dtype=run.weight_dtype)
-        model.train(run.training)
+        model.to_empty(device="cpu").train(run.training)
         tape = Tape(on_gpu=run.on_gpu, parameters=model.parameters())
         # in training, norms before linear layers are this library's own operation
         norms = FusedNorms() if run.on_gpu and not run.training else nullcontext()

@@ -37,7 +37,6 @@ _ATTENTION = {
 }
 # lengths, and numbers of blocks, of the runs that are extrapolated: a first block, a last one, and one or two in between
 LENGTHS, DEPTHS = (2048, 3072), (3, 4)
-_FILLS = frozenset(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "copy_"))
 
 
 class Moment(NamedTuple):
@@ -191,21 +190,6 @@ def fake_tensors() -> Iterator[None]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         yield
-
-
-class Unfilled(TorchFunctionMode):
-    """Inside this mode parameters are created without initial values.
-
-    Tensors without memory have none, and drawing them takes a third of the time.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        if func is torch.Tensor.any:
-            # trunc_normal_ redraws values outside its bounds: there are none
-            return False
-        return func(*args, **(kwargs or {}))
 
 
 def _is_detached(args: tuple[Any, ...]) -> bool:
