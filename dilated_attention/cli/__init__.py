@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dilated_attention import __version__, start
 from dilated_attention.cli import bench, console, evaluate, generate, info, plan, recommend, show
-from dilated_attention.cli.arguments import UsageError, as_flags
+from dilated_attention.cli.arguments import as_flags
+from dilated_attention.parsing import UsageError
 
 _COMMANDS = (
     info,

@@ -6,19 +6,16 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.choices import DTYPES as DTYPES
-from dilated_attention.cli.choices import PATTERN_KINDS as PATTERN_KINDS
-from dilated_attention.parsing import MAX_LENGTH, below, shown
-from dilated_attention.parsing import UsageError as UsageError
-from dilated_attention.parsing import positive as positive
-from dilated_attention.parsing import size as size
+from dilated_attention.cli.choices import PATTERN_KINDS
+from dilated_attention.parsing import MAX_LENGTH, UsageError, below, shown, size
 
 if TYPE_CHECKING:
     import torch
 
     from dilated_attention.pattern import BlockPattern, DilatedPattern
 
-_OF_KIND = {
+# options of each kind of pattern, None unless they are given
+OF_KIND = {
     "dense": (),
     "dilated": ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
     "block_sparse": ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
@@ -69,9 +66,9 @@ def as_flags(text: str) -> str:
     text = re.sub(r"^ratio(?= is )", "--density", text)
     text = re.sub(r"^kind(?= is .*'global_local')", "--density-kind", text)
     if found := re.match(r"((?:\w+, )*\w+)(?= given, which)", text):
-        text = _flags(found[0].split(", ")) + text[found.end() :]
-    names = "|".join((*_FLAGS, *_SAME, *_OF_KIND["dilated"][:4]))
-    return re.sub(rf"(?<!-)\b({names})\b(=?)", lambda found: _FLAGS.get(found[1], _flags([found[1]])) + " " * len(found[2]), text)
+        text = flags(found[0].split(", ")) + text[found.end() :]
+    names = "|".join((*_FLAGS, *_SAME, *OF_KIND["dilated"][:4]))
+    return re.sub(rf"(?<!-)\b({names})\b(=?)", lambda found: _FLAGS.get(found[1], flags([found[1]])) + " " * len(found[2]), text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -113,12 +110,12 @@ def pattern_from(args: argparse.Namespace, kind: str, asked: str | None = None) 
     """
     from dilated_attention.pattern import DilatedPattern
 
-    given = _given(args, *_OF_KIND[kind])
-    wrong = [name for other in PATTERN_KINDS if other != kind for name in _given(args, *_OF_KIND[other])]
+    given = given_of(args, *OF_KIND[kind])
+    wrong = [name for other in PATTERN_KINDS if other != kind for name in given_of(args, *OF_KIND[other])]
     if wrong:
         raise UsageError(
-            f"{_flags(wrong)} given, which {asked or kind} does not take; "
-            f"it takes {_flags(_OF_KIND[kind]) or 'no pattern'}: drop what it does not take"
+            f"{flags(wrong)} given, which {asked or kind} does not take; "
+            f"it takes {flags(OF_KIND[kind]) or 'no pattern'}: drop what it does not take"
         )
     try:
         if kind == "dense":
@@ -133,7 +130,7 @@ def _dilated(given: dict[str, Any], asked: str) -> DilatedPattern:
 
     missing = [name for name in ("segment_lengths", "dilation_rates") if name not in given]
     if missing:
-        raise UsageError(f"{asked} needs {_flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
+        raise UsageError(f"{asked} needs {flags(missing)}; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4")
     if "head_offsets" in given:
         given["head_offsets"] = _offsets(given["head_offsets"])
     return DilatedPattern(**given)
@@ -157,7 +154,7 @@ def _block_sparse(given: dict[str, Any], asked: str) -> BlockPattern:
     if "density" in given:
         wrong = [name for name in given if name not in _WITH_DENSITY]
         if wrong:
-            raise UsageError(f"--density and {_flags(wrong)} are given; expected one way to say what is kept: drop either")
+            raise UsageError(f"--density and {flags(wrong)} are given; expected one way to say what is kept: drop either")
         kind = {"kind": given.pop("density_kind")} if "density_kind" in given else {}
         return with_sparsity(given.pop("density"), **kind, **given)
     if "density_kind" in given:
@@ -179,9 +176,9 @@ def _side(text: str) -> int | None:
     return None if text == "all" else count(text)
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
-def _flags(names: Any) -> str:
+def flags(names: Any) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)

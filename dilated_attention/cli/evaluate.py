@@ -7,9 +7,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import UsageError, add_json, size
+from dilated_attention.cli.arguments import add_json
 from dilated_attention.cli.checkpoint import add_checkpoint, computing, device_of, folder_of, load
 from dilated_attention.cli.console import put_answer
+from dilated_attention.parsing import UsageError, size
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.cli.arguments import UsageError, count, size
+from dilated_attention.cli.arguments import count
 from dilated_attention.cli.checkpoint import add_checkpoint, computing, device_of, load
+from dilated_attention.parsing import UsageError, size
 
 if TYPE_CHECKING:
     import torch

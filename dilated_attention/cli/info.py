@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import dilated_attention
-from dilated_attention.cli.arguments import UsageError, add_json, count, dtype_of, size
+from dilated_attention.cli.arguments import add_json, count, dtype_of
 from dilated_attention.cli.choices import DTYPES, MACHINES, PRECISIONS
 from dilated_attention.cli.console import put, put_answer, put_json
+from dilated_attention.parsing import UsageError, size
 
 if TYPE_CHECKING:
     from dilated_attention.factory import Explanation, Hardware

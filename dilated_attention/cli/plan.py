@@ -7,21 +7,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import DTYPES, UsageError, add_json, add_pattern, dtype_of, gib, pattern_from, size
-from dilated_attention.cli.choices import MODEL_PRESETS, PLAN_KINDS
+from dilated_attention.cli.arguments import OF_KIND, add_json, add_pattern, dtype_of, flags, gib, given_of, pattern_from
+from dilated_attention.cli.choices import DTYPES, MODEL_PRESETS, PLAN_KINDS
 from dilated_attention.cli.console import put, put_json
-from dilated_attention.parsing import shown
+from dilated_attention.parsing import UsageError, shown, size
 
 if TYPE_CHECKING:
     from dilated_attention.planning import AttentionPlan, ModelPlan
 
 _Commands = argparse._SubParsersAction
 # options for attention only, and for models only: None unless they are given
-_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "layout", "exchange", "causal")
+_OF_ATTENTION = (*OF_KIND["dilated"], *OF_KIND["block_sparse"], "heads", "kv_heads", "head_dim", "layout", "exchange", "causal")
 _OF_MODELS = ("checkpoint", "weight_shards")
-_OF_BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "tail")
-_OF_BLOCKS = ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed")
-_OF_PATTERNS = (*_OF_BRANCHES, "branch_heads", *_OF_BLOCKS)
 
 
 def add(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -105,7 +102,7 @@ def _model(args: argparse.Namespace) -> Callable[..., AttentionPlan | ModelPlan]
         raise UsageError(
             f"what is {shown(args.what)}; expected a kind of attention ({', '.join(PLAN_KINDS)}) or a preset ({', '.join(MODEL_PRESETS)})"
         )
-    _refuse(args, (*_OF_PATTERNS, *_OF_ATTENTION), "of a kind of attention")
+    _refuse(args, _OF_ATTENTION, "of a kind of attention")
     return functools.partial(
         plan_model, args.what, checkpoint_activations=bool(args.checkpoint), weight_shards=args.weight_shards or 1, **_shared(args)
     )
@@ -119,8 +116,6 @@ def _shared(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], whose: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)} given, {'an option' if len(given) == 1 else 'options'} {whose}, but the plan is for {args.what}: drop it"
-        )
+    if given := given_of(args, *names):
+        options = "an option" if len(given) == 1 else "options"
+        raise UsageError(f"{flags(given)} given, {options} {whose}, but the plan is for {args.what}: drop it")

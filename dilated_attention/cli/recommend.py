@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from dilated_attention.cli.arguments import PATTERN_KINDS, add_json, gib_of, size
-from dilated_attention.cli.choices import USE_CASES
+from dilated_attention.cli.arguments import add_json, gib_of
+from dilated_attention.cli.choices import PATTERN_KINDS, USE_CASES
 from dilated_attention.cli.console import put, put_json, width
-from dilated_attention.parsing import shown
+from dilated_attention.parsing import shown, size
 
 # of the command, and of the function
 _OPTIONS = ("gpu", "memory", "parameters", "heads", "head_dim", "gpus", "batch", "users", "causal", "attention")

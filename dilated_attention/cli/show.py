@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import UsageError, add_json, add_pattern, count, gib, pattern_from, size
+from dilated_attention.cli.arguments import add_json, add_pattern, count, gib, pattern_from
 from dilated_attention.cli.choices import MODEL_PRESETS
 from dilated_attention.cli.console import NARROWEST, put, put_answer, put_json, width
+from dilated_attention.parsing import UsageError, size
 
 if TYPE_CHECKING:
     from dilated_attention.pattern import BlockPattern, DilatedPattern

@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dilated_attention.cli.arguments import UsageError, positive, size
 from dilated_attention.cli.console import put, put_json
+from dilated_attention.parsing import UsageError, positive, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

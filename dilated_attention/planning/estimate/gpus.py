@@ -97,20 +97,16 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _known(name: str) -> Gpu | None:
-    words = _words(name)
-    names = {"".join(_words(other)): other for other in GPUS} | {"".join(_words(usual)): other for usual, other in _USUAL.items()}
-    if found := names.get("".join(words)):
-        return GPUS[found]
-    # the same words in another order: A100-80GB-PCIe
-    same = [other for other in GPUS if sorted(_words(other)) == sorted(words)]
-    return GPUS[same[0]] if len(same) == 1 else None
+    names = {_words(other): other for other in GPUS} | {_words(usual): other for usual, other in _USUAL.items()}
+    found = names.get(_words(name))
+    return None if found is None else GPUS[found]
 
 
-def _words(name: str) -> list[str]:
-    """Returns the words that distinguish GPUs: no maker, sizes without their unit, no generation of a form, of which a GPU has only one."""
+def _words(name: str) -> tuple[str, ...]:
+    """Returns the words and numbers that distinguish GPUs, sorted: no maker, no unit of a size, no generation of a form."""
     plain = re.sub(r"nvidia|tesla|geforce|quadro|graphics|gpu", " ", name.lower())
     plain = re.sub(r"(\d)gb|(sxm)\d(?![a-z0-9])", r"\1\2", plain)
-    return [word for word in re.split(r"[^a-z0-9]+", plain) if word]
+    return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", plain)))
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
