@@ -10,7 +10,7 @@ import torch
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import Explanation, explain_backend
 from dilated_attention.models.summary import readable
-from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, GlobalLocal
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, filled, rule_table, settings_of
 from dilated_attention.planning.estimate.plan import plan_attention
@@ -59,7 +59,7 @@ class Case:
     def pattern(self, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
         if base == "dilated":
             return rules.branches(self.length, heads, longest)
-        return DilatedPattern((MAX_LENGTH,), (1,)) if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
+        return DilatedPattern((self.length,), (1,)) if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
 
     def model(self, base: str, longest: int | None = None) -> rules.Model:
         """Returns the model; its number of heads determines the dilation rates of its branches."""
@@ -170,9 +170,9 @@ def branches_of(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
     return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
 
 
-def attention_arguments(base: str, pattern: DilatedPattern | BlockPattern, length: int) -> dict[str, Any]:
+def attention_arguments(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
     """Returns the arguments of a layer; dense attention is one segment of the whole sequence."""
-    return {"pattern": pattern} if base == "block_sparse" else branches_of(DilatedPattern((length,), (1,)) if base == "dense" else pattern)
+    return {"pattern": pattern} if isinstance(pattern, BlockPattern) else branches_of(pattern)
 
 
 def arguments_of(name: str, arguments: dict[str, Any]) -> str:

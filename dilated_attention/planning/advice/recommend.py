@@ -128,7 +128,7 @@ def _layer(case: Case) -> dict[str, Any]:
     if base == "dense" and shared:
         arguments = arguments_of("ring", {})
     else:
-        made = attention_arguments(base, pattern, case.length)
+        made = attention_arguments(pattern)
         constructor = f"{shared}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
         arguments = arguments_of(constructor, {"embed_dim": heads * head_dim, "num_heads": heads} | made)
     return {
@@ -198,5 +198,5 @@ def _huggingface(case: Case) -> dict[str, Any]:
     return {
         "what": "transformers" if name != "sdpa" else "sdpa", "base": base, "pattern": pattern, "heads": heads,
         "head_dim": case.head_dim or 128, "data": case.gpus // context, "context": context, "implementation": name,
-        "arguments": arguments_of(name, attention_arguments(base, pattern, case.length)),
+        "arguments": arguments_of(name, attention_arguments(pattern)),
     }  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,26 +140,9 @@ def most_positions(problem: Problem) -> int:
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
-    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x.
-
-    The search alternates between linear interpolation and bisection: memory grows linearly except where the chunking changes.
-    """
-    at_low, at_high = excess(low), excess(high)
-    if at_low > 0:
-        return 0
-    if at_high <= 0:
-        return high
-    turn = 0
-    while high - low > 1:
-        evenly = low + (high - low) * -at_low // (at_high - at_low)
-        middle = (low + high) // 2 if high < 8 * low else math.isqrt(low * high)
-        # the guess after an interpolated one that fitted; if it does not fit, the search ends
-        x = (evenly, evenly + 1, middle)[turn % 3]
-        x = min(max(x, low + 1), high - 1)
-        found = excess(x)
-        low, at_low, high, at_high = (x, found, high, at_high) if found <= 0 else (low, at_low, x, found)
-        turn += 1
-    return low
+    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x."""
+    fitting = bisect.bisect_right(range(low, high + 1), 0, key=excess)
+    return low + fitting - 1 if fitting else 0
 
 
 def _excess(problem: Problem, memory: int) -> int:
