@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 # factory.EXAMPLES
 MACHINES = ("ada", "ampere", "blackwell", "blackwell-consumer", "cpu", "hopper", "mps", "pascal", "rocm", "turing", "volta")
 # backends.PRECISIONS
@@ -18,17 +21,9 @@ MODEL_PRESETS = (
 # planning.estimate.problem.KINDS; those of recommend are the first three
 PLAN_KINDS = ("dense", "dilated", "block_sparse", "ring", "ring_dilated", "ring_block_sparse", "standard", "sdpa")
 PATTERN_KINDS = PLAN_KINDS[:3]
-# planning.USE_CASES
-USE_CASES = {
-    "training": "train a model of up to 7 billion parameters, or one attention layer",
-    "large-training": "train a model of more than 7 billion parameters",
-    "long-context": "continue or read one very long sequence",
-    "serving": "continue the sequences of many users",
-    "short-sequences": "train on sequences of fewer than 8,192 positions",
-    "encoder": "embed long documents without causality: slides, genomes, images",
-    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
-    "huggingface": "train or fine-tune a transformers model",
-}
+# planning.USE_CASES, from the table that it reads as well
+_RULES = Path(__file__).parents[1] / "planning" / "advice" / "rules.json"
+USE_CASES: dict[str, str] = {name: case["for"] for name, case in json.loads(_RULES.read_text(encoding="utf-8"))["use_cases"].items()}
 # bench.suites.SUITES, with what each says about itself
 SUITES = {
     "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",

@@ -55,7 +55,7 @@ def prepare() -> None:
             stream.reconfigure(errors=_ERRORS)
 
 
-def console(*, stderr: bool = False) -> Console:
+def console() -> Console:
     """Returns rich's console: colours on a terminal, unless ``NO_COLOR`` is set or ``TERM`` is ``dumb``."""
     from rich.console import Console
     from rich.highlighter import RegexHighlighter
@@ -72,7 +72,7 @@ def console(*, stderr: bool = False) -> Console:
     # without colours rich would still write bold text
     system: Any = None if os.environ.get("NO_COLOR") else "auto"
     theme = Theme({"taken": "bold green", "refused": "dim", "label": "bold"})
-    return Piped(stderr=stderr, color_system=system, theme=theme, highlighter=Highlighter(), markup=False, emoji=False, soft_wrap=True)
+    return Piped(color_system=system, theme=theme, highlighter=Highlighter(), markup=False, emoji=False, soft_wrap=True)
 
 
 def width() -> int | None:
