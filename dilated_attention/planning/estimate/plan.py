@@ -141,8 +141,9 @@ def most_positions(problem: Problem) -> int:
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
     """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x."""
-    fitting = bisect.bisect_right(range(low, high + 1), 0, key=excess)
-    return low + fitting - 1 if fitting else 0
+    if excess(low) > 0:
+        return 0
+    return low + bisect.bisect_right(range(low, high + 1), 0, key=excess) - 1
 
 
 def _excess(problem: Problem, memory: int) -> int:
