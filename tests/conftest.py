@@ -17,6 +17,8 @@ if not os.path.exists("/dev/nvidiactl"):
 # read when torch is loaded. Tests of two threads run beside other workers, so a thread that spins while it waits may hold the core
 # that the other thread needs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# inductor compiles a few small kernels here; processes that each import torch to do that take longer than the kernels
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # workers of xdist have it, and commands would wrap their lines to it
 os.environ.pop("COLUMNS", None)
 

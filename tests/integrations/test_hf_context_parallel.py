@@ -196,7 +196,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"tiled_mlp": 10, "chunked_loss": 7},
         "args": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
     },
-    "compiled": {"size": 2, "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    "compiled": {"size": 2, "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "eager"}},
     "fsdp": {
         "size": 2,
         "world": 4,

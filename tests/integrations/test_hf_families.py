@@ -212,10 +212,10 @@ def test_compiled(family: str) -> None:
     given = inputs("padded")
     model = {"llama": llama, "gpt_oss": gpt_oss}[family](num_hidden_layers=1) if family != "gemma2" else gemma2()
     expected = results(on(model, "literal"), given, padded("right"))
-    # compiling takes longer than all other tests here
+    # compiling takes longer than all other tests here; of the other names, what is captured is the forward
     for name in NAMES if family == "llama" else ("dilated",):
         torch._dynamo.reset()
-        compiled = torch.compile(on(model, name), backend="aot_eager")
+        compiled = torch.compile(on(model, name), backend="aot_eager" if name == "dilated" else "eager")
         found = results(compiled, given, padded("right"))
         assert error({key.removeprefix("_orig_mod."): x for key, x in found.items()}, expected) <= TOLERANCE
 
