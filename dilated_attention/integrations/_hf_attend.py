@@ -11,7 +11,7 @@ from dilated_attention.functional.arguments import autocast, needs_grad
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
-from dilated_attention.integrations._hf_settings import Settings, group_of, settings_of
+from dilated_attention.integrations._hf_settings import BRANCH_OPTIONS, Settings, group_of, settings_of
 
 
 def attend(
@@ -71,8 +71,13 @@ def attend(
     if settings.kind == "block_sparse" and window is None:
         refusals.check_stable(name, settings, mask)
     dropout_p = float(dropout) if module.training else 0.0
-    if softcap is None and _is_step(settings, mask, bounds, dropout_p, query, key, value, s_aux):
-        return _step(settings, mask, window, query, key, value, scaling, s_aux), None
+    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0
+    if is_plain and _is_step(settings, mask, query, key, value, s_aux):
+        q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+        positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
+        pattern = None if window is not None else settings.pattern if settings.kind == "block_sparse" else settings.branches()
+        left = None if window is None else window[0]
+        return decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=s_aux), None
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -93,93 +98,42 @@ def attend(
         "deterministic": settings.deterministic or bool(deterministic),
         "backend": settings.backend,
     }
+    branches = {name: getattr(settings, name) for name in BRANCH_OPTIONS}
     if settings.is_shared:
         refusals.check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
-        return _ring(name, settings, mask.seq_len, window, q, k, v, options)[..., :value_dim], None
+        options |= {
+            "group": group_of(name),
+            "layout": settings.layout,
+            "exchange": settings.exchange,
+            "seq_len": settings.seq_len if mask.seq_len is None else mask.seq_len,
+            "ranks_per_node": settings.ranks_per_node,
+            "timeout": settings.timeout,
+        }
+        if window is not None or settings.kind == "ring":
+            out = ring_attention(q, k, v, window=window, **options)
+        else:
+            out = ring_dilated_attention(q, k, v, **branches, **options)
+        return out[..., :value_dim], None
     options["query_offset"] = mask.query_offset
     if window is not None:
         out = attention(q, k, v, window=window, **options)
     elif settings.kind == "block_sparse":
         out = block_sparse_attention(q, k, v, settings.pattern, **options)
     else:
-        out = dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **options)
+        out = dilated_attention(q, k, v, **branches, **options)
     return out.reshape(*rows, *out.shape[2:])[..., :value_dim], None
 
 
 def _is_step(
-    settings: Settings,
-    mask: KeyMask,
-    bounds: torch.Tensor | None,
-    dropout_p: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
+    settings: Settings, mask: KeyMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> bool:
     """Whether one new token is decoded from a cache, for which there are kernels that read only the keys it needs."""
-    # these kernels support no padding, no gradients and no values shorter than keys, and compiled code would make a graph for each position
-    if value.shape[3] != key.shape[3]:
+    # these kernels support no gradients and no values shorter than keys, and compiled code would make a graph for each position
+    if value.shape[3] != key.shape[3] or torch.compiler.is_compiling():
         return False
     if query.shape[2] != 1 or not mask.is_causal or settings.is_shared or settings.backend != "auto":
         return False
-    if mask.padding is not None or bounds is not None or dropout_p > 0 or torch.compiler.is_compiling():
-        return False
     return not needs_grad(query, key, value, sinks)
-
-
-def _step(
-    settings: Settings,
-    mask: KeyMask,
-    window: tuple[int | None, int | None] | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
-    positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
-    pattern = None
-    if window is None:
-        pattern = settings.pattern if settings.kind == "block_sparse" else settings.branches()
-    left = None if window is None else window[0]
-    out: torch.Tensor = decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=sinks)
-    return out
-
-
-def _branches(settings: Settings) -> dict[str, Any]:
-    return {
-        "head_offsets": settings.head_offsets,
-        "branch_heads": settings.branch_heads,
-        "tail": settings.tail,
-        "mixture_grad": settings.mixture_grad,
-    }
-
-
-def _ring(
-    name: str,
-    settings: Settings,
-    seq_len: int | None,
-    window: tuple[int | None, int | None] | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    place: dict[str, Any] = {
-        "group": group_of(name),
-        "layout": settings.layout,
-        "exchange": settings.exchange,
-        "seq_len": settings.seq_len if seq_len is None else seq_len,
-        "ranks_per_node": settings.ranks_per_node,
-        "timeout": settings.timeout,
-    }
-    out: torch.Tensor
-    if window is not None or settings.kind == "ring":
-        out = ring_attention(q, k, v, window=window, **place, **options)
-    else:
-        out = ring_dilated_attention(q, k, v, settings.segment_lengths, settings.dilation_rates, **_branches(settings), **place, **options)
-    return out
 
 
 def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_queries: int, num_keys: int, is_causal: bool | None) -> KeyMask:

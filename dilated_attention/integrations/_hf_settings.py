@@ -22,14 +22,14 @@ from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 KINDS = ("dilated", "ring_dilated", "ring", "block_sparse")
 # the attribute of a model's config, a plain dict, with the settings of this model's layers
 CONFIG_KEY = "dilated_attention"
-_BRANCHES = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad")
+BRANCH_OPTIONS = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad")
 _RUN = ("deterministic", "backend")
 _RING = ("layout", "exchange", "seq_len", "ranks_per_node", "timeout")
 # processes belong to a job, not to a model
 _PROCESSES = ("group", "mesh")
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "dilated": (*_BRANCHES, *_RUN),
-    "ring_dilated": (*_BRANCHES, *_RUN, *_RING, *_PROCESSES),
+    "dilated": (*BRANCH_OPTIONS, *_RUN),
+    "ring_dilated": (*BRANCH_OPTIONS, *_RUN, *_RING, *_PROCESSES),
     "ring": (*_RUN, *_RING, *_PROCESSES),
     "block_sparse": ("pattern", *_RUN),
 }
@@ -196,7 +196,7 @@ def settings_to_save(name: str, config: Any) -> Any:
     except (AttributeError, TypeError, ValueError):
         # what the model refuses at its next forward; a config's repr comes here, too
         return told
-    wanted: tuple[str, ...] = {"block_sparse": ("pattern",), "ring": ()}.get(kind, _BRANCHES)
+    wanted: tuple[str, ...] = {"block_sparse": ("pattern",), "ring": ()}.get(kind, BRANCH_OPTIONS)
     if not settings.is_complete or (settings.pattern is not None and settings.pattern.lives_here):
         wanted = ()
     return settings.plain(dict.fromkeys(wanted)) | told
