@@ -112,7 +112,7 @@ def _forward(
     The statistics are mean and 1/std of each row, (2, rows), or (0, rows) without a norm. x̂ is empty unless ``narrows``: then, for an x
     wider than ``dtype``, the backward gets x̂ = (x − mean) / std in ``dtype`` instead of x. The caller checks the arguments.
     """
-    recipe = Recipe(activation, norm, eps, dtype)
+    recipe = Recipe(norm_weight, norm_bias, activation, norm, eps, dtype)
     rows, gates = _rows(x), None if gate is None else _rows(gate)
     weights, biases = [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
     shape, stats, normal = x.shape[:-1], _new_stats(x, norm), _new_normal(x, dtype, narrows)
@@ -120,12 +120,11 @@ def _forward(
         if _fused(x):
             from dilated_attention.functional import fused_norm_linear_triton
 
-            z = fused_norm_linear_triton.prepare(rows, gates, norm_weight, norm_bias, recipe, stats, normal if narrows else None)
+            z = fused_norm_linear_triton.prepare(rows, gates, recipe, stats, normal if narrows else None)
             ys = [F.linear(z, w, biases[i] if biases else None) for i, w in enumerate(weights)]
         else:
-            ys = fused_norm_linear_torch.forward(
-                rows, gates, norm_weight, norm_bias, weights, biases, recipe, stats, normal.view(rows.shape) if narrows else None
-            )
+            kept = normal.view(rows.shape) if narrows else None
+            ys = fused_norm_linear_torch.forward(rows, gates, weights, biases, recipe, stats, kept)
     # the outputs must not be views: autograd refuses in-place changes of a view of a function's output, and FSDP2's hooks would be lost
     return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
@@ -152,7 +151,7 @@ def _backward(
     ``needs`` has one flag each for x and gate, the norm, the weights and the biases. ``wide`` is the original dtype of x where the
     tensor passed as x is x̂.
     """
-    recipe = Recipe(activation, norm, eps, dtype)
+    recipe = Recipe(norm_weight, norm_bias, activation, norm, eps, dtype)
     needs_input, needs_norm, needs_weights, needs_biases = needs
     rows, gates = _rows(x), None if gate is None else _rows(gate)
     widths = [w.shape[0] for w in weights]
@@ -164,16 +163,12 @@ def _backward(
             from dilated_attention.functional import fused_norm_linear_triton
 
             dz = dy @ joined if needs_input or needs_norm else None
-            z, dx, dgate, sums = fused_norm_linear_triton.prepare_backward(
-                rows, gates, norm_weight, norm_bias, recipe, stats, dz, needs_weights, wide
-            )
+            z, dx, dgate, sums = fused_norm_linear_triton.prepare_backward(rows, gates, recipe, stats, dz, needs_weights, wide)
             dnorm: list[torch.Tensor | None] = [*sums]
             dweight = None if z is None else dy.t() @ z
             del z, dz
         else:
-            dx, dgate, dnorm, dweight = fused_norm_linear_torch.backward(
-                dy, rows, gates, norm_weight, norm_bias, joined, stats, recipe, needs, wide
-            )
+            dx, dgate, dnorm, dweight = fused_norm_linear_torch.backward(dy, rows, gates, joined, stats, recipe, needs, wide)
         dbias = dy.sum(0, dtype=stats.dtype) if needs_biases else None
     grads: list[torch.Tensor] = []
     if needs_input:
@@ -293,9 +288,9 @@ def _layers(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
     Args:
         others: the arguments of ``_forward`` after x.
     """
-    gate, norm_weight, norm_bias, weights, biases, *recipe, _ = others
+    gate, norm_weight, norm_bias, weights, biases, *settings, _ = others
     with without_autocast(x):
-        ys = fused_norm_linear_torch.layers(x, gate, norm_weight, norm_bias, weights, biases, Recipe(*recipe))
+        ys = fused_norm_linear_torch.layers(x, gate, weights, biases, Recipe(norm_weight, norm_bias, *settings))
     return [*ys, x.new_empty(0), x.new_empty(0)]
 
 

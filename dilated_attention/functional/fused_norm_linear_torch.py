@@ -16,19 +16,27 @@ _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "re
 
 
 class Recipe(NamedTuple):
-    """What is applied to x before the linear layers; ``dtype`` is that of z, of the products and of y."""
+    """What is applied to x before the linear layers; ``dtype`` is that of z, of the products and of y.
 
+    ``weight`` and ``bias`` (K,) are the norm's, None for 1 and 0.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
     activation: str
     norm: str
     eps: float
     dtype: torch.dtype
 
+    def widened(self, dtype: torch.dtype) -> Recipe:
+        """Returns the recipe with the norm's parameters in the dtype of accumulation."""
+        weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
+        return self._replace(weight=weight, bias=bias)
+
 
 def forward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     recipe: Recipe,
@@ -37,8 +45,9 @@ def forward(
 ) -> list[torch.Tensor]:
     """Returns [y_i] of rows x (M, K). Writes mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` if given."""
     ys = [x.new_empty((x.shape[0], w.shape[0]), dtype=recipe.dtype) for w in weights]
+    recipe = recipe.widened(accumulation_dtype(x.dtype))
     for part in _chunks(x):
-        a, z = _prepare(x[part], None if gate is None else gate[part], norm_weight, norm_bias, recipe, stats[:, part])
+        a, z = _prepare(x[part], None if gate is None else gate[part], recipe, stats[:, part])
         if normal is not None:
             normal[part].copy_((a - stats[0][part, None]).mul_(stats[1][part, None]))
         z = z.to(recipe.dtype)
@@ -54,8 +63,6 @@ def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
     joined: torch.Tensor,
     stats: torch.Tensor,
     recipe: Recipe,
@@ -68,17 +75,17 @@ def backward(
     """
     needs_input, needs_norm, needs_weights, _ = needs
     acc = stats.dtype
-    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
+    recipe = recipe.widened(acc)
     dx = torch.empty_like(x, dtype=wide or x.dtype) if needs_input else None
     dgate = torch.empty_like(gate) if needs_input and gate is not None else None
-    dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (weight, bias)]
+    dnorm = [torch.zeros_like(p) if needs_norm and p is not None else None for p in (recipe.weight, recipe.bias)]
     dweight = torch.zeros_like(joined, dtype=acc) if needs_weights else None
     # if x is x̂, the norm is the identity, and the true 1/std is applied at the end
     own = stats if wide is None else torch.stack((torch.zeros_like(stats[0]), torch.ones_like(stats[1])))
     for part in _chunks(x):
         a = _activated(x[part], None if gate is None else gate[part], recipe.activation, acc)
         if dweight is not None:
-            z = _normed(a, weight, bias, recipe, stats[:, part]) if wide is None else _affine(a, weight, bias)
+            z = _normed(a, recipe, stats[:, part]) if wide is None else _affine(a, recipe)
             if recipe.dtype is acc:
                 dweight.addmm_(dy[part].t(), z)
             else:
@@ -87,7 +94,7 @@ def backward(
             continue
         da = (dy[part] @ joined).to(acc)
         if recipe.norm != "none":
-            da = _norm_backward(da, a, weight, bias, own[:, part], recipe.norm, dnorm)
+            da = _norm_backward(da, a, recipe, own[:, part], dnorm)
             if wide is not None:
                 da *= stats[1][part, None]
         if dx is not None:
@@ -98,21 +105,19 @@ def backward(
 def layers(
     x: torch.Tensor,
     gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     recipe: Recipe,
 ) -> list[torch.Tensor]:
     """Returns [y_i] of x (…, K) by torch's own layers, one by one: all torch.func transforms and forward-mode AD can go through them."""
     acc = accumulation_dtype(x.dtype)
-    weight, bias = (None if p is None else p.to(acc) for p in (norm_weight, norm_bias))
+    recipe = recipe.widened(acc)
     # not in place, since vmap may map only one of the two
     z = _activated(x, None, recipe.activation, acc) if gate is None else F.silu(gate.to(acc)) * x.to(acc)
     if recipe.norm == "layer":
-        z = F.layer_norm(z, z.shape[-1:], weight, bias, recipe.eps)
+        z = F.layer_norm(z, z.shape[-1:], recipe.weight, recipe.bias, recipe.eps)
     elif recipe.norm == "rms":
-        z = _affine(z * (z.square().mean(-1, keepdim=True) + recipe.eps).rsqrt(), weight, None)
+        z = _affine(z * (z.square().mean(-1, keepdim=True) + recipe.eps).rsqrt(), recipe)
     z = z.to(recipe.dtype)
     return [F.linear(z, w.to(recipe.dtype), biases[i].to(recipe.dtype) if biases else None) for i, w in enumerate(weights)]
 
@@ -121,27 +126,19 @@ def _chunks(rows: torch.Tensor) -> list[slice]:
     return [slice(i, i + _CHUNK_ROWS) for i in range(0, rows.shape[0], _CHUNK_ROWS)]
 
 
-def _prepare(
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    recipe: Recipe,
-    stats: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _prepare(x: torch.Tensor, gate: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (a, z) of some rows in the accumulation dtype, and writes their statistics to ``stats``."""
     a = _activated(x, gate, recipe.activation, accumulation_dtype(x.dtype))
     if recipe.norm == "none":
         return a, a
-    weight, bias = (None if p is None else p.to(a.dtype) for p in (weight, bias))
     if recipe.norm == "layer":
-        z, mean, rstd = torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)
+        z, mean, rstd = torch.native_layer_norm(a, a.shape[1:], recipe.weight, recipe.bias, recipe.eps)
         stats[0].copy_(mean.view(-1))
         stats[1].copy_(rstd.view(-1))
         return a, z
     stats[0].zero_()
     stats[1].copy_((a.square().mean(-1) + recipe.eps).rsqrt_())
-    return a, _affine(a * stats[1][:, None], weight, None)
+    return a, _affine(a * stats[1][:, None], recipe)
 
 
 def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtype: torch.dtype) -> torch.Tensor:
@@ -151,33 +148,27 @@ def _activated(x: torch.Tensor, gate: torch.Tensor | None, activation: str, dtyp
     return x if activation == "none" else _PLAIN[activation](x)
 
 
-def _normed(a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
+def _normed(a: torch.Tensor, recipe: Recipe, stats: torch.Tensor) -> torch.Tensor:
     """Recomputes norm(a) with the ``stats`` of the forward."""
     if recipe.norm == "layer":
         # torch's single pass, which recomputes the statistics, is faster than three passes that reuse them
-        return torch.native_layer_norm(a, a.shape[1:], weight, bias, recipe.eps)[0]
-    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], weight, None)
+        return torch.native_layer_norm(a, a.shape[1:], recipe.weight, recipe.bias, recipe.eps)[0]
+    return a if recipe.norm == "none" else _affine(a * stats[1][:, None], recipe)
 
 
-def _affine(normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    z = normal if weight is None else normal * weight
-    return z if bias is None else z + bias
+def _affine(normal: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    z = normal if recipe.weight is None else normal * recipe.weight
+    return z if recipe.bias is None else z + recipe.bias
 
 
 def _norm_backward(
-    dz: torch.Tensor,
-    a: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    stats: torch.Tensor,
-    norm: str,
-    dnorm: list[torch.Tensor | None],
+    dz: torch.Tensor, a: torch.Tensor, recipe: Recipe, stats: torch.Tensor, dnorm: list[torch.Tensor | None]
 ) -> torch.Tensor:
     """Returns da, and adds the contributions to the gradients of the norm's parameters to ``dnorm``."""
-    mean, rstd = stats[0][:, None], stats[1][:, None]
-    if norm == "layer":
+    weight, mean, rstd = recipe.weight, stats[0][:, None], stats[1][:, None]
+    if recipe.norm == "layer":
         wanted = [True, *(share is not None for share in dnorm)]
-        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, bias, wanted)
+        da, *shares = torch.ops.aten.native_layer_norm_backward(dz, a, a.shape[1:], mean, rstd, weight, recipe.bias, wanted)
         for total, share in zip(dnorm, shares, strict=True):
             if total is not None:
                 total += share
@@ -186,6 +177,8 @@ def _norm_backward(
     along = dz * normal
     if dnorm[0] is not None:
         dnorm[0] += along.sum(0)
+    if dnorm[1] is not None:
+        dnorm[1] += dz.sum(0)
     if weight is None:
         return dz.addcmul_(normal, along.mean(-1, keepdim=True), value=-1).mul_(rstd)
     # subtracts the component that only changes the length of a: normal · mean(dz · weight · normal)

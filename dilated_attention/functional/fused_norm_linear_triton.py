@@ -185,8 +185,6 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
 def prepare(
     x: torch.Tensor,
     gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
     recipe: Recipe,
     stats: torch.Tensor,
     normal: torch.Tensor | None,
@@ -200,9 +198,9 @@ def prepare(
     if M and K:
         block, rows, warps = _tile(K, _FORWARD)
         _run(
-            _prepare_kernel, triton.cdiv(M, rows), (x, gate, weight, bias, z, normal, stats), (M, recipe.eps), warps,
-            K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, KEEPS_NORMAL=normal is not None, SHORT=_is_short(x),
+            _prepare_kernel, triton.cdiv(M, rows), (x, gate, recipe.weight, recipe.bias, z, normal, stats), (M, recipe.eps), warps,
+            K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=recipe.weight is not None,
+            HAS_BIAS=recipe.bias is not None, KEEPS_NORMAL=normal is not None, SHORT=_is_short(x),
         )  # fmt: skip
     return z
 
@@ -210,8 +208,6 @@ def prepare(
 def prepare_backward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
     recipe: Recipe,
     stats: torch.Tensor,
     dz: torch.Tensor | None,
@@ -234,9 +230,9 @@ def prepare_backward(
     programs = min(tiles, _programs(x.device, warps))
     shares = stats.new_empty(programs, 2, K)
     _run(
-        _prepare_backward_kernel, programs, (x, gate, weight, bias, stats, dz, z, dx, dgate, shares), (M, tiles), warps,
-        K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, NEEDS_Z=needs_z, HAS_DZ=dz is not None, IS_NORMAL=wide is not None, SHORT=_is_short(x),
+        _prepare_backward_kernel, programs, (x, gate, recipe.weight, recipe.bias, stats, dz, z, dx, dgate, shares), (M, tiles), warps,
+        K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=recipe.weight is not None,
+        HAS_BIAS=recipe.bias is not None, NEEDS_Z=needs_z, HAS_DZ=dz is not None, IS_NORMAL=wide is not None, SHORT=_is_short(x),
         STAGES=_BACKWARD.stages,
     )  # fmt: skip
     return z, dx, dgate, shares.sum(0)

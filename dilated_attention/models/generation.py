@@ -284,7 +284,11 @@ def _steps(
     *,
     waits: bool,
 ) -> Iterator[torch.Tensor]:
-    """Yields the input tokens (B, 1) of each step, at most max_new_tokens; ``waits``: their logits are checked before they are yielded."""
+    """Yields the drawn tokens as input, (B, 1) of each step, at most max_new_tokens; a request that has ended gets ``stop_token`` again.
+
+    Args:
+        waits: check at each step that logits are finite, not only at the first and the last.
+    """
     with eval_mode(model):
         weight = model.output_weight
         lengths = [len(row) for row in rows]
@@ -297,53 +301,37 @@ def _steps(
         else:
             cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
             logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
-        last = torch.stack([row[-1:] for row in rows])
         step = Stepper(model, cache, cuda_graph=cuda_graph)
-        yield from _decode(step, last, logits, max_new_tokens, sampling or Sampling(), stop_token, waits or weight.device.type == "cpu")
-
-
-def _decode(
-    step: Stepper,
-    last: torch.Tensor,
-    logits: torch.Tensor,
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_token: int | None,
-    waits: bool,
-) -> Iterator[torch.Tensor]:
-    """Yields the drawn tokens, (B, 1) a step. A request that has ended gets ``stop_token`` again and again.
-
-    Args:
-        last: the last input tokens, (B, 1); of a k-mer model codes, from which the next codes follow.
-        logits: those of the next token, (B, V).
-        waits: check at each step that logits are finite, not only at the first and the last.
-    """
-    token, highest = sampling.pick(logits)
-    found, count = [highest], 1
-    # detect NaN weights at once
-    _check_finite(step.model, found)
-    ended = torch.zeros_like(token, dtype=torch.bool)
-    while True:
-        if stop_token is not None:
-            token = token.masked_fill(ended, stop_token)
-            ended = token == stop_token
-            # the host has to know whether to continue; without a stop token no step waits for the device
-            for request in ended[:, 0].nonzero()[:, 0].tolist():
-                if step.cache.active[request]:
-                    step.cache.finish(request)
-        last = token if step.model.config.kmer == 1 else following_codes(last, token, step.model.config.kmer)
-        is_last = count == max_new_tokens or not any(step.cache.active)
-        if is_last:
-            _check_finite(step.model, found)
-        yield last
-        if is_last:
-            return
-        token, highest = sampling.pick(step(last))
-        count += 1
-        # ignore requests that have ended: their tokens are not read
-        found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
-        if waits:
-            _check_finite(step.model, found[-1:], count - 1)
+        sampling = sampling or Sampling()
+        waits = waits or weight.device.type == "cpu"
+        token, highest = sampling.pick(logits)
+        found, count = [highest], 1
+        # detect NaN weights at once
+        _check_finite(model, found)
+        ended = torch.zeros_like(token, dtype=torch.bool)
+        # of a k-mer model codes, from which the next codes follow
+        last = torch.stack([row[-1:] for row in rows])
+        while True:
+            if stop_token is not None:
+                token = token.masked_fill(ended, stop_token)
+                ended = token == stop_token
+                # the host has to know whether to continue; without a stop token no step waits for the device
+                for request in ended[:, 0].nonzero()[:, 0].tolist():
+                    if cache.active[request]:
+                        cache.finish(request)
+            last = token if model.config.kmer == 1 else following_codes(last, token, model.config.kmer)
+            is_last = count == max_new_tokens or not any(cache.active)
+            if is_last:
+                _check_finite(model, found)
+            yield last
+            if is_last:
+                return
+            token, highest = sampling.pick(step(last))
+            count += 1
+            # ignore requests that have ended: their tokens are not read
+            found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
+            if waits:
+                _check_finite(model, found[-1:], count - 1)
 
 
 def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int = 0) -> None:
