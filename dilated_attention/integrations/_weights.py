@@ -176,9 +176,6 @@ class Weights:
         """Drops weights that are left out on purpose; the names include the prefix."""
         self._left -= set(names)
 
-    def names(self) -> list[str]:
-        return list(self._all)
-
     def finish(self) -> dict[str, torch.Tensor]:
         """Returns all that was taken; raises an error that names what was not."""
         if self._left:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.functional import attention_map, attention_received
-from dilated_attention.modules._settings import KernelSettings
+from dilated_attention.modules._settings import KernelSettings, options_of
 
 
 class LocalAttention(KernelSettings):
@@ -75,19 +75,7 @@ class LocalAttention(KernelSettings):
             query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
             query_rows, average_heads, lse, chunk: see ``dilated_attention.functional.attention_map``.
         """
-        return attention_map(
-            query,
-            key,
-            **self._map_arguments(query),
-            query_rows=query_rows,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            query_offset=query_offset,
-            average_heads=average_heads,
-            lse=lse,
-            chunk=chunk,
-        )
+        return attention_map(query, key, **self._map_arguments(query), **options_of(locals()))
 
     def attention_received(
         self,
@@ -110,16 +98,4 @@ class LocalAttention(KernelSettings):
             query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``. The module's own
                 backend is not used, since it may not support ``dtype``.
         """
-        return attention_received(
-            query,
-            key,
-            **self._map_arguments(query),
-            query_weights=query_weights,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            query_offset=query_offset,
-            average_heads=average_heads,
-            dtype=dtype,
-            backend=backend,
-        )
+        return attention_received(query, key, **self._map_arguments(query), **options_of(locals()))

@@ -10,6 +10,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules._ring import RingSettings
+from dilated_attention.modules._settings import options_of
 from dilated_attention.pattern.checks import as_int
 
 
@@ -95,18 +96,8 @@ class LocalMultihead(MultiheadProjections):
         >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
         >>> weights[:, 0]  # (B, N)
         """
-        q, k = self._scored(query, key, cu_seqlens, query_offset)
-        return self.attention.attention_map(
-            q,
-            k,
-            query_rows,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            query_offset=query_offset,
-            average_heads=average_heads,
-            chunk=chunk,
-        )
+        options = options_of(locals())
+        return self.attention.attention_map(*self._scored(query, key, cu_seqlens, query_offset), **options)
 
     @torch.no_grad()
     def attention_received(
@@ -129,19 +120,8 @@ class LocalMultihead(MultiheadProjections):
             query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
             query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``.
         """
-        q, k = self._scored(query, key, cu_seqlens, query_offset)
-        return self.attention.attention_received(
-            q,
-            k,
-            query_weights=query_weights,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            query_offset=query_offset,
-            average_heads=average_heads,
-            dtype=dtype,
-            backend=backend,
-        )
+        options = options_of(locals())
+        return self.attention.attention_received(*self._scored(query, key, cu_seqlens, query_offset), **options)
 
     def _scored(
         self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int

@@ -40,6 +40,11 @@ def changed(settings: Any, **defaults: Any) -> list[str]:
     return [f"{name}={getattr(settings, name)!r}" for name, default in defaults.items() if getattr(settings, name) != default]
 
 
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of a method that passes all of them on, from its ``locals()``."""
+    return {name: value for name, value in given.items() if name not in ("self", "query", "key")}
+
+
 class KernelSettings(nn.Module):
     """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``.
 
