@@ -123,6 +123,8 @@ def test_branches_follow_the_context(text: Path, tmp_path: Path, flags: str, bra
         longer.write_text(text.read_text() * 2)
         printed = train(longer, tmp_path / "run", *options)
     assert f"branches {branches}, context {flags.split()[1]}" in printed
+    # no failure, unless it is asked for (test_examples.py)
+    assert "bits per byte, not below both: unigram" in printed
 
 
 def test_a_run_goes_on_past_its_end(text: Path, whole: Path, tmp_path: Path) -> None:
