@@ -139,7 +139,7 @@ def test_no_process_wide_switch_of_torch_is_ever_flipped() -> None:
         "sdpa_kernel",
     }
     # torch's context_parallel, measured on a kernel named by the user, inside a with statement
-    competitor = PACKAGE / "bench" / "sharded" / "competitors.py"
+    competitor = PACKAGE / "bench" / "workloads" / "sharded_contenders.py"
     for file in {*PACKAGE.rglob("*.py")} - {competitor}:
         tree = ast.parse(file.read_text())
         names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}

@@ -257,10 +257,14 @@ def test_what_ended_a_process_is_named_and_left_out(tmp_path: Path, monkeypatch:
         return right(entry, *given, **options)
 
     right = scaling.measure
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(scaling, "measure", ended)
-        main(arguments)
-    assert main(arguments) == 0
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(scaling, "measure", ended)
+            main(arguments)
+        assert main(arguments) == 0
+    finally:
+        # the process that ended would have taken its group along
+        torch.distributed.destroy_process_group()
     rows = Results.load(tmp_path / "scaling.json").rows
     assert [(row.case, row.note) for row in rows if row.note] == [({"group": "dense-64 causal W=1 ring"}, UNDER_WAY)]
     assert [row.name for row in rows] == ["one process", "one process", "all"]

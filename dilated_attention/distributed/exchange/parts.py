@@ -258,6 +258,8 @@ class Computation:
                 self._put(all_lse, 2, part, lse)
             else:
                 merge_onto(all_out[:, part.rows], all_lse[:, :, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+            # before memory for the next part's is allocated
+            del out, lse
 
     def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
