@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from tests.gpu_suite.report import Outcome, read, summary, write
+from tests.helpers.pool import SHARED
 
 ROOT = Path(__file__).parents[2]
 # compiled kernels go to disk, so that what one process compiled no other compiles again
@@ -84,7 +85,7 @@ def main() -> int:
 
     count, least = torch.cuda.device_count(), 2 if args.several else 1
     if count and args.several:
-        count = max(count, int(os.environ.get("DILATED_GPUS_SHARED", "0")))
+        count = max(count, SHARED)
     if count < least:
         parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
     needed = ["pytest", "pytest_timeout", *(["xdist"] if args.processes > 1 else [])]

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.pool import Pool, pool_of
+from tests.helpers.pool import SHARED, Pool, pool_of
 
 ON_CPU = os.environ.get("DILATED_GPUS_ON_CPU") == "1"
 GPUS = torch.cuda.device_count()
-SHARED = int(os.environ.get("DILATED_GPUS_SHARED", "0")) if GPUS else 0
-COUNT = 4 if ON_CPU else max(GPUS, SHARED)
+COUNT = 4 if ON_CPU else max(GPUS, SHARED if GPUS else 0)
 # where this process, which is no rank, computes what ranks are held to
 DEVICE = torch.device("cpu" if ON_CPU or not COUNT else "cuda")
 PERCENT = int(os.environ.get("DILATED_GPUS_PERCENT", "100"))

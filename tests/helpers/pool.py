@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# the ranks that may share a machine's GPUs
+SHARED = int(os.environ.get("DILATED_GPUS_SHARED", "0"))
 # the kind of device that this process computes on; set in a pool's processes
 _device_type = "cpu"
 # Linux: the signal a process gets when its parent ends
@@ -52,7 +54,7 @@ def device_of(rank: int) -> torch.device:
     import torch
 
     count = torch.cuda.device_count()
-    if int(os.environ.get("DILATED_GPUS_SHARED", "0")) > count:
+    if count < SHARED:
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         rank %= count
     return torch.device("cuda", rank)

@@ -1,22 +1,13 @@
-"""The copies of ``copies_triton.py`` by torch's operations, from the same tables."""
+"""The copies of ``copies_triton.py`` by torch's operations, from the same tables, which live as long as the step: their ids name them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dilated_attention.distributed.exchange.rows import copy_tables
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
-
-
-def _once(step: StepPlan, name: str, table: torch.Tensor, make: Callable[[], Any]) -> Any:
-    """Returns what is made once from a table, which lives as long as the step."""
-    key = name, id(table)
-    if key not in step.remembered:
-        step.remembered[key] = make()
-    return step.remembered[key]
 
 
 def sparse_index(step: StepPlan, x: torch.Tensor) -> tuple[Any, ...]:
@@ -28,7 +19,7 @@ def sparse_index(step: StepPlan, x: torch.Tensor) -> tuple[Any, ...]:
 
 def gather(step: StepPlan, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor) -> None:
     """Writes units of k and v (B, rows, heads, D) to ``to`` (units, B, 2·D). ``units``: int32, row · heads + head."""
-    row, head = _once(step, "rows and heads", units, lambda: (units.long() // k.shape[2], units.long() % k.shape[2]))
+    row, head = copy_tables.once(step, ("rows and heads", id(units)), lambda: (units.long() // k.shape[2], units.long() % k.shape[2]))
     for part, x in zip(to.chunk(2, -1), (k, v), strict=True):
         part.copy_(x[:, row, head].transpose(0, 1))
 
@@ -40,7 +31,7 @@ def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Ten
         own, (arrived,) = k.shape[1] * k.shape[2], (sources >= k.shape[1] * k.shape[2]).nonzero(as_tuple=True)
         return (sources == -1).nonzero()[:, 0], arrived, sources[arrived].long() - own
 
-    nothing, arrived, units = _once(step, "places", sources, places)
+    nothing, arrived, units = copy_tables.once(step, ("places", id(sources)), places)
     flat = memory.view(-1, *memory.shape[2:])
     if len(nothing):
         flat[nothing] = 0

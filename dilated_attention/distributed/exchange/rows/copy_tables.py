@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
+
+T = TypeVar("T")
 
 
 def _number(step: StepPlan) -> torch.dtype:
@@ -15,11 +17,12 @@ def _number(step: StepPlan) -> torch.dtype:
     return torch.int32 if step.is_numbered else torch.int64
 
 
-def _once(step: StepPlan, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    tables: dict[Any, Any] = step.remembered
-    if name not in tables:
-        tables[name] = make()
-    return tables[name]  # type: ignore[no-any-return]
+def once(step: StepPlan, name: Hashable, make: Callable[[], T]) -> T:
+    """Returns what ``make`` made for this step and name when it was first asked for."""
+    found: dict[Any, Any] = step.remembered
+    if name not in found:
+        found[name] = make()
+    return found[name]  # type: ignore[no-any-return]
 
 
 def _units(step: StepPlan, messages: tuple[RowMessage, ...], device: torch.device) -> torch.Tensor:
@@ -46,18 +49,18 @@ def _own(step: StepPlan, units: torch.Tensor) -> torch.Tensor:
 def sent_units(step: StepPlan, device: torch.device) -> torch.Tensor:
     """Returns the rank's own units that are copied to be sent: all if the memory does not hold them, else the single ones."""
     owed = tuple(message for message in step.owed if step.from_own or message.units is not None)
-    return _once(step, "sent", lambda: _own(step, _units(step, owed, device)).to(_number(step)))
+    return once(step, "sent", lambda: _own(step, _units(step, owed, device)).to(_number(step)))
 
 
 def received_units(step: StepPlan, device: torch.device) -> torch.Tensor:
     """Returns all units of the memory that arrive."""
-    return _once(step, "received", lambda: _units(step, step.receives, device).to(_number(step)))
+    return once(step, "received", lambda: _units(step, step.receives, device).to(_number(step)))
 
 
 def offsets(step: StepPlan, device: torch.device) -> torch.Tensor:
     """Returns int32 (heads,): the offset of each head's own rows in the rank's tensors."""
     found = (0,) * step.num_kv_heads if step.sparse is None else step.sparse[1]
-    return _once(step, "offsets", lambda: torch.tensor(found, dtype=torch.int32, device=device))
+    return once(step, "offsets", lambda: torch.tensor(found, dtype=torch.int32, device=device))
 
 
 def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
@@ -83,7 +86,7 @@ def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor
             end += len(units)
         return found
 
-    return _once(step, "sources", make)
+    return once(step, "sources", make)
 
 
 def own_places(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
@@ -95,7 +98,7 @@ def own_places(step: StepPlan, own_rows: int, device: torch.device) -> torch.Ten
             found[row : row + count] = torch.arange(place, place + count, device=device).to(_number(step))
         return found
 
-    return _once(step, "places", make)
+    return once(step, "places", make)
 
 
 def returned_units(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
@@ -110,7 +113,7 @@ def returned_units(step: StepPlan, own_rows: int, device: torch.device) -> torch
             end += len(units)
         return found
 
-    return _once(step, "returned", make)
+    return once(step, "returned", make)
 
 
 # the buffers of a step: what is sent, what arrives by itself, and the memory
