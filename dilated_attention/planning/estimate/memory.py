@@ -15,6 +15,7 @@ from dilated_attention.backends import BackendUnavailable, reasons_of, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
+from dilated_attention.distributed.exchange.parts import JOINED_BYTES
 from dilated_attention.engine.branches.strategy import is_fused
 from dilated_attention.engine.kernels.nested_selection import is_worth_it, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
@@ -49,12 +50,14 @@ def memory_of(problem: Problem) -> MemoryEstimate:
     return _engine(problem, pattern, problem.num_positions, nested=is_nested(problem), tiles=on_tiles(problem))
 
 
-def _engine(problem: Problem, pattern: Any, num_positions: int, heads: tuple[int, int] | None = None, **options: Any) -> MemoryEstimate:
-    """Asks the engine's own account. ``heads``: of queries and of keys, if not all."""
+def _engine(
+    problem: Problem, pattern: Any, num_positions: int, heads: tuple[int, int] | None = None, device_type: str = "", **options: Any
+) -> MemoryEstimate:
+    """Asks the engine's own account. ``heads``: of queries and of keys, if not all. ``device_type``: if not the problem's."""
     H, Hk = heads or (problem.num_heads, problem.num_kv_heads)
     return attention_memory(
         pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk, dtype=problem.dtype,
-        device_type=problem.device_type, is_causal=problem.is_causal, needs_grad=problem.training, **options,
+        device_type=device_type or problem.device_type, is_causal=problem.is_causal, needs_grad=problem.training, **options,
     )  # fmt: skip
 
 
@@ -173,24 +176,34 @@ def _ring(problem: Problem) -> MemoryEstimate:
         own = x.inputs + 2 * x.Q * x.e + 4 * x.R
         forward: Terms = [("q, k, v in the caller's rows", x.inputs), *whole.forward]
         return x.estimate(problem, forward, [("q, k, v, out, dout in the caller's rows", own), *whole.backward])
-    launch = 0
+    keys = ("keys from elsewhere", exchange.held[0])
+    received = 2 * problem.batch_size * Hk * D * exchange.rows
     if problem.computes == "dense" and exchange.name == "all_gather":
-        # each step computes its rows in one launch and writes them directly: nothing is merged
-        forward, backward = x.forward(), x.backward()
-        backward.append(("lse with +inf", x.R * x.a))
-        backward.append(("dq, dk, dv", x.inputs if on_gpu else (x.Q + 2 * x.K) * x.a))
+        # each step computes each range of the rows in one launch, whose results are copied to those of the call
+        launches = exchange.steps * exchange.parts
+        joined = exchange.steps == 1 and x.Q * x.e <= JOINED_BYTES
+        part = (x.Q * x.e + x.R * x.a) // (1 if joined else launches) * (launches > 1)
+        forward = x.forward(keys, ("results of a part", part))
+        of_part = x.Q * x.e // launches * (launches > 1) + received * x.e // exchange.steps * (exchange.parts > 1)
+        backward = x.backward(keys, ("lse with +inf", x.R * x.a // launches), ("dq", x.Q * x.e), ("gradients of a part", of_part))
+        backward.append(("dk, dv of all keys in memory", received * x.e // exchange.steps))
         if on_gpu:
-            launch = 4 * -(-local_rows(problem) // 128) * 128 * problem.batch_size * H // exchange.steps * (D + 2)
-            launch += 8 * problem.num_positions * problem.batch_size * Hk * D // exchange.steps if Hk < H else 0
-    else:
-        # the engine runs on the rank's own rows; then the parts are merged into its results
-        local = _engine(problem, pattern, local_rows(problem))
-        forward, backward = list(local.forward), list(local.backward)
-        if exchange.name == "ring" and x.e != x.a:
-            forward.append(("out in the dtype of sums", x.Q * x.a))
-            backward.append(("dq, dk, dv in the dtype of sums", (x.Q + 2 * x.K) * x.a))
-    forward.append(("keys from elsewhere", exchange.held[0]))
-    backward += [("keys from elsewhere, shares of gradients", exchange.held[1]), ("sums of kernels in float32", launch)]
+            rows = -(-local_rows(problem) // exchange.parts // 128) * 128
+            launch = 4 * rows * problem.batch_size * H * (D + 2) + 4 * received * (Hk < H)
+            backward.append(("sums of kernels in float32", launch // exchange.steps))
+        return x.estimate(problem, forward, backward)
+    if exchange.name == "all_gather" and exchange.home is None:
+        # the queries are a range of those whose keys are in memory: problem by problem, as on a CPU
+        local = _engine(problem, pattern, local_rows(problem), device_type="cpu")
+        more = (received - 2 * x.K) * (x.a + x.e * (x.a != x.e))
+        return x.estimate(problem, [*local.forward, keys], [*local.backward, keys, ("dk, dv of all keys in memory", more)])
+    # the engine runs on the rank's own rows; then the parts are merged into its results
+    local = _engine(problem, exchange.home or pattern, local_rows(problem))
+    forward, backward = [*local.forward, keys], list(local.backward)
+    if exchange.name == "ring" and x.e != x.a:
+        forward.append(("out in the dtype of sums", x.Q * x.a))
+        backward.append(("dq, dk, dv in the dtype of sums", (x.Q + 2 * x.K) * x.a))
+    backward.append(("keys from elsewhere, shares of gradients", exchange.held[1]))
     return x.estimate(problem, forward, backward)
 
 

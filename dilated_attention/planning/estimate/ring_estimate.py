@@ -14,6 +14,7 @@ from dilated_attention.distributed.block_exchange.plan import key_span as block_
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of
+from dilated_attention.distributed.exchange.parts import rows_of
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, keys_beyond, needed_keys
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
@@ -35,6 +36,9 @@ class Exchange:
         steps: number of steps in which the keys arrive.
         held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
         is_exact: whether the figures were read from the plans rather than extrapolated from shorter sequences.
+        parts: the number of ranges of a rank's rows, each of which is computed by itself in an all_gather.
+        home: in an all_gather of branches, those that a rank computes on its own rows; None if all of them read the received keys.
+        rows: the positions of the keys in memory at a step of an all_gather.
     """
 
     name: str
@@ -42,6 +46,9 @@ class Exchange:
     steps: int
     held: tuple[int, int]
     is_exact: bool = True
+    parts: int = 1
+    home: DilatedPattern | None = None
+    rows: int = 0
 
 
 NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0))
@@ -100,9 +107,12 @@ def _of_branches(problem: Problem) -> Exchange:
         most = Bytes(*(x + y for x, y in zip(astuple(most), _in_order(problem), strict=True)))
     crossing = crossing_of(ring_problem, row * Hk)
     held = [_held(ring_problem if crossing is None else crossing.problem, rank, seen, row) for rank in _ranks(problem)]
+    spans = [key_span(ring_problem, rank) for rank in _ranks(problem)]
     return Exchange(
         name=name, bytes=most, steps=W if sharding.exchange == "ring" else steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
-        is_exact=is_exact or is_dense,
+        is_exact=is_exact or is_dense, parts=max(len(list(rows_of(shard))) for shard in shards),
+        home=pattern if not any(map(any, seen)) else None if crossing is None else crossing.home,
+        rows=max(span.end - span.start for span in spans),
     )  # fmt: skip
 
 
