@@ -119,6 +119,7 @@ def attention_memory(
     detached: bool = False,
     dropout: bool = False,
     saved_bytes: int = 0,
+    expands_keys: bool = False,
 ) -> MemoryEstimate:
     """Estimates the peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
@@ -140,6 +141,7 @@ def attention_memory(
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
         saved_bytes: bytes of the per-branch outputs that the forward saves for the backward (``prepare.saved_elements``).
+        expands_keys: the backward's kernel has dk and dv of each query head, as PyTorch's own have on a GPU, before they are summed.
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
 
     >>> pattern = DilatedPattern((2048, 8192), (1, 4))
@@ -185,7 +187,7 @@ def attention_memory(
             share = chunk_sizes.heads * chunk_sizes.positions / (H * N)
             grads.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
         grads.append(("lse of the chunks", B * chunk_sizes.heads * chunk_sizes.positions * a))
-        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, chunk_sizes, B, D)))
+        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, chunk_sizes, B, D, e if expands_keys else 0)))
         return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
 
     if not key_padding_mask and is_one_problem(pattern, shape):
@@ -243,8 +245,11 @@ def _forward_parts(
     return _layer_bytes(piece.split.layers, shape, chunk_sizes, q.shape[0], row_bytes, lse_bytes)
 
 
-def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, head_dim: int) -> int:
-    """Returns the bytes that the largest backward launch accumulates: dq, two numbers per row, and dk and dv of heads that share them."""
+def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, head_dim: int, expanded: int) -> int:
+    """Returns the bytes that the largest backward launch accumulates: dq, two numbers per row, and dk and dv of heads that share them.
+
+    ``expanded``: bytes per element of dk and dv of each query head, or 0 if the kernel sums those of a key head.
+    """
     positions = (0, min(chunk_sizes.positions, shape.queries[1]))
     part = replace(shape, queries=positions, keys=positions, documents=(positions,), heads=(0, min(chunk_sizes.heads, shape.num_heads)))
     sizes = []
@@ -252,8 +257,9 @@ def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes,
         rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))
         launch = PART_BYTES["cuda"] // (4 * head_dim * problem.heads.count)
         segments = min(batch * problem.segments, max(1, launch // max(rows, keys)))
-        shared = 2 * keys * problem.heads.kv_count * head_dim if shape.num_kv_heads < shape.num_heads else 0
-        sizes.append(4 * segments * (rows * problem.heads.count * (head_dim + 2) + shared))
+        shared = 2 * keys * head_dim * (problem.heads.count * expanded or 4 * problem.heads.kv_count)
+        sums = 4 * rows * problem.heads.count * (head_dim + 2)
+        sizes.append(segments * (sums + shared * (shape.num_kv_heads < shape.num_heads)))
     return max(sizes, default=0)
 
 

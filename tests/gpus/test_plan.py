@@ -48,6 +48,7 @@ def peaks(rank: int, world: int, kind: str, training: bool, n: int) -> tuple[int
 @pytest.mark.parametrize("world", worlds(2))
 def test_planned_peaks_are_what_gpus_take(world: int, kind: str, training: bool) -> None:
     n = 512 if ON_CPU else 2**16 if kind == "ring" else 2**18
-    for planned, found, text in pool(world).run(peaks, kind, training, n):
-        assert planned > 0
-        assert ON_CPU or 0.9 * found <= planned <= 1.1 * found, f"took {found / 2**20:.0f} MiB\n{text}"
+    # planned for the rank that needs the most
+    planned, found, text = max(pool(world).run(peaks, kind, training, n), key=lambda x: x[1])
+    assert planned > 0
+    assert ON_CPU or 0.9 * found <= planned <= 1.1 * found, f"took {found / 2**20:.0f} MiB\n{text}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.backends import BackendUnavailable, reasons_of, registry
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, reasons_of, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
@@ -57,7 +57,8 @@ def _engine(
     H, Hk = heads or (problem.num_heads, problem.num_kv_heads)
     return attention_memory(
         pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk, dtype=problem.dtype,
-        device_type=device_type or problem.device_type, is_causal=problem.is_causal, needs_grad=problem.training, **options,
+        device_type=device_type or problem.device_type, is_causal=problem.is_causal, needs_grad=problem.training,
+        expands_keys=_expands_keys(problem), **options,
     )  # fmt: skip
 
 
@@ -159,8 +160,18 @@ def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms
 
 def _backend(problem: Problem, counts: BlockCounts, *, backward: bool) -> str:
     mean = max(1, counts.computed // (problem.num_positions * problem.num_heads))
+    return _selected(problem.request(backward=backward, length=mean, blocks=counts.mask_kind))
+
+
+def _expands_keys(problem: Problem) -> bool:
+    """Whether the backward runs on PyTorch's own GPU kernels, which have dk and dv of each query head."""
+    asked = problem.training and problem.device_type == "cuda"
+    return asked and _selected(problem.request(backward=True, length=problem.num_positions)).startswith("sdpa")
+
+
+def _selected(request: AttentionRequest) -> str:
     try:
-        return registry.select(problem.request(backward=backward, length=mean, blocks=counts.mask_kind)).name
+        return registry.select(request).name
     except BackendUnavailable:
         return "math"
 
@@ -189,7 +200,8 @@ def _ring(problem: Problem) -> MemoryEstimate:
         backward.append(("dk, dv of all keys in memory", received * x.e // exchange.steps))
         if on_gpu:
             rows = -(-local_rows(problem) // exchange.parts // 128) * 128
-            launch = 4 * rows * problem.batch_size * H * (D + 2) + 4 * received * (Hk < H)
+            shared = received * (H // Hk * x.e if _expands_keys(problem) else 4)
+            launch = 4 * rows * problem.batch_size * H * (D + 2) + shared * (Hk < H)
             backward.append(("sums of kernels in float32", launch // exchange.steps))
         return x.estimate(problem, forward, backward)
     if exchange.name == "all_gather" and exchange.home is None:
@@ -215,7 +227,8 @@ def _ring_blocks(problem: Problem) -> MemoryEstimate:
     backward += [x.grads, ("keys from elsewhere, shares of gradients", exchange.held[1])]
     # sums of dq, and of dk and dv where several query heads share them
     shared = 8 * x.K if problem.num_kv_heads < problem.num_heads else 0
-    sums = 4 * (x.Q + 2 * x.R) + shared if problem.device_type == "cuda" else 0
+    backend = _backend(problem, counts_of(problem, MOST_FOR_SIZE), backward=True) if problem.training else ""
+    sums = 4 * (x.Q + 2 * x.R) + shared if backend in _SUMMING else 8 * x.R * (problem.device_type == "cuda")
     backward.append(("sums of kernels in float32", sums // steps))
     if steps > 1:
         forward.append(("results of a step", (x.Q * x.e + x.R * x.a) // steps))
