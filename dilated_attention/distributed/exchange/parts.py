@@ -278,7 +278,8 @@ class Computation:
                     self._put(self.dq()[:, :, heads], 1, part, dq)
                 else:
                     self.dq()[:, part.rows, heads].add_(dq)
-            if grads is None and dk.shape[1] == keys.shape[1]:
+            # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
+            if grads is None and dk.shape[1] == keys.shape[1] and (len(self.of.parts[index]) <= 2 or not self.of.sums):
                 grads = dk, dv
                 continue
             if grads is None:
