@@ -167,10 +167,17 @@ def test_traffic_nests() -> None:
 class Pretended:
     done: bool = False
     asked: int = 0
+    failed: bool = False
 
     def is_completed(self) -> bool:
         self.asked += 1
-        return self.done
+        return self.done or self.failed
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.is_completed():
+            result.set_result(2 * self.failed)
+        return result
 
     def query(self) -> bool:
         return self.done
@@ -184,21 +191,32 @@ def test_clock_starts_when_the_exchange_can_run() -> None:
     queue = Queue()
     first, second, inputs = Pretended(), Pretended(), Pretended()
     queue.pending += [exchange(1, first), exchange(2, second, inputs)]
-    assert queue.overdue(0.0, 5.0) is None
-    assert queue.overdue(5.0, 5.0) is None
-    found = queue.overdue(5.5, 5.0)
-    assert found is not None and found[0].number == 1 and found[1] == 5.5
+    assert queue.stuck(0.0, 5.0) is None
+    assert queue.stuck(5.0, 5.0) is None
+    found = queue.stuck(5.5, 5.0)
+    assert found is not None and found[0].number == 1 and found[1] == "is not done 5.5 s after it could run"
     # the first is through: the second waits for its inputs, however long they take
     first.done = True
     for now in (6.0, 100.0, 1000.0):
-        assert queue.overdue(now, 5.0) is None
+        assert queue.stuck(now, 5.0) is None
     inputs.done = True
-    assert queue.overdue(1001.0, 5.0) is None
-    assert queue.overdue(1006.0, 5.0) is None
-    found = queue.overdue(1006.5, 5.0)
-    assert found is not None and found[0].number == 2 and found[1] == 5.5
+    assert queue.stuck(1001.0, 5.0) is None
+    assert queue.stuck(1006.0, 5.0) is None
+    found = queue.stuck(1006.5, 5.0)
+    assert found is not None and found[0].number == 2 and found[1] == "is not done 5.5 s after it could run"
     second.done = True
-    assert queue.overdue(2000.0, 5.0) is None and not queue.pending
+    assert queue.stuck(2000.0, 5.0) is None and not queue.pending
+
+
+def test_exchanges_that_torch_calls_completed_because_they_failed() -> None:
+    queue, works = Queue(), [Pretended(done=True), Pretended(), Pretended()]
+    queue.pending += [exchange(n, work) for n, work in enumerate(works)]
+    assert queue.stuck(0.0, 5.0) is None
+    # an error of the communicator is one of every exchange that has not ended
+    for work in works[1:]:
+        work.failed = True
+    found = queue.stuck(1.0, 5.0)
+    assert found is not None and found[0].number == 1 and found[1] == "failed: torch logs NCCL's error"
 
 
 def test_completed_exchanges_are_let_go_with_few_questions() -> None:
@@ -207,9 +225,9 @@ def test_completed_exchanges_are_let_go_with_few_questions() -> None:
         queue.pending += [exchange(n, work) for n, work in enumerate(works)]
         for work in works[:done]:
             work.done = True
-        queue.overdue(0.0, 1.0)
+        queue.stuck(0.0, 1.0)
         assert [e.number for e in queue.pending] == list(range(done, 1000))
-        assert sum(work.asked for work in works) <= 12
+        assert sum(work.asked for work in works) <= 13
 
 
 @pytest.mark.parametrize(
@@ -273,7 +291,7 @@ class Stalled:
     def enter(self) -> None:
         self.entered = True
 
-    def describe(self, exchange: Exchange, waited: float) -> str:
+    def describe(self, exchange: Exchange, trouble: str) -> str:
         assert self.entered
         return f"rank 0: {exchange.what} stalled"
 

@@ -127,7 +127,7 @@ class Wire:
 
     def _all_to_all(self, group: Any, incoming: list[Message], outgoing: list[Message]) -> Any:
         """Issues all messages as one launch. Ranks without messages need not call it: NCCL sees sends and receives."""
-        none = (incoming or outgoing)[0][1].new_empty(0)
+        none = _as_carried((incoming or outgoing)[0][1]).new_empty(0)
         rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for which, messages in enumerate((incoming, outgoing)):
             sent: dict[int, int] = {}
@@ -248,7 +248,7 @@ class Wire:
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def describe(self, exchange: Exchange, waited: float) -> str:
+    def describe(self, exchange: Exchange, trouble: str) -> str:
         session = self.session
         if hasattr(session.store, "clone"):
             # a connection of its own, because the issuing thread may be waiting inside the other
@@ -257,8 +257,8 @@ class Wire:
         blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
-            f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} is not done {waited:.1f} s after it "
-            f"could run; {blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
+            f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} {trouble}; "
+            f"{blame}. Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
         )
 
     def fail(self, message: str) -> None:
@@ -376,6 +376,9 @@ class _Opening:
 
     def is_completed(self) -> bool:
         return self.done
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return torch.futures.Future()
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Watches exchanges that run on a GPU, where waiting does not block the CPU and a stall would go unnoticed.
 
-A thread checks the exchanges in flight every half second. When an exchange has been ready to run for longer than the timeout:
+A thread checks the exchanges in flight every half second. When an exchange has been ready to run for longer than the timeout, or its
+communicator reports an error, as between machines when a peer's connection closes:
 
     1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
     2. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
@@ -42,7 +43,11 @@ logger = logging.getLogger("dilated_attention")
 
 
 class PendingWork(Protocol):
+    """torch's handle of an exchange, as far as it is used here."""
+
     def is_completed(self) -> bool: ...
+
+    def get_future_result(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,17 @@ class Queue:
         self._head: Exchange | None = None
         self._since: float | None = None
 
-    def overdue(self, now: float, timeout: float) -> tuple[Exchange, float] | None:
-        """Returns the exchange that has been able to run for longer than the timeout, and for how long; None if there is none.
+    def stuck(self, now: float, timeout: float) -> tuple[Exchange, str] | None:
+        """Returns the exchange that failed, or has been able to run for longer than the timeout, and what became of it; None if none has.
 
         An exchange can run once those before it have finished and its inputs are computed, so work queued on the GPU is not a stall.
         """
         pending = self.pending
-        for _ in range(_completed(pending)):
+        completed = _completed(pending)
+        # torch calls every exchange of a communicator that has failed completed
+        if completed == len(pending) > 0 and _has_failed(pending[-1].work):
+            return pending[0], "failed: torch logs NCCL's error"
+        for _ in range(completed):
             pending.popleft()
         if not pending:
             self._head = None
@@ -90,7 +99,13 @@ class Queue:
                 self._since = now
             return None
         waited = now - self._since
-        return (self._head, waited) if waited > timeout else None
+        return (self._head, f"is not done {waited:.1f} s after it could run") if waited > timeout else None
+
+
+def _has_failed(work: PendingWork) -> bool:
+    """Whether an exchange that torch calls completed has failed. (Its exception cannot be read from Python.)"""
+    result = work.get_future_result()
+    return bool(result.done() and int(result.value()))
 
 
 def _completed(pending: deque[Exchange]) -> int:
@@ -118,7 +133,7 @@ class Watched(Protocol):
 
     def enter(self) -> None: ...
 
-    def describe(self, exchange: Exchange, waited: float) -> str: ...
+    def describe(self, exchange: Exchange, trouble: str) -> str: ...
 
     def fail(self, message: str) -> None: ...
 
@@ -189,12 +204,12 @@ class Monitor:
                 continue
             # a new thread uses GPU 0, and querying there would create a context that costs memory
             wire.enter()
-            found = wire.queue.overdue(self._clock(), wire.timeout)
+            found = wire.queue.stuck(self._clock(), wire.timeout)
             if found is not None:
                 self._give_up(wire, *found)
 
-    def _give_up(self, wire: Watched, exchange: Exchange, waited: float) -> None:
-        message = wire.describe(exchange, waited)
+    def _give_up(self, wire: Watched, exchange: Exchange, trouble: str) -> None:
+        message = wire.describe(exchange, trouble)
         # before the group is marked as failed; otherwise the thread might raise on its own and then again for this
         raised = raise_in([exchange.thread], message)
         wire.fail(message)
