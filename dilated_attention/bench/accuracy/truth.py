@@ -1,23 +1,25 @@
 """Results of a problem in float64, of all rows of some heads or of sampled ones: out, lse, dq, dk and dv, under every option.
 
-It follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of rows and keys at a time.
+It follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of rows and keys at a time. Which
+pairs count is asked of the pattern itself, pair by pair: no plan, no list of blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.attention_rows import zero_keys
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
-from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.blocks.block_lists import BlockLists
+from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 Pattern = DilatedPattern | BlockPattern
 # several times the ‖found − true‖ / ‖true‖ that rounding explains; float32 products may be TF32 on a GPU
@@ -32,10 +34,10 @@ ROWS = 64
 # fits leaves little memory
 _TILE, _STRETCH = 2**24, 2**17
 # out (B, N, H, D) and lse (B, H, N) of each softmax
-Given = list[tuple[torch.Tensor, torch.Tensor]]
+Given = list[tuple[Tensor, Tensor]]
 
 
-def our_call(problem: Problem, pattern: Pattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+def our_call(problem: Problem, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Calls this library's function of ``pattern``, with the problem's mask and options."""
     options = problem.arguments | options
     if isinstance(pattern, BlockPattern):
@@ -52,13 +54,13 @@ class _Head:
 
     batch: int
     kv_head: int
-    rows: torch.Tensor
-    keys: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor
-    dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None
+    rows: Tensor
+    keys: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 class Truth:
@@ -76,18 +78,9 @@ class Truth:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        pattern: Pattern,
-        mixture_grad: str = "exact",
-        *,
-        leaves: Sequence[torch.Tensor] | None = None,
-        dout: torch.Tensor | None = None,
-        given: Given | None = None,
-        whole: bool | None = None,
-        count: int = ROWS,
-        gradients: bool = True,
-    ) -> None:
+        self, problem: Problem, pattern: Pattern, mixture_grad: str = "exact", *, leaves: Sequence[Tensor] | None = None,
+        dout: Tensor | None = None, given: Given | None = None, whole: bool | None = None, count: int = ROWS, gradients: bool = True,
+    ) -> None:  # fmt: skip
         self.problem, self.pattern = problem, pattern
         self.leaves = list(problem.qkv(7) if leaves is None else leaves)
         self.dout = problem.dout(101) if dout is None and gradients else dout
@@ -102,15 +95,13 @@ class Truth:
             places = dict.fromkeys([(0, problem.kv_heads // 3), (problem.batch_size - 1, problem.kv_heads - 1)])
             self._heads = [self._head(b, kv_head, given) for b, kv_head in places]
 
-    def errors(
-        self, out: torch.Tensor, grads: Sequence[torch.Tensor] = (), until: int | None = None, lse: torch.Tensor | None = None
-    ) -> dict[str, float]:
+    def errors(self, out: Tensor, grads: Sequence[Tensor] = (), until: int | None = None, lse: Tensor | None = None) -> dict[str, float]:
         """Returns relative errors of out and of dq, dk, dv if given, and the largest absolute one of lse.
 
         With ``until``, of rows before it alone, and not of dk and dv.
         """
         squares: dict[str, list[float]] = {}
-        lse_errors: list[torch.Tensor] = []
+        lse_errors: list[Tensor] = []
         group = self.problem.num_heads // self.problem.kv_heads
         for true in self._heads:
             rows = true.rows if until is None else true.rows[true.rows < until]
@@ -143,24 +134,26 @@ class Truth:
         problem, group = self.problem, self.problem.num_heads // self.problem.kv_heads
         heads = range(kv_head * group, (kv_head + 1) * group)
         rows, keys = (self._places(first, kv_head + b, heads[0]) for first in (problem.offset, 0))
-        outs, lses, dqs = (torch.stack(x) for x in zip(*(self._rows(b, head, rows) for head in heads), strict=True))
-        weights = _weights(lses)[..., None]
-        found = _Head(b, kv_head, rows, keys, (weights * outs).sum(1), lses.logsumexp(1), (weights * dqs).sum(1))
+        results = [self._rows(b, head, rows) for head in heads]
+        found = _Head(b, kv_head, rows, keys, *(torch.stack([result[name] for result in results]) for name in ("out", "lse", "dq")))
         if self.dout is not None and (self._count is None or given is not None):
             found.dk = torch.zeros(len(keys), problem.head_dim, dtype=torch.float64, device=keys.device)
             found.dv = torch.zeros_like(found.dk)
-            for i, head in enumerate(heads):
+            for result, head in zip(results, heads, strict=True):
                 for part in self._stretches(problem.offset, len(keys)):
                     at = part - problem.offset
                     if given is None:
-                        out, lse = outs[i][:, at], lses[i][:, at]
+                        outs, lses = result["outs"][:, at], result["lses"][:, at]
                     else:
-                        out = torch.stack([x[b, at, head].double() for x, _ in given])
-                        lse = torch.stack([x[b, head, at].double() for _, x in given])
-                    self._add_keys(found.dk, found.dv, b, head, part, keys, out, lse)
+                        outs = torch.stack([x[b, at, head].double() for x, _ in given])
+                        lses = torch.stack([x[b, head, at].double() for _, x in given])
+                    kept, ds = self._shares(b, head, part, keys, lses, outs)
+                    q, _, _, dout = self._inputs(b, head, part, keys)
+                    found.dv += kept.T @ dout
+                    found.dk += ds.T @ q
         return found
 
-    def _places(self, first: int, seed: int, head: int) -> torch.Tensor:
+    def _places(self, first: int, seed: int, head: int) -> Tensor:
         """Returns all positions, or sorted ones: the ends, random ones, and as many that the widest dilation takes."""
         last, count = self.problem.num_positions, self._count
         if count is None:
@@ -169,158 +162,111 @@ class Truth:
         if isinstance(self.pattern, DilatedPattern):
             length, rate = max(self.pattern.branches, key=lambda branch: branch[1])
             offset = self.pattern.offsets(self.problem.num_heads)[self.pattern.dilation_rates.index(rate)][head]
-            inside = (places - self._documents(places.to(self.problem.device))[0].cpu()) % length
-            places[::2] = (places - inside % rate + max(offset, 0))[::2].clamp(first, last - 1)
+            inside = (places - self._starts(places.to(self.problem.device)).cpu()) % length
+            places[::2] = (places - inside % rate + offset)[::2].clamp(first, last - 1)
         return torch.cat([places, torch.tensor([first, last - 1])]).unique().to(self.problem.device)
 
-    def _stretches(self, first: int, others: int) -> Iterator[torch.Tensor]:
+    def _stretches(self, first: int, others: int) -> Iterator[Tensor]:
         """Yields the positions from ``first`` on, as many at a time as fit into a tile with ``others`` positions."""
         step, last = max(1, min(_STRETCH, _TILE // others)), self.problem.num_positions
         for start in range(first, last, step):
             yield torch.arange(start, min(start + step, last), device=self.problem.device)
 
-    def _rows(self, b: int, head: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns out (softmaxes, rows, D), lse (softmaxes, rows) and dq (softmaxes, rows, D) of one head; dq is 0 without gradients."""
-        outs, lses, dqs = [], [], []
-        for pattern in self._softmaxes:
-            lse = self._zero_keys(pattern, head, rows).log()
-            for keys in self._stretches(0, len(rows)):
-                lse = torch.logaddexp(lse, self._logits(pattern, b, head, rows, keys).logsumexp(1))
-            out = torch.zeros(len(rows), self.problem.head_dim, dtype=torch.float64, device=rows.device)
-            dq, pk = torch.zeros_like(out), torch.zeros_like(out)
-            for keys in self._stretches(0, len(rows)):
-                _, k, v, dout = self._inputs(b, head, rows, keys)
-                p = (self._logits(pattern, b, head, rows, keys) - _finite(lse)[:, None]).exp()
-                kept = p * self._keep(b, head, rows, keys)
-                out += kept @ v
-                if dout is not None:
-                    dq += (kept * (dout @ v.T)) @ k
-                    pk += p @ k
-            if dout is not None:
-                dq -= (dout * out).sum(1, keepdim=True) * pk
-            outs.append(out)
-            lses.append(lse)
-            dqs.append(dq * self.problem.head_dim**-0.5)
-        return torch.stack(outs), torch.stack(lses), torch.stack(dqs)
+    def _rows(self, b: int, head: int, rows: Tensor) -> dict[str, Tensor]:
+        """Returns results of one head: out (rows, D), lse (rows,), dq (rows, D), and "outs" and "lses" of each softmax."""
+        tiles = list(self._stretches(0, len(rows)))
+        lses = torch.stack([self._zero_keys(pattern, head, rows).log() for pattern in self._softmaxes])
+        for keys in tiles:
+            lses = torch.logaddexp(lses, self._logits(b, head, rows, keys).logsumexp(2))
+        outs = lses.new_zeros(len(lses), len(rows), self.problem.head_dim)
+        for keys in tiles:
+            outs += self._weights(b, head, rows, keys, lses)[1] @ self._inputs(b, head, rows, keys)[2]
+        dq = torch.zeros_like(outs[0])
+        for keys in tiles if self.dout is not None else ():
+            dq += self._shares(b, head, rows, keys, lses, outs)[1] @ self._inputs(b, head, rows, keys)[1]
+        out = (_mixture(lses)[..., None] * outs).sum(0)
+        return {"out": out, "lse": lses.logsumexp(0), "dq": dq, "outs": outs, "lses": lses}
 
-    def _add_keys(
-        self, dk: torch.Tensor, dv: torch.Tensor, b: int, head: int, rows: torch.Tensor, keys: torch.Tensor, outs: torch.Tensor,
-        lses: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Adds what rows of one head contribute to dk and dv (keys, D), from out and lse (softmaxes, rows, …) of these rows."""
-        q, _, v, dout = self._inputs(b, head, rows, keys)
-        assert dout is not None
-        keep = self._keep(b, head, rows, keys)
-        for pattern, out, lse, weight in zip(self._softmaxes, outs, lses, _weights(lses), strict=True):
-            p = (self._logits(pattern, b, head, rows, keys) - _finite(lse)[:, None]).exp() * weight[:, None]
-            dv += (p * keep).T @ dout
-            dk += (p * (keep * (dout @ v.T) - (dout * out).sum(1, keepdim=True))).T @ q * self.problem.head_dim**-0.5
+    def _shares(self, b: int, head: int, rows: Tensor, keys: Tensor, lses: Tensor, outs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights of the mixture, and the gradients of q kᵀ, (rows, keys), from lse and out of each softmax."""
+        p, kept = self._weights(b, head, rows, keys, lses)
+        _, _, v, dout = self._inputs(b, head, rows, keys)
+        ds = kept * (dout @ v.T) - p * (outs * dout).sum(-1, keepdim=True)
+        mixture = _mixture(lses)[..., None]
+        return (mixture * kept).sum(0), (mixture * ds).sum(0) * self.problem.head_dim**-0.5
 
-    def _inputs(self, b: int, head: int, rows: torch.Tensor, keys: torch.Tensor) -> tuple[Any, Any, Any, Any]:
+    def _weights(self, b: int, head: int, rows: Tensor, keys: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights (softmaxes, rows, keys) of each softmax alone, and the same after dropout."""
+        p = (self._logits(b, head, rows, keys) - _finite(lses)[..., None]).exp()
+        if not (dropout_p := self.problem.dropout_p):
+            return p, p
+        batch, heads = (torch.tensor([x], device=rows.device) for x in (b, head))
+        keep = keep_mask(Dropout(dropout_p, self._seed, batch, heads, rows[None], keys[None]), slice(None))[0, 0]
+        return p, p * keep / (1 - dropout_p)
+
+    def _inputs(self, b: int, head: int, rows: Tensor, keys: Tensor) -> tuple[Any, Any, Any, Any]:
         """Returns q (rows, D), k and v (keys, D) and dout (rows, D), if there is one, in float64."""
         at, kv_head = rows - self.problem.offset, head * self.problem.kv_heads // self.problem.num_heads
         k, v = (x[b, keys, kv_head].detach().double() for x in self.leaves[1:])
         return self.leaves[0][b, at, head].detach().double(), k, v, None if self.dout is None else self.dout[b, at, head].double()
 
-    def _logits(self, pattern: Pattern, b: int, head: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Returns q kᵀ / √D + log m (rows, keys)."""
-        q, k, _, _ = self._inputs(b, head, rows, keys)
-        return q @ k.T * self.problem.head_dim**-0.5 + self._multiplicity(pattern, b, head, rows, keys).log()
-
-    def _multiplicity(self, pattern: Pattern, b: int, head: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        problem = self.problem
-        if isinstance(pattern, BlockPattern):
-            lists = block_lists(pattern, problem.num_positions, problem.num_heads, is_causal=problem.is_causal, device=rows.device)
-            return pairs_of(lists, head, rows, keys).double()
-        m = torch.zeros(len(rows), len(keys), dtype=torch.float64, device=rows.device)
-        for (length, rate), offsets in zip(pattern.branches, pattern.offsets(problem.num_heads), strict=True):
-            if offsets[head] != NOT_IN_BRANCH:
-                of_rows, of_keys = (
-                    self._segments(rows, length, rate, offsets[head], -1),
-                    self._segments(keys, length, rate, offsets[head], -2),
-                )
-                m += of_rows[:, None] == of_keys
-        distance = keys - rows[:, None]
+    def _logits(self, b: int, head: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """Returns q kᵀ / √D + log m (softmaxes, rows, keys)."""
+        problem, (q, k, _, _) = self.problem, self._inputs(b, head, rows, keys)
+        starts, distance = self._starts(rows), keys - rows[:, None]
+        seen = starts[:, None] == self._starts(keys)
         left, right = problem.window or (None, None)
         if left is not None:
-            m.masked_fill_(distance < -left, 0.0)
+            seen &= distance >= -left
         right = 0 if problem.is_causal else right
         if right is not None:
-            m.masked_fill_(distance > right, 0.0)
-        return m if problem.key_padding_mask is None else m * ~problem.key_padding_mask[b, keys]
+            seen &= distance <= right
+        if problem.key_padding_mask is not None:
+            seen &= ~problem.key_padding_mask[b, keys]
+        scores = (q @ k.T * problem.head_dim**-0.5).masked_fill(~seen, -torch.inf)
+        return torch.stack([scores + self._multiplicity(pattern, head, rows, keys).double().log() for pattern in self._softmaxes])
 
-    def _documents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the first position and the size of the document of each position."""
-        if self.problem.bounds is None:
-            return torch.zeros_like(x), torch.full_like(x, self.problem.num_positions)
-        number = torch.searchsorted(self._bounds, x, right=True)
-        return self._bounds[number - 1], self._bounds[number] - self._bounds[number - 1]
+    def _multiplicity(self, pattern: Pattern, head: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """Returns what the pattern says of a sequence, or of each document."""
+        N, H = self.problem.num_positions, self.problem.num_heads
+        if isinstance(pattern, BlockPattern):
+            return pattern.at(N).allowed(rows[:, None], keys, torch.tensor(head, device=rows.device), N)
+        rows, keys = (x - self._starts(x) for x in (rows, keys))
+        return pattern.with_heads(head, head + 1, H).multiplicities(rows, keys, 1)[0]
 
-    def _segments(self, x: torch.Tensor, length: int, rate: int, offset: int, nowhere: int) -> torch.Tensor:
-        """Returns the first position of each position's segment, ``nowhere`` where the branch does not take it."""
-        inside = x - self._documents(x)[0]
-        return torch.where(inside % length % rate == offset, x - inside % length, nowhere)
+    def _starts(self, x: Tensor) -> Tensor:
+        """Returns the first position of the document of each position."""
+        return self._bounds[torch.searchsorted(self._bounds, x, right=True) - 1]
 
-    def _zero_keys(self, pattern: Pattern, head: int, rows: torch.Tensor) -> torch.Tensor:
+    def _zero_keys(self, pattern: Pattern, head: int, rows: Tensor) -> Tensor:
         """Returns the number of zero keys of each row, in float64."""
         zero = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        if isinstance(pattern, BlockPattern) or pattern.tail != "zero_keys" or self.problem.is_causal:
+        if isinstance(pattern, BlockPattern) or self.problem.is_causal:
             return zero
-        starts, sizes = self._documents(rows)
-        for (length, rate), offsets in zip(pattern.branches, pattern.offsets(self.problem.num_heads), strict=True):
-            first = self._segments(rows, length, rate, offsets[head], -1)
-            taken = (torch.minimum(first + length, starts + sizes) - first - offsets[head] + rate - 1) // rate
-            places = (sizes.clamp(max=length) + rate - 1) // rate
-            zero += torch.where((first >= 0) & (offsets[head] != NOT_IN_BRANCH), places - taken, 0)
+        of_head = pattern.with_heads(head, head + 1, self.problem.num_heads)
+        for start, stop in itertools.pairwise(self._bounds.tolist()):
+            inside = (rows >= start) & (rows < stop)
+            zero[inside] = zero_keys(of_head, rows[inside] - start, 1, stop - start)[0].double()
         return zero
-
-    def _keep(self, b: int, head: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | float:
-        """Returns 1/(1 − p) where dropout keeps the weight, 0 where it drops it; 1 without dropout."""
-        p = self.problem.dropout_p
-        if not p:
-            return 1.0
-        batch, heads = (torch.tensor([x], device=rows.device) for x in (b, head))
-        return keep_mask(Dropout(p, self._seed, batch, heads, rows[None], keys[None]), slice(None))[0, 0].double() / (1 - p)
-
-
-def pairs_of(lists: BlockLists, head: int, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Returns bool (rows, keys): the pairs of one head that the lists keep, masks of single pairs included."""
-    first_row = (head if lists.num_heads > 1 else 0) * lists.num_rows
-    blocks, block = (first_row + rows // lists.q_block).unique(return_inverse=True)
-    columns, column = (keys // lists.k_block).unique(return_inverse=True)
-    # entries are in ascending order of (row, column)
-    known = lists.row_of_entry * lists.num_columns + lists.columns
-    wanted = blocks[:, None] * lists.num_columns + columns
-    at = torch.searchsorted(known, wanted)
-    found = torch.cat([known, known.new_tensor([-1])])[at] == wanted
-    entry = torch.where(found, at, -1)[block][:, column]
-    kept = entry >= 0
-    if lists.masks is not None:
-        masks = torch.where(kept, lists.masks[entry.clamp(min=0)], -1).long()
-        inside = keys % lists.k_block
-        words = lists.bits[masks.clamp(min=0), (rows % lists.q_block)[:, None], inside // 32]
-        kept &= ((words >> (inside % 32)) & 1).bool() | (masks < 0)
-    return kept
 
 
 def _softmaxes(problem: Problem, pattern: Pattern, mixture_grad: str) -> list[Pattern]:
     """Returns the patterns whose softmaxes have gradients of their own: the whole one, or each branch of a detached mixture."""
     if mixture_grad == "exact" or isinstance(pattern, BlockPattern):
         return [pattern]
-    branches = zip(pattern.segment_lengths, pattern.dilation_rates, pattern.offsets(problem.num_heads), strict=True)
-    return [DilatedPattern((w,), (r,), (tuple(offsets),), tail=pattern.tail) for w, r, offsets in branches]
+    return [pattern.with_branches([branch], problem.num_heads) for branch in range(pattern.num_branches)]
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
-def _weights(lses: torch.Tensor) -> torch.Tensor:
-    """Returns the shares of the softmaxes (…, softmaxes, rows) in their mixture; 0 in rows without keys."""
-    return (lses - _finite(lses.logsumexp(-2, keepdim=True))).exp()
+def _mixture(lses: Tensor) -> Tensor:
+    """Returns the shares of the softmaxes (softmaxes, rows) in their mixture; 0 in rows without keys."""
+    return (lses - _finite(lses.logsumexp(0))).exp()
 
 
-def _add(squares: dict[str, list[float]], name: str, found: torch.Tensor, true: torch.Tensor) -> None:
+def _add(squares: dict[str, list[float]], name: str, found: Tensor, true: Tensor) -> None:
     sums = squares.setdefault(name, [0.0, 0.0])
     sums[0] += float((found.double() - true).square().sum())
     sums[1] += float(true.square().sum())
