@@ -190,7 +190,8 @@ def test_names_say_length_mask_batch_and_head_dim(capsys: pytest.CaptureFixture[
 
 def test_the_floor_is_the_branches_flops_as_dense_problems() -> None:
     problem = cases.make_case("cpu-16384", CPU, torch.float32, full=False).problem
-    calls, factor = competitors.floor().costs(problem)  # type: ignore[misc]
+    floor = competitors.floor().make(problem)
+    calls, factor = floor.calls, floor.factor
     out, _ = calls["forward"]()
     # w / r is 16 in all branches, and a branch of rate r has 256 / (16 r) of them for each head
     assert out.shape == (16 + 8 + 4 + 2, 16, 8, 64) and factor == 1.0

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.workloads.contenders import Contender
+from dilated_attention.bench.workloads.contenders import Contender, Costs
 from dilated_attention.bench.workloads.problem import Problem
 
 PASSES = ("forward", "backward", "both")
 # FLOPs per pair and head dimension: two matrix products forward, five backward
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
-# bytes that a graph may hold while the others take their turns
-HEAVY = 2**30
+Call = Callable[[], Any]
+# bytes of a graph from which a backward has one
+_HEAVY = 2**30
 
 
 def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
@@ -25,37 +25,41 @@ def inputs_of(contender: Contender, problem: Problem, seed: int = 0) -> list[tor
     return [problem.embedded(seed)] if contender.inputs == "x" else problem.qkv(seed)
 
 
-def allocated(device: torch.device) -> int:
+def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def call_of(contender: Contender, attend: Attend, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Callable[[], Any]:
-    """Returns a call of one pass on the next set of inputs; results are dropped at once. The backward runs on graphs made beforehand.
+def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Call:
+    """Returns a call of one pass on the next set of inputs; results are dropped at once.
 
-    ``shared``: the sets of inputs that the calls of one problem share; {} at first.
+    The backward runs on graphs that are made here, and freed with the call.
+
+    Args:
+        made: what the contender makes of the problem.
+        shared: the sets of inputs that the calls of one problem share; {} at first.
     """
+    if isinstance(made, Costs):
+        return made.calls[which]
     *sets, dout = share(contender, problem, shared)
     following = itertools.cycle(sets).__next__
     if which == "forward":
 
         def forward() -> None:
             with torch.no_grad():
-                attend(*following())
+                made(*following())
 
         return forward
     if which == "both":
 
         def both() -> None:
             leaves = following()
-            torch.autograd.grad(attend(*leaves), leaves, dout)
+            torch.autograd.grad(made(*leaves), leaves, dout)
 
         return both
-    if which != "backward":
-        raise Refused(f"pass {which!r}; expected one of {', '.join(PASSES)}")
-    before = allocated(problem.device)
-    graphs = [(attend(*sets[0]), sets[0])]
-    if allocated(problem.device) - before < HEAVY:
-        graphs += [(attend(*leaves), leaves) for leaves in sets[1:]]
+    before = _allocated(problem.device)
+    graphs = [(made(*sets[0]), sets[0])]
+    if _allocated(problem.device) - before < _HEAVY:
+        graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
     next_graph = itertools.cycle(graphs).__next__
 
     def backward() -> None:

@@ -19,7 +19,7 @@ from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.measure.timing import captured, peak_extra
 from dilated_attention.bench.report.rows import Row
-from dilated_attention.bench.workloads.contenders import Contender, dense_pattern
+from dilated_attention.bench.workloads.contenders import Contender, Costs, dense_pattern
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import OnShards, Sharded, pattern_of, ring_call
 from dilated_attention.distributed import Layout, spans
@@ -58,13 +58,12 @@ class Entry:
 
     @cached_property
     def made(self) -> Any:
-        """What attends, or the calls of a contender that is no attention."""
-        return self.contender.make(self.problem) if self.contender.costs is None else self.contender.costs(self.problem)[0]
+        return self.contender.make(self.problem)
 
     def errors(self, group: Any, most: int) -> Errors:
         """Returns the errors of this process's results, on at most this many positions unless no process can hold the whole."""
         trains = "both" in self.passes
-        if self.contender.costs is not None:
+        if isinstance(self.made, Costs):
             return {}
         if self.case["kind"] == "ring" and not self.fits:
             return row_errors(self.problem, trains)
@@ -78,9 +77,10 @@ class Entry:
 
     def call(self, which: str) -> tuple[Callable[[], Any], dict[str, float]]:
         """Returns a call on this process's part, and figures that need no measurement."""
-        if self.contender.costs is not None:
-            return self.made[which], {}
         problem, attend = self.problem, self.made
+        call = call_of(self.contender, attend, problem, which, {})
+        if isinstance(attend, Costs):
+            return call, {}
         pairs = self.contender.pairs(problem) or 0
         figures: dict[str, float] = {"pairs": pairs, "flops": FLOPS[which] * pairs * problem.head_dim}
         if isinstance(attend, OnShards):
@@ -92,7 +92,7 @@ class Entry:
                 figures["imbalance"] = max(held) * size / sum(held)
             elif isinstance(attend.layout, Layout):
                 figures["imbalance"] = attend.layout.imbalance
-        return call_of(self.contender, attend, problem, which, {}), figures
+        return call, figures
 
 
 def row_errors(problem: Problem, trains: bool) -> Errors:

@@ -48,41 +48,34 @@ class Timing:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    *,
-    seconds: float = 0.5,
-    least: int = 3,
-    most: int = 20,
-    warm: bool = False,
+    calls: Mapping[str, Callable[[], Callable[[], Any]]], device: torch.device, *, seconds: float = 0.5, least: int = 3, most: int = 20,
     loops: bool = False,
-) -> dict[str, Timing]:
-    """Times every function in turn, repeatedly, for about ``seconds`` each, and at least ``least`` turns.
+) -> dict[str, Timing]:  # fmt: skip
+    """Times every call in turn, repeatedly, for about ``seconds`` each, and at least ``least`` turns.
 
     Args:
-        functions: results are discarded. Each is called twice before it is timed: the first call may compile.
+        calls: name → a function that makes the call; made for each turn and dropped after it, so that only one holds memory at a time.
+            It must have been made and called before: the first call may compile.
         device: what they run on.
         most: maximum number of turns.
-        warm: whether they were called before; they are then called only once before they are timed.
         loops: a turn is a loop of calls by the wall clock, also on a GPU. Host time counts, and no cache is emptied.
     """
-    if not warm:
-        for function in functions.values():
-            function()
-    once = {name: max(one_call(function, device), 1e-9) for name, function in functions.items()}
+    once = {name: max(one_call(make(), device), 1e-9) for name, make in calls.items()}
     turns = max(least, min(most, int(seconds / max(once.values(), default=1.0))))
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
-        for name, function in functions.items():
+        for name, make in calls.items():
             if loops or device.type != "cuda":
-                times[name].append(loop(function, device, max(1, int(seconds / turns / once[name]))))
+                times[name].append(loop(make(), device, max(1, int(seconds / turns / once[name]))))
             else:
-                times[name] += _device_times(function, device, once[name], seconds / turns)
+                times[name] += _device_times(make(), device, once[name], seconds / turns)
     return {name: Timing.of(mine) for name, mine in times.items()}
 
 
-# for long work that was called before, such as a training step: the host may run ahead of the device as in normal use
-in_turns = functools.partial(interleaved, most=10, warm=True, loops=True)
+def in_turns(functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float, least: int = 3) -> dict[str, Timing]:
+    """Times long work such as a training step: the host may run ahead of the device as in normal use."""
+    calls = {name: functools.partial(lambda function: function, function) for name, function in functions.items()}
+    return interleaved(calls, device, seconds=seconds, least=least, most=10, loops=True)
 
 
 def _device_times(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:

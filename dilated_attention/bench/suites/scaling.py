@@ -24,7 +24,6 @@ from dilated_attention.bench.measure.sharded import Entry, measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads.competitors import cost
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import ring
@@ -153,7 +152,8 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
             found += [("foreign", kernel, other) for kernel, other in others]
         if case.name == "slide":
             kinds = {"one process": False, "ring": True}
-            found = [(kind, "auto", cost(kind, "", functools.partial(sharded_step, shared))) for kind, shared in kinds.items()]
+            steps = {kind: functools.partial(sharded_step, shared) for kind, shared in kinds.items()}
+            found = [(kind, "auto", Contender(name=kind, what="", make=step)) for kind, step in steps.items()]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):
                 about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}

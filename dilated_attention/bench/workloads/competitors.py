@@ -165,7 +165,7 @@ def _floor(backend: str, problem: Problem) -> Costs:
     def both() -> Any:
         return forward(), backward()
 
-    return {"forward": forward, "backward": backward, "both": both}, pairs / (count * each)
+    return Costs({"forward": forward, "backward": backward, "both": both}, pairs / (count * each))
 
 
 def _lists(problem: Problem) -> Costs:
@@ -175,7 +175,7 @@ def _lists(problem: Problem) -> Costs:
         clear_block_lists()
         return block_lists(pattern, problem.num_positions, problem.num_heads, is_causal=problem.is_causal, device=problem.device)
 
-    return {"forward": build}, 1.0
+    return Costs({"forward": build})
 
 
 def _choice(problem: Problem) -> Costs:
@@ -188,22 +188,14 @@ def _choice(problem: Problem) -> Costs:
         kept = choose_blocks_op(q, k, None, None, pattern.spec(), problem.is_causal, problem.head_dim**-0.5, 0)
         return lists_of_kept(kept, pattern, n, n, is_causal=problem.is_causal)
 
-    return {"forward": choose}, 1.0
+    return Costs({"forward": choose})
 
 
 def floor(backend: str = "auto") -> Contender:
     """The branches' FLOPs as dense problems."""
     name, where = ("floor", "the fastest library here") if backend == "auto" else (f"floor {backend}", backend)
     what = f"the branches' FLOPs as dense problems of the shortest w / r, on {where}"
-    return cost(name, what, functools.partial(_floor, backend), dilated_pattern)
-
-
-def cost(name: str, what: str, costs: Callable[[Problem], Costs], pattern: Any = None) -> Contender:
-    return Contender(name=name, what=what, make=_no_attention, pattern=pattern or (lambda problem: None), costs=costs)
-
-
-def _no_attention(problem: Problem) -> Attend:
-    raise AssertionError("a cost is no attention")
+    return Contender(name=name, what=what, make=functools.partial(_floor, backend), pattern=dilated_pattern)
 
 
 COMPETITORS: tuple[Contender, ...] = (
@@ -214,8 +206,8 @@ COMPETITORS: tuple[Contender, ...] = (
     external(name="flex blocks", what="the case's blocks, by FlexAttention", make=_flex, pattern=block_pattern),
     ours("equal", "ours as TorchScale's function: offsets, zero keys, detached mixture", equal_pattern, mixture_grad="detached"),
     floor(),
-    cost("lists", "building the lists of the case's blocks for the first time", _lists),
-    cost("choice", "choosing the case's blocks by content, and their lists", _choice),
+    Contender(name="lists", what="building the lists of the case's blocks for the first time", make=_lists),
+    Contender(name="choice", what="choosing the case's blocks by content, and their lists", make=_choice),
 )  # fmt: skip
 
 

@@ -25,8 +25,14 @@ from dilated_attention.planning.estimate.memory import standard_attention
 
 # a materialised score matrix larger than this is not a meaningful contender
 _MOST_SCORE_BYTES = 64 * 2**30
-# calls by pass, and a factor by which their time is multiplied
-Costs = tuple[dict[str, Callable[[], Any]], float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Calls by pass that are timed to compare with, whose results nobody asks for. Their time is multiplied by ``factor``."""
+
+    calls: dict[str, Callable[[], Any]]
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class Contender:
     Args:
         name: short, as in tables.
         what: a line for the legend.
-        make: problem → function; raises ``Refused`` or ``BackendUnavailable``.
+        make: problem → function, or ``Costs``; raises ``Refused`` or ``BackendUnavailable``.
         pattern: problem → the pattern that it computes, for its pairs and its check; None where that depends on the data.
         inputs: ``"qkv"``, or ``"x"`` for modules with projections.
         trains: whether it has gradients.
@@ -44,22 +50,20 @@ class Contender:
         mixture_grad: of branches, ``"exact"`` or ``"detached"``.
         until: problem → first position whose results are known to be another function's; None if there is none.
         of: problem → the problem that it computes instead, as the one without options.
-        costs: instead of ``make``: calls that are timed to compare with, and whose results nobody asks for.
         local: problem → the part that this process holds, where processes share the sequence.
         is_external: whether it is other people's code, to which this library's times are compared.
     """
 
     name: str
     what: str
-    make: Callable[..., Attend]
-    pattern: Callable[[Problem], Pattern | None]
+    make: Callable[[Problem], Any]
+    pattern: Callable[[Problem], Pattern | None] = lambda problem: None
     inputs: str = "qkv"
     trains: bool = True
     bound: float | None = None
     mixture_grad: str = "exact"
     until: Callable[[Problem], int | None] = lambda problem: None
     of: Callable[[Problem], Problem] | None = None
-    costs: Callable[[Problem], Costs] | None = None
     local: Callable[[Problem], Problem] | None = None
     is_external: bool = False
 
@@ -220,8 +224,9 @@ class OfEmbedded:
 
 
 def module(
-    name: str, what: str, kind: str, config: Callable[[Problem], dict[str, Any]], pattern: Callable[[Problem], Pattern | None] | None = None
-) -> Contender:
+    name: str, what: str, kind: str, config: Callable[[Problem], dict[str, Any]],
+    pattern: Callable[[Problem], Pattern | None] = lambda problem: None,
+) -> Contender:  # fmt: skip
     """A module of this library, ``create_attention(kind)`` with ``config`` of the problem; ``pattern`` as in ``Contender``."""
 
     def make(problem: Problem) -> Attend:
@@ -234,7 +239,7 @@ def module(
         return OfEmbedded(made, {"is_causal": problem.is_causal})
 
     inputs = "x" if "multihead" in kind else "qkv"
-    return Contender(name=name, what=what, make=make, pattern=pattern or (lambda problem: None), inputs=inputs)
+    return Contender(name=name, what=what, make=make, pattern=pattern, inputs=inputs)
 
 
 def _block_sparse(name: str, what: str, pattern: Callable[[Problem], BlockPattern], kind: str = "block_sparse") -> Contender:

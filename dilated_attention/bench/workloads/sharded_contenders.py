@@ -66,7 +66,7 @@ def sharded_step(is_shared: bool, problem: Problem) -> Costs:
         if is_shared:
             average_gradients(model)
 
-    return {"both": step}, 1.0
+    return Costs({"both": step})
 
 
 def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> list[tuple[str, Contender]]:
