@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -203,43 +201,41 @@ def test_a_call_is_seen_in_several_ways() -> None:
     assert set(found) == {"called", "host"} and all(2 <= ms < 20 for ms in found.values())
 
 
-def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in of TorchScale's modules: its own results to the first shifted position, another function's after it."""
-    (tmp_path / copies.TORCHSCALE).parent.mkdir(parents=True)
-    (tmp_path / copies.TORCHSCALE).touch()
+# TorchScale's modules: its own results to the first shifted position, another function's after it
+TORCHSCALE = """
+import torch
+from dilated_attention import dilated_attention
+from fairscale.nn import wrap
+
+
+class DilatedAttention:
+    def __init__(self, args, embed_dim, num_heads, self_attention):
+        self.segments, self.rates = args.segment_length, args.dilated_ratio
+
+    def gathering(self, x, rate, length, is_kv, seq_parall, is_causal):
+        return x
+
+    def attention_ops(self, q, k, v, is_causal):
+        return q, (k, v)
+
+    def scattering(self, outs, lses, length, batch):
+        options = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": "detached"}
+        out = dilated_attention(outs[0], *lses[0], self.segments, self.rates, **options)
+        return torch.cat((out[:, :16], 2 * out[:, 16:]), 1) if length > 16 else out
+"""
+
+
+def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Path) -> None:
+    component = tmp_path / copies.TORCHSCALE.parent
+    component.mkdir(parents=True)
+    for file, text in {"../__init__.py": "", "__init__.py": "", "multihead_attention.py": "", "dilated_attention.py": TORCHSCALE}.items():
+        (component / file).write_text(text)
     longnet = DilatedPattern((2048, 16384, 32768), (1, 6, 12))
     assert competitors.shifted_from(longnet, 2**20) == 16384
     # one segment a branch has nothing after it
     assert competitors.shifted_from(longnet, 16384) is None
     assert competitors.shifted_from(DilatedPattern((1024, 185_363), (1, 8)), 200_000) == 185_363
-
-    class Standing:
-        def __init__(self, args: Any, embed_dim: int, num_heads: int, self_attention: bool) -> None:
-            self.segments, self.rates, self.heads = args.segment_length, args.dilated_ratio, num_heads
-
-        def gathering(self, x: torch.Tensor, rate: int, length: int, **_: Any) -> torch.Tensor:
-            return x
-
-        def attention_ops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, ...]:
-            return q, k, v
-
-        def scattering(self, outs: list[Any], lses: list[Any], length: int, batch: int) -> torch.Tensor:
-            from dilated_attention import dilated_attention
-
-            q, (k, v) = outs[0], (lses[0], values[0])
-            out: torch.Tensor = dilated_attention(q, k, v, self.segments, self.rates, head_offsets="blocked", tail="zero_keys",
-                                                  mixture_grad="detached")  # fmt: skip
-            return torch.cat((out[:, :16], 2 * out[:, 16:]), 1) if length > 16 else out
-
-    values: list[torch.Tensor] = []
-    monkeypatch.setattr(Standing, "attention_ops", lambda self, q, k, v, is_causal: (values.__setitem__(slice(0, 1), [v]), (q, k))[1])
-    attention, component = ModuleType("torchscale.component.dilated_attention"), ModuleType("torchscale.component.multihead_attention")
-    attention.DilatedAttention = Standing  # type: ignore[attr-defined]
-    for name, module in (("torchscale", ModuleType("torchscale")), ("torchscale.component", ModuleType("torchscale.component")),
-                         (attention.__name__, attention), (component.__name__, component)):  # fmt: skip
-        monkeypatch.setitem(sys.modules, name, module)
     contender = competitors.torchscale(str(tmp_path), "math")
-    assert callable(component.flash_attn_func)
     shifted = Problem(num_positions=48, num_heads=6, head_dim=4, given_branches=((8, 16, 64), (1, 3, 4)))
     (row,) = measure([contender], shifted, passes=("both",), seconds=0.001)
     # dk and dv of an earlier key come from rows that are another function's

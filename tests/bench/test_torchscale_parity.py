@@ -51,9 +51,9 @@ def test_what_is_imported_is_gone_afterwards(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert torchscale.find(tmp_path, torchscale.TORCHSCALE) == tmp_path.resolve()
     before, path = set(sys.modules), list(sys.path)
-    with torchscale.imported(tmp_path) as load:
-        assert load("torchscale.component.dilated_attention").drop_path is torchscale.drop_path
-        assert load("torchscale.component.multihead_attention").flash_attn_func.func is flash_attn.flash_attn_func
+    with torchscale.imported(tmp_path):
+        assert torchscale.load("torchscale.component.dilated_attention").drop_path is torchscale.drop_path
+        assert torchscale.load("torchscale.component.multihead_attention").flash_attn_func.func is flash_attn.flash_attn_func
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in {"torchscale", "timm", "fairscale", "utils"}}
     assert sys.path == path
 

@@ -21,7 +21,7 @@ from dilated_attention.bench.measure.peak import Peak
 from dilated_attention.bench.measure.peak_call import within
 from dilated_attention.bench.measure.skip import Attempt
 from dilated_attention.bench.measure.timing import captured, in_turns
-from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, use_kernel
+from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import create_model
 from dilated_attention.functional.fused_layers import plain_layers
@@ -95,24 +95,22 @@ def _ours(settings: dict[str, Any], changes: dict[str, Any], tiles: int, device:
 
 def _original(gigapath: Path, grid: int, kernel: str, tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
     def build() -> Built:
-        module = _loaded(load, grid, kernel, device).train()
+        module = _loaded(grid, kernel, device).train()
         return module, lambda *x: module(*x)[0], slide(tiles, device)
 
-    with imported(gigapath, gigapath / "gigapath") as load:
+    with imported(gigapath, gigapath / "gigapath"):
         return _timed(build, _THEIRS.get(device.type), device, seconds)
 
 
-def _loaded(load: Any, grid: int, kernel: str, device: torch.device) -> nn.Module:
-    module: nn.Module = load("gigapath.slide_encoder").gigapath_slide_enc12l768d(slide_ngrids=grid).to(device)
-    use_kernel(kernel)
-    return module
+def _loaded(grid: int, kernel: str, device: torch.device) -> nn.Module:
+    return load("gigapath.slide_encoder", kernel).gigapath_slide_enc12l768d(slide_ngrids=grid).to(device)  # type: ignore[no-any-return]
 
 
 def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> dict[str, float]:
     """Returns how far the slide's vector of the original, as it runs, is off this library's in float32 with the same weights."""
     x = slide(min(tiles, 5308), device)
-    with imported(gigapath, gigapath / "gigapath") as load, torch.no_grad():
-        module = _loaded(load, grid, KERNELS[device.type][0], device).eval()
+    with imported(gigapath, gigapath / "gigapath"), torch.no_grad():
+        module = _loaded(grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
         with _autocast(device, _THEIRS.get(device.type)):
             return {"output": correctness.relative(module(*x)[0].float(), exact)}

@@ -12,7 +12,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,9 @@ from dilated_attention.integrations.torchscale import from_torchscale, load_torc
 TORCHSCALE = Path("torchscale/component/dilated_attention.py")
 GIGAPATH = Path("gigapath/slide_encoder.py")
 LONGVIT = Path("examples/longvit/longvit.py")
-URLS = {TORCHSCALE: "https://github.com/microsoft/torchscale", GIGAPATH: "https://github.com/prov-gigapath/prov-gigapath"}
+RING = Path("ring_flash_attn/__init__.py")
+URLS = {TORCHSCALE: "https://github.com/microsoft/torchscale", GIGAPATH: "https://github.com/prov-gigapath/prov-gigapath",
+        RING: "https://github.com/zhuzilin/ring-flash-attention"}  # fmt: skip
 # the greatest difference allowed, over the greatest value
 BOUNDS = {"output": 1e-5, "gradient": 1e-4}
 # positions, heads, segment lengths, dilation rates, causal
@@ -51,12 +53,6 @@ def find(path: Path, inside: Path) -> Path:
     return folder
 
 
-def use_kernel(name: str) -> None:
-    """Makes TorchScale's attention call this backend: it looks its function up at each call, and has None where flash-attn is missing."""
-    module: Any = importlib.import_module("torchscale.component.multihead_attention")
-    module.flash_attn_func = functools.partial(flash_attn_func, name)
-
-
 def drop_path(x: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
     """Drops each sample's branch as a whole and scales the others by 1/(1 − p), as timm does: samples are channels of one sample."""
     return nn.functional.dropout1d(x.flatten(1)[None], probability, training).view_as(x)
@@ -71,34 +67,37 @@ _STAND_IN: Any = SimpleNamespace(
 
 
 @contextlib.contextmanager
-def imported(*folders: Path) -> Iterator[Callable[[str], Any]]:
-    """Yields a function like importlib.import_module that finds the packages of ``folders`` first. On leaving, nothing of them is left."""
+def imported(*folders: Path, stand_ins: Mapping[str, Any] = dict.fromkeys(_REPLACED, _STAND_IN)) -> Iterator[None]:
+    """Imports find the packages of ``folders`` first, and ``stand_ins`` in place of others. On leaving, nothing of them is left."""
     modules, path = dict(sys.modules), list(sys.path)
     for name in modules:
-        if name.split(".")[0] in {"torchscale", "gigapath", "longvit"}:
+        if name.split(".")[0] in {"torchscale", "gigapath", "longvit", "ring_flash_attn", *(name.split(".")[0] for name in stand_ins)}:
             del sys.modules[name]
-    sys.modules.update(dict.fromkeys(_REPLACED, _STAND_IN))
+    sys.modules.update(stand_ins)
     sys.path[:0] = [str(folder) for folder in folders]
-
-    def load(name: str) -> Any:
-        module: Any = importlib.import_module(name)
-        use_kernel("sdpa_cpu")
-        if hasattr(module, "LongNetViT"):
-            lengths = module.LongNetViT.get_optimal_segment_length
-            # numpy ≥ 2 writes np.int64(1024), which their own parser does not know
-            module.LongNetViT.get_optimal_segment_length = lambda *sizes: re.sub(r"np\.int64\((\d+)\)", r"\1", lengths(*sizes))
-        return module
-
     try:
         # their constructors print, and this library's warning of a shift is about segments that are compared all the same
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield load
+            yield
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - set(modules):
             del sys.modules[name]
         sys.modules.update(modules)
+
+
+def load(name: str, kernel: str = "sdpa_cpu") -> Any:
+    """Imports a module that uses TorchScale's attention, which then calls this backend; where flash-attn is missing it has None."""
+    module: Any = importlib.import_module(name)
+    attention: Any = importlib.import_module("torchscale.component.multihead_attention")
+    # looked up at each call
+    attention.flash_attn_func = functools.partial(flash_attn_func, kernel)
+    if hasattr(module, "LongNetViT"):
+        lengths = module.LongNetViT.get_optimal_segment_length
+        # numpy ≥ 2 writes np.int64(1024), which their own parser does not know
+        module.LongNetViT.get_optimal_segment_length = lambda *sizes: re.sub(r"np\.int64\((\d+)\)", r"\1", lengths(*sizes))
+    return module
 
 
 def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None, tiles: int, grid: int) -> Iterator[Row]:
@@ -110,9 +109,9 @@ def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None,
     if torchscale is not None:
         torchscale = find(torchscale, TORCHSCALE)
         longvit = (torchscale / LONGVIT).parent
-        with imported(torchscale, longvit) as load:
+        with imported(torchscale, longvit):
             for case in CASES:
-                yield _sequence(load, *case)
+                yield _sequence(*case)
             if longvit.is_dir():
                 theirs = _randomised(load("longvit").LongViT(img_size=1024, patch_size=32, embed_dim=384, depth=2, num_heads=16))
                 for height, width in ((1024, 1024), (512, 768)):
@@ -121,7 +120,7 @@ def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None,
     if gigapath is not None:
         gigapath = find(gigapath, GIGAPATH)
         # its package puts its own copy of TorchScale on the path
-        with imported(gigapath, gigapath / "gigapath") as load:
+        with imported(gigapath, gigapath / "gigapath"):
             module = load("gigapath.slide_encoder")
             for pooled in (False, True):
                 theirs, ours = _randomised(module.gigapath_slide_enc12l768d(slide_ngrids=grid, global_pool=pooled)), None
@@ -136,7 +135,7 @@ def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None,
             yield _compared("slide encoder 3l384d, max_wsi_size 250000", small, *x, gradients=True)
 
 
-def _sequence(load: Any, N: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Row:
+def _sequence(N: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Row:
     longnet, config = load("torchscale.model.LongNet"), load("torchscale.architecture.config")
     role, width = "decoder" if causal else "encoder", heads * 8
     sizes = {"embed_dim": width, "attention_heads": heads, "ffn_embed_dim": 2 * width, "layers": 2}

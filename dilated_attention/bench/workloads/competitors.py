@@ -6,9 +6,7 @@ Also costs to compare with: the same FLOPs as dense problems, lists of blocks, a
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,12 +220,8 @@ def torchscale(path: str, kernel: str) -> Contender:
         ValueError: there is no TorchScale in ``path``.
     """
     folder = copies.find(Path(path), copies.TORCHSCALE)
-    sys.path.insert(0, str(folder))
-    try:
-        copies.use_kernel(kernel)
-        found = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
-    finally:
-        sys.path.remove(str(folder))
+    with copies.imported(folder):
+        found = copies.load("torchscale.component.dilated_attention", kernel).DilatedAttention
     return external(
         name="torchscale",
         what=f"TorchScale's dilated attention, without projections, on {kernel}",

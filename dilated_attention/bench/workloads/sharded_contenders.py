@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.bench.accuracy.correctness import BOUNDS, relative, wrong
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.models import flash_attn
+from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.models.slide_encoder import slide
 from dilated_attention.bench.workloads.contenders import Contender, Costs, external
 from dilated_attention.bench.workloads.problem import Problem
@@ -167,27 +167,16 @@ def _ring_flash_attention(layout: str, schedule: str, kernel: str, path: str, gr
 
 @functools.cache
 def _imported(path: str) -> Any:
-    folder = Path(path).expanduser().resolve()
-    if not (folder / "ring_flash_attn" / "__init__.py").is_file():
-        raise Refused(
-            f"--ring-flash-attention {path} has no ring_flash_attn/__init__.py: git clone https://github.com/zhuzilin/ring-flash-attention"
-        )
+    try:
+        folder = copies.find(Path(path), copies.RING)
+    except ValueError as missing:
+        raise Refused(f"--ring-flash-attention {missing}") from missing
+    # FlashAttention-4 is installed in a package of the same name: it gets its place back
     names = ("flash_attn", "flash_attn.flash_attn_interface", "ring_flash_attn.adapters")
     stands = {name: types.ModuleType(name) for name in names}
     vars(stands[names[0]])["__path__"] = []
     vars(stands[names[1]]).update(flash_attn.FUNCTIONS)
     # its adapter for transformers imports names that transformers 5 no longer has
     vars(stands[names[2]]).update(dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params")))
-    # FlashAttention-4 is installed in a package of the same name: it gets its place back
-    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "flash_attn"}
-    for name in kept:
-        del sys.modules[name]
-    sys.modules.update(stands)
-    sys.path.insert(0, str(folder))
-    try:
+    with copies.imported(folder, stand_ins=stands):
         return importlib.import_module("ring_flash_attn")
-    finally:
-        sys.path.remove(str(folder))
-        for name in names[:2]:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
