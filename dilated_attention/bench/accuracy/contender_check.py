@@ -44,8 +44,6 @@ def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: 
         _truths[key] = Truth(problem, pattern, contender.mixture_grad)
     truth = _truths[key]
     torch.manual_seed(SEED)
-    # a function of this process's part has one of whole sequences, too
-    attend = getattr(attend, "whole", attend)
     with torch.set_grad_enabled(gradients):
         out = attend(*truth.leaves)
     grads = torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ()

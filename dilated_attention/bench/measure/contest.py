@@ -122,7 +122,7 @@ def _timed(
     # before any call: allocated later, they would fragment memory that a larger call needs in one piece
     for one in able:
         if not isinstance(one.made, Costs):
-            attempt(functools.partial(share, one.contender, one.problem, shared))
+            attempt(functools.partial(share, one.contender, one.made, one.problem, shared))
     calls: dict[str, Callable[[], Call]] = {}
     values: dict[str, dict[str, float]] = {}
     for one in able:

@@ -11,6 +11,7 @@ import torch
 from dilated_attention.bench.accuracy.correctness import Attend
 from dilated_attention.bench.workloads.contenders import Contender, Costs
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import OnShards
 
 PASSES = ("forward", "backward", "both")
 # FLOPs per pair and head dimension: two matrix products forward, five backward
@@ -40,7 +41,7 @@ def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which:
     """
     if isinstance(made, Costs):
         return made.calls[which]
-    *sets, dout = share(contender, problem, shared)
+    *sets, dout = share(contender, made, problem, shared)
     following = itertools.cycle(sets).__next__
     if which == "forward":
 
@@ -69,14 +70,14 @@ def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which:
     return backward
 
 
-def share(contender: Contender, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:
+def share(contender: Contender, made: Attend, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:
     """Returns the sets of inputs that contenders of this kind cycle through, then dout, of the part that this process holds; created once.
 
     There are eight small sets, two where one exceeds any cache, and one where memory is scarce (from 4 GiB on).
     """
-    kind = (contender.inputs, contender.local is None, problem.queries, problem.kv_heads, problem.data)
+    kind = (contender.inputs, problem.queries, problem.kv_heads, problem.data)
     if kind not in shared:
-        part = problem if contender.local is None else contender.local(problem)
+        part = made.local(problem) if isinstance(made, OnShards) else problem
         dout = part.dout()
         count = 1 if problem.bytes >= 4 * 2**30 else max(2, min(8, 2**28 // max(problem.bytes, 1)))
         sets = [inputs_of(contender, part, i) for i in range(count)]

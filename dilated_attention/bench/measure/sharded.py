@@ -6,6 +6,7 @@ It is held to float64 as a function of the whole sequence, or, where no process 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +70,7 @@ class Entry:
             return row_errors(self.problem, trains)
         problem = self.at(min(self.num_positions, most))
         attend = self.contender.make(problem)
-        attend = replace(attend, group=group) if isinstance(attend, OnShards) else attend
+        attend = functools.partial(attend.whole, group) if isinstance(attend, OnShards) else attend
         try:
             return check(self.contender, problem, attend, gradients=trains)
         finally:

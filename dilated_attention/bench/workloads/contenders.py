@@ -50,7 +50,6 @@ class Contender:
         mixture_grad: of branches, ``"exact"`` or ``"detached"``.
         until: problem → first position whose results are known to be another function's; None if there is none.
         of: problem → the problem that it computes instead, as the one without options.
-        local: problem → the part that this process holds, where processes share the sequence.
         is_external: whether it is other people's code, to which this library's times are compared.
     """
 
@@ -64,7 +63,6 @@ class Contender:
     mixture_grad: str = "exact"
     until: Callable[[Problem], int | None] = lambda problem: None
     of: Callable[[Problem], Problem] | None = None
-    local: Callable[[Problem], Problem] | None = None
     is_external: bool = False
 
     def allowed(self, problem: Problem) -> float:

@@ -29,36 +29,40 @@ AnyLayout = str | Layout
 
 @dataclass(frozen=True)
 class OnShards:
-    """``part`` attends on this process's part of a sequence; ``whole`` does so on whole tensors, which are equal on all processes.
-
-    ``context`` is entered once around all calls. ``group`` gathers the parts; a process that waits there for one that failed waits as long
-    as the group's time limit.
-    """
+    """A function of this process's part of a sequence, on which ``context`` is entered once around all calls."""
 
     part: Attend
     layout: AnyLayout
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    group: Any = None
 
     def __call__(self, *x: torch.Tensor) -> torch.Tensor:
         return self.part(*x)
 
-    def whole(self, *x: torch.Tensor) -> torch.Tensor:
-        if (size := members_of(self.group).size) == 1:
+    def local(self, problem: Problem) -> Problem:
+        """Returns the part of the problem that this process holds."""
+        members = members_of(None)
+        return replace(problem, num_positions=local_length(problem.num_positions, members.rank, members.size, self.layout))
+
+    def whole(self, group: Any, *x: torch.Tensor) -> torch.Tensor:
+        """Attends on whole tensors, which are equal on all processes.
+
+        ``group`` gathers the parts; a process that waits there for one that failed waits as long as the group's time limit.
+        """
+        if (size := members_of(group).size) == 1:
             return self.part(*x)
 
         def summed(grad: torch.Tensor) -> torch.Tensor:
             """Adds the processes' parts; each is as often too large as there are processes that pass in the gradient of the whole."""
             grad = grad.contiguous()
-            dist.all_reduce(grad, group=self.group)
+            dist.all_reduce(grad, group=group)
             return grad / size
 
         x = tuple(y.view_as(y) for y in x)
         for y in x:
             if y.requires_grad:
                 y.register_hook(summed)
-        shards = shard_sequence(self.group, x, [1] * len(x), layout=self.layout)
-        return unshard_sequence(self.group, [self.part(*shards)], [1], layout=self.layout)[0]
+        shards = shard_sequence(group, x, [1] * len(x), layout=self.layout)
+        return unshard_sequence(group, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
 class Sharded:
@@ -79,12 +83,6 @@ class Sharded:
         if members_of(None).size > 1:
             dist.all_reduce(rows)
         return rows
-
-
-def local_part(layout: AnyLayout, problem: Problem) -> Problem:
-    """Returns the part of the problem that this process holds."""
-    members = members_of(None)
-    return replace(problem, num_positions=local_length(problem.num_positions, members.rank, members.size, layout))
 
 
 def pattern_of(problem: Problem) -> DilatedPattern | BlockPattern | None:
@@ -119,4 +117,4 @@ def ring(alone: Contender, name: str, layout: str, **options: Any) -> Contender:
         held = layout_of(layout, problem)
         return OnShards(functools.partial(ring_call, problem, layout=held, **options), held)
 
-    return replace(alone, name=name, make=make, local=lambda problem: local_part(layout_of(layout, problem), problem))
+    return replace(alone, name=name, make=make)

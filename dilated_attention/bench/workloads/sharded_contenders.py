@@ -10,7 +10,7 @@ import functools
 import importlib
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.models.slide_encoder import slide
 from dilated_attention.bench.workloads.contenders import Contender, Costs, external
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.rings import OnShards, local_part
+from dilated_attention.bench.workloads.rings import OnShards
 from dilated_attention.distributed import shard_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.models.sharded import average_gradients
@@ -88,7 +88,7 @@ def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> 
             if not repeats or grouped > 1:
                 name = f"torch context_parallel {rotate} ({kernel}{', K and V repeated' if repeats else ''})"
                 make = functools.partial(_torch, layout, rotate, kernel, grouped if repeats else 1, group)
-                found.append((kernel, _contender(name, make, layout)))
+                found.append((kernel, external(name=name, what="", make=make)))
     schedules = dict.fromkeys(f"llama3 {heads}" for heads in (problem.kv_heads, 1)) if is_packed else ("zigzag", "ring")
     for backend in kernels if path else ():
         request = AttentionRequest(hardware=detect(problem.device.type), dtype=problem.dtype, head_dim=problem.head_dim, needs_grad=True)
@@ -96,12 +96,8 @@ def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> 
         for schedule in schedules:
             layout = "zigzag" if schedule == "zigzag" else "contiguous"
             make = functools.partial(_ring_flash_attention, layout, schedule, kernel, path, group)
-            found.append((kernel, _contender(f"ring-flash-attention {schedule} ({kernel})", make, layout)))
+            found.append((kernel, external(name=f"ring-flash-attention {schedule} ({kernel})", what="", make=make)))
     return found
-
-
-def _contender(name: str, make: Callable[[Problem], OnShards], layout: str) -> Contender:
-    return external(name=name, what="", make=make, local=functools.partial(local_part, layout))
 
 
 def _torch(layout: str, rotate: str, kernel: str, repeats: int, group: Any, problem: Problem) -> OnShards:
