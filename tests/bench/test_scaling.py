@@ -22,7 +22,7 @@ from dilated_attention.bench.report.rows import UNDER_WAY
 from dilated_attention.bench.suites import SUITES, scaling
 from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.sharded_cases import CASES
+from dilated_attention.bench.workloads.rings import CASES
 from dilated_attention.cli import main
 from dilated_attention.distributed.comm.comm_volume import CommSizes
 from tests.helpers.comm_volume import dense_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.models import language, slide_encoder, steps
+from dilated_attention.bench.models import language, slide_encoder
 from dilated_attention.bench.models.language import KINDS, Shape, check, family
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.suites import SUITES
@@ -80,12 +80,12 @@ def test_a_model_that_decodes_wrong_has_no_figures(monkeypatch: pytest.MonkeyPat
             return super().__call__(tokens).roll(1, -1)
 
     monkeypatch.setattr(language, "Stepper", Shifted)
-    rows = steps.generate(SMALL, ("dense", "block_sparse"), 16, 1, new_tokens=1, **HERE)
+    rows = language.generate(SMALL, ("dense", "block_sparse"), 16, 1, new_tokens=1, **HERE)
     assert all(row.note.startswith("wrong: decoded off by") and not row.values for row in rows) and len(rows) == 2
 
 
 def test_decoding_starts_in_a_cache_of_random_numbers() -> None:
-    rows = steps.generate(SMALL, ("dense", "dilated-1M", "global-local"), 512, 2, new_tokens=2, is_random=True, **HERE)
+    rows = language.generate(SMALL, ("dense", "dilated-1M", "global-local"), 512, 2, new_tokens=2, is_random=True, **HERE)
     assert [(row.name, row.case["task"], row.note) for row in rows] == [(x, "step", "") for x in ("dense", "dilated-1M", "global-local")]
     for row in rows:
         assert row.values["tokens_per_s"] == pytest.approx(2000 / row.values["ms"]) and set(row.errors) == {"logits", "decoded"}
@@ -105,12 +105,13 @@ def test_the_slide_encoder_takes_a_step() -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: Any, *arguments: Any, **options: Any) -> KVCache:
-        if config.kind == "dilated":
+        # not where it is compared with float64
+        if config.kind == "dilated" and config.vocab_size == NARROW["vocab_size"]:
             raise torch.OutOfMemoryError("no room for the cache")
         return KVCache(config, *arguments, **options)
 
-    monkeypatch.setattr(steps, "KVCache", full)
-    rows = steps.generate(SMALL, KINDS, 16, 2, new_tokens=1, **HERE)
+    monkeypatch.setattr(language, "KVCache", full)
+    rows = language.generate(SMALL, KINDS, 16, 2, new_tokens=1, **HERE)
     (failed,) = (row for row in rows if row.note)
     assert (failed.name, failed.case["task"]) == ("dilated", "prefill")
     assert failed.note == "out of memory, with what the other kinds hold"
@@ -119,8 +120,8 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
     def no_room(shape: Shape, *arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("not even the weights")
 
-    monkeypatch.setattr(steps, "family", no_room)
-    notes = [row.note for row in steps.generate(SMALL, KINDS, 16, 1, **HERE)]
+    monkeypatch.setattr(language, "family", no_room)
+    notes = [row.note for row in language.generate(SMALL, KINDS, 16, 1, **HERE)]
     assert notes == ["out of memory"] * 3
 
 

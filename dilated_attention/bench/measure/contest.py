@@ -1,8 +1,12 @@
-"""Measures attention contenders on one problem: correctness first, then the time of each pass in turns, memory, and rates."""
+"""Measures attention contenders on one problem: correctness first, then the time of each pass in turns, memory, and rates.
+
+Each is called on several sets of inputs in turn, so that caches do not distort the times.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,14 +14,20 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.accuracy.contender_check import check, forget
-from dilated_attention.bench.measure.forward_backward import FLOPS, PASSES, Call, call_of, share
+from dilated_attention.bench.accuracy.correctness import check, forget
 from dilated_attention.bench.measure.skip import Refused, attempt, release
 from dilated_attention.bench.measure.timing import Timing, call_figures, interleaved, peak_extra
 from dilated_attention.bench.report.rows import Row
-from dilated_attention.bench.workloads.contenders import Contender, Costs
+from dilated_attention.bench.workloads.contenders import Attend, Contender, Costs
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.rings import OnShards
 
+PASSES = ("forward", "backward", "both")
+# FLOPs per pair and head dimension: two matrix products forward, five backward
+FLOPS = {"forward": 4, "backward": 10, "both": 14}
+Call = Callable[[], Any]
+# bytes of a graph from which a backward has one
+_HEAVY = 2**30
 # FLOP/s of the best kernels on a Hopper GPU, and of a CPU's thread: what takes too long at this rate is not begun
 _GPU_RATE, _THREAD_RATE = 6e14, 5e10
 
@@ -28,7 +38,7 @@ class _Able:
 
     contender: Contender
     problem: Problem
-    made: correctness.Attend | Costs
+    made: Attend | Costs
     errors: dict[str, float] = field(default_factory=dict)
     expected: float = 0.0
     # why it cannot run passes with gradients
@@ -155,3 +165,62 @@ def _first(make: Callable[[], Call], device: torch.device, memory: bool, seconds
     # measured on a second call: memory for compiling or tuning in the first one does not count
     peak = peak_extra(call, device) if memory else None
     return ({} if peak is None else {"peak_bytes": peak}) | (call_figures(call, device, seconds=seconds, ways=ways) if ways else {})
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Call:
+    """Returns a call of one pass on the next set of inputs; results are dropped at once.
+
+    The backward runs on graphs that are made here, and freed with the call.
+
+    Args:
+        made: what the contender makes of the problem.
+        shared: the sets of inputs that the calls of one problem share; {} at first.
+    """
+    if isinstance(made, Costs):
+        return made.calls[which]
+    *sets, dout = share(contender, made, problem, shared)
+    following = itertools.cycle(sets).__next__
+    if which == "forward":
+
+        def forward() -> None:
+            with torch.no_grad():
+                made(*following())
+
+        return forward
+    if which == "both":
+
+        def both() -> None:
+            leaves = following()
+            torch.autograd.grad(made(*leaves), leaves, dout)
+
+        return both
+    before = _allocated(problem.device)
+    graphs = [(made(*sets[0]), sets[0])]
+    if _allocated(problem.device) - before < _HEAVY:
+        graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
+    next_graph = itertools.cycle(graphs).__next__
+
+    def backward() -> None:
+        out, leaves = next_graph()
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return backward
+
+
+def share(contender: Contender, made: Attend, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:
+    """Returns the sets of inputs that contenders of this kind cycle through, then dout, of the part that this process holds; created once.
+
+    There are eight small sets, two where one exceeds any cache, and one where memory is scarce (from 4 GiB on).
+    """
+    kind = (contender.inputs, problem.queries, problem.kv_heads, problem.data)
+    if kind not in shared:
+        part = made.local(problem) if isinstance(made, OnShards) else problem
+        dout = part.dout()
+        count = 1 if problem.bytes >= 4 * 2**30 else max(2, min(8, 2**28 // max(problem.bytes, 1)))
+        sets = [contender.inputs_of(part, i) for i in range(count)]
+        shared[kind] = [*sets, dout.flatten(2) if contender.inputs == "x" else dout]
+    return shared[kind]

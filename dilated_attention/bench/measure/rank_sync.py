@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dilated_attention.bench.measure.skip import Refused, attempt
-from dilated_attention.bench.measure.timing import one_call, synchronise
+from dilated_attention.bench.measure.skip import Refused, attempt, synchronise
+from dilated_attention.bench.measure.timing import one_call
 from dilated_attention.bench.suite import Session
 
 T = TypeVar("T")

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.contender_check import check, forget
-from dilated_attention.bench.accuracy.correctness import sampled_errors, wrong
-from dilated_attention.bench.measure.forward_backward import FLOPS, call_of
+from dilated_attention.bench.accuracy.correctness import check, forget, sampled_errors, wrong
+from dilated_attention.bench.measure.contest import FLOPS, call_of
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.measure.timing import captured, peak_extra

@@ -89,5 +89,10 @@ def settle(device: torch.device) -> None:
         torch.autograd.grad(x * 1, x)
 
 
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.measure.peak import Peak
+from dilated_attention.bench.measure.skip import synchronise
 
 # how one call is seen in addition to its median
 WAYS = ("called", "host", "kernels", "graph")
@@ -111,11 +112,6 @@ def device_ms(function: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:

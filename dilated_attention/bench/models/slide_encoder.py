@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.peak import Peak
-from dilated_attention.bench.measure.peak_call import within
+from dilated_attention.bench.measure.peak import Peak, within
 from dilated_attention.bench.measure.skip import Attempt
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load

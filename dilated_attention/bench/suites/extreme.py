@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, Pattern, sampled_errors, wrong
-from dilated_attention.bench.measure.peak_call import called, planned, within
+from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors, wrong
+from dilated_attention.bench.accuracy.truth import Pattern
+from dilated_attention.bench.measure.peak import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite

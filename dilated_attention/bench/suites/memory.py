@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.accuracy.contender_check import check
-from dilated_attention.bench.accuracy.correctness import WHOLE, wrong
-from dilated_attention.bench.measure.peak_call import PASSES, Called, called, planned, within
+from dilated_attention.bench.accuracy.correctness import WHOLE, check, wrong
+from dilated_attention.bench.measure.peak import PASSES, Called, called, planned, within
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, listing

@@ -26,8 +26,7 @@ from dilated_attention.bench.report.tables import Table, across, failures, label
 from dilated_attention.bench.suite import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
-from dilated_attention.bench.workloads.rings import ring
-from dilated_attention.bench.workloads.sharded_cases import CASES, SHRINK, UNIT, Case
+from dilated_attention.bench.workloads.rings import CASES, SHRINK, UNIT, Case, ring
 from dilated_attention.bench.workloads.sharded_contenders import competitors, sharded_step
 from dilated_attention.parsing import size
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from dilated_attention.bench.models import slide_encoder, steps, torchscale
-from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape
+from dilated_attention.bench.models import slide_encoder, torchscale
+from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape, generate
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, having, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
@@ -115,7 +115,7 @@ def _groups(session: Session, preset: str, task: str) -> Iterator[Group]:
         several = 8 if full else 4
         batches = options.batches or ([1] if task == "generate" and several * context > _PROMPTS[large] else [1, several])
         for batch in batches:
-            run = functools.partial(steps.generate, shape, tuple(options.kinds), context, batch, **where)
+            run = functools.partial(generate, shape, tuple(options.kinds), context, batch, **where)
             yield Group(f"{task} {shape.name} N={context} B={batch} {str(session.dtype).removeprefix('torch.')}", run)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, FP8_BOUND, Attend, Pattern
-from dilated_attention.bench.accuracy.truth import our_call
+from dilated_attention.bench.accuracy.truth import BOUNDS, Pattern, our_call
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.factory import create_attention
@@ -23,6 +22,7 @@ from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, Loc
 from dilated_attention.pattern.blocks.kept_blocks import count_pairs
 from dilated_attention.planning.estimate.memory import standard_attention
 
+Attend = Callable[..., torch.Tensor]
 # a materialised score matrix larger than this is not a meaningful contender
 _MOST_SCORE_BYTES = 64 * 2**30
 
@@ -67,6 +67,10 @@ class Contender:
 
     def allowed(self, problem: Problem) -> float:
         return BOUNDS[problem.dtype] if self.bound is None else self.bound
+
+    def inputs_of(self, problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+        """Returns x, or q, k and v."""
+        return [problem.embedded(seed)] if self.inputs == "x" else problem.qkv(seed)
 
     def pairs(self, problem: Problem) -> int | None:
         """Returns the (query, key) pairs with multiplicity, over heads and batch; None where the data decides."""
@@ -154,7 +158,7 @@ _KINDS: dict[str, tuple[str, Callable[[Problem], Pattern]]] = {
 external = functools.partial(Contender, pattern=dense_pattern, is_external=True)
 STANDARD = external(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard)
 SDPA = external(name="torch sdpa", what="torch's scaled_dot_product_attention, its own choice", make=_sdpa)
-FP8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": FP8_BOUND}
+FP8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": 0.15}
 DENSE: tuple[Contender, ...] = (
     STANDARD,
     SDPA,

@@ -1,13 +1,13 @@
-"""Attention over a sequence that several processes share, as contenders: timed on each process's part, checked as functions of the whole.
+"""Attention over a sequence that several processes share: cases, and this library's functions as contenders.
 
-On one process they hold the whole sequence and exchange nothing.
+They are timed on each process's part, and checked as functions of the whole. One process holds the whole sequence and exchanges nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 import dilated_attention as da
-from dilated_attention.bench.accuracy.correctness import Attend
-from dilated_attention.bench.workloads.contenders import Contender, dilated_pattern
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.contenders import Attend, Contender, dilated_pattern
+from dilated_attention.bench.workloads.problem import Branches, Problem
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_length
-from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
 
 AnyLayout = str | Layout
+# the shortest segment of dilated cases, and what lengths are divided by on a CPU
+UNIT, SHRINK = 2048, 128
+_GIGAPATH = ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,92 @@ def ring(alone: Contender, name: str, layout: str, **options: Any) -> Contender:
         return OnShards(functools.partial(ring_call, problem, layout=held, **options), held)
 
     return replace(alone, name=name, make=make)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kind of attention, and the lengths that it is measured at.
+
+    Args:
+        heads: query heads, key/value heads, head dim.
+        tokens, totals: lengths of one process's part (``dense-16384``), and of whole sequences (``dense-of-65536``).
+        pattern: (N, unit) → branches with ``unit`` as shortest segment, or the pattern of blocks; None for dense attention.
+        packed: whether the sequence is one of packed documents, most short and a few long.
+        fits: whether one process can compute the whole sequence, for comparison.
+    """
+
+    name: str
+    heads: tuple[int, int, int]
+    tokens: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
+    pattern: Callable[[int, int], Branches | BlockPattern | None] = lambda N, unit: None
+    causal: bool = False
+    layouts: tuple[str, ...] = ("contiguous",)
+    passes: tuple[str, ...] = ("forward", "both")
+    packed: bool = False
+    fits: bool = True
+
+    def problem(self, N: int, *, unit: int = UNIT, heads: Iterable[int] | None = None, **place: Any) -> Problem:
+        """Returns the case at one length; ``place``: mask, dtype and device of the problem."""
+        H, Hk, D = heads or self.heads
+        place = {"num_positions": N, "num_heads": H, "num_kv_heads": Hk, "head_dim": D, "is_causal": self.causal} | place
+        pattern = self.pattern(N, unit)
+        place["blocks" if isinstance(pattern, BlockPattern) else "given_branches"] = pattern
+        return Problem(bounds=_documents(N, unit) if self.packed else None, **place)
+
+
+def _documents(N: int, unit: int) -> tuple[int, ...]:
+    """Returns where documents begin, and N; their lengths are log-normal, none above a quarter of the whole."""
+    generator, bounds = torch.Generator().manual_seed(0), [0]
+    while bounds[-1] < N:
+        length = int(torch.empty(()).log_normal_(mean=6.5 if unit >= UNIT else 3.0, std=1.4, generator=generator))
+        bounds.append(min(N, bounds[-1] + max(1, min(length, N // 4))))
+    return tuple(bounds)
+
+
+def _pattern(branches: Iterable[tuple[int, int]]) -> Branches:
+    lengths, rates = zip(*branches, strict=True)
+    return lengths, rates
+
+
+def _branches(growth: int, rates: tuple[int, ...], N: int, unit: int) -> Branches:
+    """Returns branches w = unit · growth^i as far as they are no longer than the sequence."""
+    return _pattern((unit * growth**i, rate) for i, rate in enumerate(rates) if i == 0 or unit * growth**i <= N)
+
+
+def _to_the_whole(N: int, unit: int) -> Branches:
+    """Returns branches of ``unit`` keys each, the last one as long as the sequence."""
+    return _pattern((length, -(-length // unit)) for length in [*(unit * 4**i for i in range(30) if unit * 4**i < N), N])
+
+
+def _gigapath(N: int, unit: int) -> Branches:
+    return _pattern((max(rate, length * unit // UNIT), rate) for length, rate in _GIGAPATH)
+
+
+def _blocks(make: Callable[..., BlockPattern], N: int, unit: int) -> BlockPattern:
+    """Returns a pattern that keeps a tenth of the blocks, of short sequences two in each row."""
+    block = 128 if N >= 2**14 else 64
+    return make(max(0.1, min(1.0, 2 * block / N)), block_size=block).at(N)
+
+
+_longnet = functools.partial(_branches, 4, tuple(4**i for i in range(6)))
+_dense = functools.partial(Case, causal=True, layouts=("zigzag",))
+_tenth = functools.partial(Case, heads=(16, 16, 64), tokens=(32768,), layouts=("contiguous", "balanced"))
+_long = functools.partial(Case, heads=(1, 1, 64), pattern=_to_the_whole, fits=False)
+CASES = (
+    _dense(name="dense", heads=(32, 8, 128), tokens=(16384, 4096), totals=(65536,)),
+    _dense(name="dense64", heads=(64, 8, 128), tokens=(32768,)),
+    Case(name="longnet", heads=(12, 12, 64), tokens=(131072, 32768), totals=(524288,), pattern=_longnet, causal=True),
+    Case(name="geometric", heads=(16, 16, 64), tokens=(131072, 32768), pattern=_longnet),
+    Case(name="12x64", heads=(12, 12, 64), tokens=(131072,), pattern=functools.partial(_branches, 2, (1, 2, 4, 6, 12))),
+    Case(name="16x128", heads=(16, 16, 128), tokens=(131072,), pattern=functools.partial(_branches, 2, (1, 2, 4, 8, 16))),
+    Case(name="gigapath", heads=(16, 16, 48), tokens=(25000, 100000), pattern=_gigapath),
+    _tenth(name="random", pattern=functools.partial(_blocks, RandomBlocks)),
+    _tenth(name="window", pattern=functools.partial(_blocks, functools.partial(with_sparsity, kind="local"))),
+    _tenth(name="bigbird", pattern=functools.partial(_blocks, functools.partial(with_sparsity, kind="big_bird"))),
+    _tenth(name="local", pattern=lambda N, unit: LocalWindow(max(16, unit // 2), block_size=64), totals=(524288,)),
+    Case(name="packed", heads=(64, 8, 128), tokens=(32768,), causal=True, layouts=("balanced", "zigzag", "contiguous"), packed=True),
+    Case(name="slide", heads=(16, 16, 48), totals=(100_000,), pattern=_gigapath, passes=("both",)),
+    _long(name="extreme", totals=(2**30,), passes=("forward",)),
+    _long(name="extreme-training", totals=(2**28,)),
+)
