@@ -10,7 +10,7 @@ import torch
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy.correctness import sampled_errors
-from dilated_attention.bench.measure.peak import Peak
+from dilated_attention.bench.measure.peak import counted
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
 from dilated_attention.bench.workloads import contenders
@@ -25,15 +25,15 @@ MIB = 2**20
 
 def test_a_peak_is_that_of_a_tensor_that_is_gone_at_the_end() -> None:
     torch.ones(MIB // 4 * 64)
-    with Peak(torch.device("cpu")) as peak:
+    with counted(torch.device("cpu")) as peak:
         x = torch.ones(MIB // 4 * 16)
         del x
         torch.ones(MIB // 4 * 8)
     assert peak.bytes == 16 * MIB
     # an error ends the count, and the next begins anew
-    with pytest.raises(KeyError), Peak(torch.device("cpu")):
+    with pytest.raises(KeyError), counted(torch.device("cpu")):
         raise KeyError
-    with Peak(torch.device("cpu")) as peak:
+    with counted(torch.device("cpu")) as peak:
         pass
     assert peak.bytes == 0
 

@@ -56,7 +56,7 @@ class _Able:
     def values(self, which: str, timing: Timing) -> dict[str, float]:
         """Returns the time, and ``tflops`` from the pairs that it computes, where the data does not decide them."""
         factor = self.made.factor if isinstance(self.made, Costs) else 1.0
-        found = {key: value if key == "samples" else factor * value for key, value in timing.values().items()}
+        found = {key: value if key == "samples" else factor * value for key, value in timing.items()}
         pairs = self.contender.pairs(self.problem)
         return found | ({} if pairs is None else {"tflops": FLOPS[which] * pairs * self.problem.head_dim / found["ms"] / 1e9})
 
@@ -153,7 +153,7 @@ def _timed(
     for one in able:
         if timing := timings.get(name := one.contender.name):
             if which == "forward":
-                one.expected = timing.ms / 1000
+                one.expected = timing["ms"] / 1000
             rows[name] = replace(rows[name], values=one.values(which, timing) | values[name], errors=one.errors)
     return list(rows.values())
 

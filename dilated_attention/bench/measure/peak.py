@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,35 +26,29 @@ T = TypeVar("T")
 PASSES = ("forward", "training")
 
 
+@dataclass
 class Peak:
-    """Most bytes in tensors in a block of code, beyond those before it.
+    """Most bytes in tensors in a block of code, beyond those before it; known after it."""
 
-    By the allocator's counters on a GPU; on a CPU by ``profile_memory``, which makes calls slower.
-    """
+    bytes: int = 0
 
-    bytes: int
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._profile = None if device.type == "cuda" else profile_memory(device=device)
-
-    def __enter__(self) -> Peak:
-        if self._profile is not None:
-            self._profile.__enter__()
-        else:
-            settle(self.device)
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(*error)
-            self.bytes = self._profile.peak_allocated
-        else:
-            torch.cuda.synchronize(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+@contextlib.contextmanager
+def counted(device: torch.device) -> Iterator[Peak]:
+    """Counts by the allocator's figures on a GPU; on a CPU by ``profile_memory``, which makes calls slower."""
+    peak = Peak()
+    if device.type == "cuda":
+        settle(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with profile_memory(device=device) as profile:
+            yield peak
+        peak.bytes = profile.peak_allocated
 
 
 def within(function: Callable[[], T], device: torch.device, *, memory: int | None = None) -> Attempt[T]:
@@ -101,7 +96,7 @@ def called(make: Callable[[Problem], Callable[..., Any]], problem: Problem, *, b
     # the first call of a length compiles, and builds the plans and tables that calls share
     if on_gpu:
         _once(attend, problem, backward)
-    with Peak(problem.device) as peak:
+    with counted(problem.device) as peak:
         found = _once(attend, problem, backward)
     if not on_gpu:
         if memory is not None and peak.bytes > memory:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention.bench.measure.skip import Refused, attempt, synchronise
-from dilated_attention.bench.measure.timing import one_call
+from dilated_attention.bench.measure.timing import one_call, summary
 from dilated_attention.bench.suite import Session
 
 T = TypeVar("T")
@@ -128,12 +128,10 @@ class RankSync:
                 issued = time.perf_counter()
                 synchronise(self.device)
                 times.append([1000 * (moment - begun) / count for moment in (time.perf_counter(), issued)])
-            return [sorted(column) for column in zip(*times, strict=True)]
+            return [list(column) for column in zip(*times, strict=True)]
 
         longest = max(self.everywhere(first, **who))
         count = max(1, min(_MOST_CALLS, int(seconds / _LOOPS / max(longest, 1e-9))))
         found = self.everywhere(loops, **who)
-        slowest = max((times for times, _ in found), key=statistics.median)
-        host = max(statistics.median(issued) for _, issued in found)
-        figures = {"ms": statistics.median(slowest), "low_ms": slowest[0], "high_ms": slowest[-1]}
-        return figures | {"host_ms": host, "samples": _LOOPS * count}
+        slowest = max((summary(times) for times, _ in found), key=lambda figures: figures["ms"])
+        return slowest | {"host_ms": max(statistics.median(issued) for _, issued in found), "samples": _LOOPS * count}

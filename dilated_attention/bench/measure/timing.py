@@ -11,12 +11,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.peak import Peak
+from dilated_attention.bench.measure.peak import counted
 from dilated_attention.bench.measure.skip import synchronise
 
 # how one call is seen in addition to its median
@@ -26,26 +25,15 @@ WAYS = ("called", "host", "kernels", "graph")
 _LONG = 0.005
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Times of one call in milliseconds: median, 10th and 90th percentile, and the number of turns or calls they are based on."""
+# figures of one call in milliseconds: "ms", the median, "low_ms" and "high_ms", the 10th and the 90th percentile, and "samples"
+Timing = dict[str, float]
 
-    ms: float
-    low_ms: float
-    high_ms: float
-    samples: int
 
-    @classmethod
-    def of(cls, times: Sequence[float]) -> Timing:
-        """Creates a timing from times in milliseconds."""
-        ordered = sorted(times)
-        last = len(ordered) - 1
-        return cls(
-            ms=statistics.median(ordered), low_ms=ordered[round(0.1 * last)], high_ms=ordered[round(0.9 * last)], samples=len(ordered)
-        )
-
-    def values(self) -> dict[str, float]:
-        return asdict(self)
+def summary(times: Sequence[float]) -> Timing:
+    """Returns the figures of turns, or loops, or calls."""
+    ordered, last = sorted(times), len(times) - 1
+    low, high = (ordered[round(share * last)] for share in (0.1, 0.9))
+    return {"ms": statistics.median(ordered), "low_ms": low, "high_ms": high, "samples": len(ordered)}
 
 
 def interleaved(
@@ -70,7 +58,7 @@ def interleaved(
                 times[name].append(loop(make(), device, max(1, int(seconds / turns / once[name]))))
             else:
                 times[name] += _device_times(make(), device, once[name], seconds / turns)
-    return {name: Timing.of(mine) for name, mine in times.items()}
+    return {name: summary(mine) for name, mine in times.items()}
 
 
 def in_turns(functions: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float, least: int = 3) -> dict[str, Timing]:
@@ -118,7 +106,7 @@ def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
     """Returns the peak bytes of a call beyond those before it, results included; None without CUDA, where PyTorch does not count them."""
     if device.type != "cuda":
         return None
-    with Peak(device) as peak:
+    with counted(device) as peak:
         function()
     return peak.bytes
 

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.skip import attempt, release
-from dilated_attention.bench.measure.timing import Timing, in_turns, one_call
+from dilated_attention.bench.measure.timing import in_turns, one_call, summary
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.fork import cached_property
@@ -201,8 +201,8 @@ def generate(
     for kind, writer in able.items():
         steps = new_tokens * len(writer.places)
         timings = {} if is_random else {"prefill": (reading[kind], batch * context)}
-        timings["step" if is_random else "decode"] = Timing.of([1000 * took[kind] / steps for took in samples]), batch
+        timings["step" if is_random else "decode"] = summary([1000 * took[kind] / steps for took in samples]), batch
         for task, (timing, tokens) in timings.items():
-            values = timing.values() | {"tokens_per_s": 1000 * tokens / timing.ms, "cache_bytes": writer.cache.nbytes}
+            values = timing | {"tokens_per_s": 1000 * tokens / timing["ms"], "cache_bytes": writer.cache.nbytes}
             found.append(replace(rows[kind], case=rows[kind].case | {"task": task}, values=values))
     return found

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.peak import Peak, within
+from dilated_attention.bench.measure.peak import counted, within
 from dilated_attention.bench.measure.skip import Attempt
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
@@ -123,7 +123,7 @@ def _timed(
     build: Callable[[], Built], autocast: torch.dtype | None, device: torch.device, seconds: float, *, is_graph: bool = False
 ) -> dict[str, float]:
     on_gpu = device.type == "cuda"
-    with Peak(device) as peak:
+    with counted(device) as peak:
         module, model, x = build()
 
         def step() -> None:
@@ -139,6 +139,6 @@ def _timed(
             torch.cuda.reset_peak_memory_stats(device)
             step()
     call = captured(step) if is_graph else step
-    values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"].values()
+    values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"]
     # a graph's memory is its own, and not counted
     return values if is_graph else values | {"peak_bytes": peak.bytes}

@@ -32,7 +32,7 @@ from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
-from dilated_attention.pattern import DilatedPattern, TopBlocks
+from dilated_attention.pattern import DilatedPattern, TopBlocks, to_block_mask
 
 
 def load_libraries() -> None:
@@ -67,9 +67,7 @@ def _flash4(problem: Problem) -> Attend:
     _takes_no(problem, "window")
     from flash_attn.cute.interface import flash_attn_func
 
-    options: dict[str, Any] = {"causal": problem.is_causal}
-    if problem.window is not None:
-        options = {"causal": False, "window_size": problem.window}
+    options: dict[str, Any] = {"causal": problem.is_causal} if problem.window is None else {"window_size": problem.window}
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         out = flash_attn_func(*qkv, **options)
@@ -97,19 +95,10 @@ def _flex(problem: Problem) -> Attend:
     _takes_no(problem)
     from torch.nn.attention import flex_attention as flex
 
-    from dilated_attention.backends.block_kernels.block_tables import row_tables
-
     n, heads = problem.num_positions, problem.num_heads
     score = None
     if problem.blocks is not None:
-        lists = block_lists(problem.blocks, n, heads, is_causal=problem.is_causal, device=problem.device)
-        if lists.masks is not None:
-            raise Refused("is given whole blocks only")
-        (table,) = row_tables(lists)
-        # its own transposition takes the number of columns from the width of the index tensor
-        indices = torch.nn.functional.pad(table.full[1], (0, lists.num_columns - table.full[1].shape[-1]))
-        sizes: dict[str, Any] = {"BLOCK_SIZE": (lists.q_block, lists.k_block), "seq_lengths": (n, n)}
-        mask = flex.BlockMask.from_kv_blocks(torch.zeros_like(table.full[0]), torch.zeros_like(indices), table.full[0], indices, **sizes)
+        mask = to_block_mask(problem.blocks, n, heads, is_causal=problem.is_causal, device=problem.device)
     else:
         count = multiplicity(dilated_pattern(problem), heads, problem.is_causal, problem.device)
         # compiled, so that no (H, N, N) mask is written out
@@ -132,15 +121,11 @@ def _flex(problem: Problem) -> Attend:
     return attend
 
 
-def floor_length(pattern: DilatedPattern) -> int:
-    """Returns the rows of the shortest segment's dense problem: 2048 for LongNet's branches."""
-    return min(w // r for w, r in pattern.branches)
-
-
 def _floor(backend: str, problem: Problem) -> Costs:
     """The branches' FLOPs as independent dense problems, on the fastest library here or ``backend``; up to 2^20 rows, then scaled."""
     pattern, heads, dim = dilated_pattern(problem), problem.num_heads, problem.head_dim
-    length = min(floor_length(pattern), problem.num_positions)
+    # the shortest segment's: 2048 for LongNet's branches
+    length = min(problem.num_positions, *(w // r for w, r in pattern.branches))
     each = heads * (length * (length + 1) // 2 if problem.is_causal else length * length)
     pairs = problem.pairs(pattern)
     count = max(1, min(round(pairs / each), 2**20 // length))
