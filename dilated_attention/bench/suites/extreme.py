@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors, wrong
-from dilated_attention.bench.accuracy.truth import Pattern
 from dilated_attention.bench.measure.peak import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.suite import Group, Session, Suite
-from dilated_attention.bench.workloads.contenders import of_backend
+from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import LocalWindow
@@ -29,16 +29,6 @@ TIME = "time, not memory"
 # kind → this library's function, and the power of the length that its time grows with
 KINDS = {"dilated": (of_backend("auto", return_lse=True), 1), "block-sparse": (of_backend("auto", "blocks", return_lse=True), 1),
          "dense": (of_backend("auto", "dense", return_lse=True), 2)}  # fmt: skip
-
-
-def of_length(problem: Problem, length: int, first: int) -> Problem:
-    """Returns the problem of another length: branches up to the whole sequence, blocks of a window of one first segment."""
-    window = LocalWindow(first // 2, block_size=128 if first >= 1024 else 64)
-    return replace(problem, num_positions=length, given_branches=geometric(length, first=first), blocks=window)
-
-
-def pattern_of(kind: str, problem: Problem) -> Pattern:
-    return cast(Pattern, KINDS[kind][0].pattern(problem))
 
 
 @dataclass(frozen=True)
@@ -85,14 +75,12 @@ class Extreme(Suite):
 
     def groups(self, session: Session) -> Sequence[Group]:
         options, limits, problem = session.options, self.limits(session), self._problem(session)
-        first = 2048 if session.full else 512
-        groups = []
-        for kind in options.kinds:
-            for which in options.passes:
-                run = functools.partial(search, kind, which, problem, first, limits, tuple(options.lengths or ()))
-                given = "".join(f" {length}" for length in options.lengths or ())
-                groups.append(Group(f"{kind} {which}{given}", run))
-        return groups
+        first, lengths = 2048 if session.full else 512, options.lengths or ()
+        given = "".join(f" {length}" for length in lengths)
+        return [
+            Group(f"{kind} {which}{given}", functools.partial(search, kind, which, problem, first, limits, lengths))
+            for kind, which in itertools.product(options.kinds, options.passes)
+        ]
 
     def _problem(self, session: Session) -> Problem:
         options = session.options
@@ -132,41 +120,36 @@ def _searches(results: Results) -> list[Row]:
 
 
 def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, lengths: Sequence[int] = ()) -> list[Row]:
-    """Returns a row for every length tried, in that order: those of ``lengths``, or those of the search."""
-    rows: list[Row] = []
-    for length in lengths or _search(kind, problem.num_positions, limits, rows):
-        at = of_length(problem, length, first)
-        found = within(functools.partial(one, kind, which, at, limits.memory), at.device, memory=limits.memory)
+    """Returns a row for every length tried, in that order: those of ``lengths``, or doubled until one does not fit or takes too long."""
+    contender, power = KINDS[kind]
+    backward, rows = which == "both", list[Row]()
+    doubled = itertools.takewhile(lambda length: length <= limits.most, (problem.num_positions << i for i in itertools.count()))
+    for length in lengths or doubled:
+        # branches up to the whole sequence, blocks of a window of one first segment
+        window = LocalWindow(first // 2, block_size=128 if first >= 1024 else 64)
+        at = replace(problem, num_positions=length, given_branches=geometric(length, first=first), blocks=window)
+        row = Row(name=kind, case={"pass": which, **at.case})
+        if not lengths and rows and rows[-1].values["ms"] / 1000 * 2**power > limits.seconds:
+            return [*rows, replace(row, note=TIME)]
+        found = within(functools.partial(_one, contender, at, backward, limits.memory), at.device, memory=limits.memory)
         values, errors = found.value or ({}, {})
         note = found.note or wrong(errors, BOUNDS[at.dtype])
         if not note:
-            pattern = None if kind == "dense" else pattern_of(kind, at)
-            plan = planned(kind.replace("-", "_"), at, pattern, backward=which == "both", memory=_memory(at, limits))
+            memory = limits.memory or torch.cuda.get_device_properties(at.device).total_memory
+            pattern = None if kind == "dense" else contender.pattern(at)
+            plan = planned(kind.replace("-", "_"), at, pattern, backward=backward, memory=memory)
             values |= plan | {"off": values["peak_bytes"] / plan["predicted_bytes"] - 1}
-        rows.append(Row(name=kind, case={"pass": which, **at.case}, values={} if note else values, errors=errors, note=note))
+        rows.append(replace(row, values={} if note else values, errors=errors, note=note))
+        if note and not lengths:
+            break
     return rows
 
 
-def _memory(problem: Problem, limits: Limits) -> int:
-    return limits.memory or torch.cuda.get_device_properties(problem.device).total_memory
-
-
-def _search(kind: str, length: int, limits: Limits, rows: list[Row]) -> Iterator[int]:
-    """Yields lengths to try, each twice the one before, until one does not fit or would take too long."""
-    while length <= limits.most:
-        if rows and rows[-1].values["ms"] / 1000 * 2 ** KINDS[kind][1] > limits.seconds:
-            rows.append(replace(rows[-1], case=rows[-1].case | {"N": length}, values={}, errors={}, note=TIME))
-            return
-        yield length
-        if rows[-1].note:
-            return
-        length *= 2
-
-
-def one(kind: str, which: str, problem: Problem, memory: int | None) -> tuple[dict[str, float], dict[str, float]]:
+def _one(contender: Contender, problem: Problem, backward: bool, memory: int | None) -> tuple[dict[str, float], dict[str, float]]:
     """Returns figures and errors of one call."""
-    contender, tokens = KINDS[kind][0], problem.num_positions
-    found = called(contender.make, problem, backward=which == "both", memory=memory)
-    errors = sampled_errors(pattern_of(kind, problem), problem, found.inputs, found.results)
+    found, tokens = called(contender.make, problem, backward=backward, memory=memory), problem.num_positions
+    pattern = contender.pattern(problem)
+    assert pattern is not None
+    errors = sampled_errors(pattern, problem, found.inputs, found.results)
     values = {"ms": 1000 * found.seconds, "tokens_per_s": tokens / found.seconds, "peak_bytes": found.peak}
     return values | {"bytes_per_token": found.peak / tokens}, errors

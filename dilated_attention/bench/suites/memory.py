@@ -41,20 +41,15 @@ class Memory(Suite):
     def settings(self, session: Session) -> dict[str, Any]:
         return super().settings(session) | {"dtype": str(session.dtype).removeprefix("torch.")}
 
-    def problems(self, session: Session) -> list[Problem]:
-        lengths = session.options.lengths or ([2**i for i in range(12, 19)] if session.full else [1024, 2048, 4096])
-        heads, head_dim = (16, 128) if session.full else (8, 64)
-        return [
-            Problem(num_positions=n, num_heads=heads, head_dim=head_dim, dtype=session.dtype, device=session.device, is_causal=True)
-            for n in lengths
-        ]
-
     def groups(self, session: Session) -> Sequence[Group]:
         options = session.options
+        lengths = options.lengths or ([2**i for i in range(12, 19)] if session.full else [1024, 2048, 4096])
+        heads, head_dim = (16, 128) if session.full else (8, 64)
+        make = functools.partial(Problem, num_heads=heads, head_dim=head_dim, dtype=session.dtype, device=session.device, is_causal=True)
         chosen = [CONTENDERS[name] for name in options.contenders or CONTENDERS]
         return [
             Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
-            for problem in self.problems(session)
+            for problem in (make(num_positions=n) for n in lengths)
             for which in options.passes
         ]
 
@@ -103,15 +98,12 @@ def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int |
     Plans describe the backends that are chosen by default, so of dense kernels only the two that plans know by name.
     """
     pattern = contender.pattern(problem)
-    known = {STANDARD.name: "standard", SDPA.name: "sdpa"}
     if contender in DENSE:
-        if contender.name not in known:
-            return None
-        kind, pattern = known[contender.name], None
+        kind, pattern = {STANDARD.name: "standard", SDPA.name: "sdpa"}.get(contender.name), None
     elif pattern is None or contender.bound is not None or isinstance(pattern, TopBlocks):
-        return None
+        kind = None
     else:
         kind = "block_sparse" if isinstance(pattern, BlockPattern) else "dilated"
     # calls of the standard attention share one mask, which is made before them
     shared = problem.num_positions**2 if contender is STANDARD and problem.is_causal else 0
-    return int(planned(kind, problem, pattern, backward=which == "training")["predicted_bytes"]) - shared
+    return None if kind is None else int(planned(kind, problem, pattern, backward=which == "training")["predicted_bytes"]) - shared
