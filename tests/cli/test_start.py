@@ -12,8 +12,8 @@ import pytest
 
 from dilated_attention import __version__, start
 from dilated_attention.backends import PRECISIONS
+from dilated_attention.bench.accuracy.truth import BOUNDS
 from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads.problem import DTYPES
 from dilated_attention.cli import choices
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS
 from dilated_attention.planning import USE_CASES
@@ -123,7 +123,7 @@ def test_what_the_command_line_is(given: list[str], whole: list[str], is_command
 def test_what_the_parser_offers_is_what_there_is() -> None:
     assert sorted(EXAMPLES) == list(choices.MACHINES)
     assert choices.PRECISIONS == PRECISIONS
-    assert list(choices.DTYPES) == list(DTYPES)
+    assert {f"torch.{name}" for name in choices.DTYPES} == set(map(str, BOUNDS))
     assert list(choices.MODEL_PRESETS) == list(MODEL_PRESETS)
     assert list(choices.PLAN_KINDS) == list(KINDS)
     assert choices.PATTERN_KINDS == RECOMMENDED_KINDS

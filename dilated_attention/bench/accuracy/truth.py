@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,21 +47,6 @@ def our_call(problem: Problem, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor
     return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
 
 
-@dataclass
-class _Head:
-    """True results of one key/value head: out, lse and dq of its query heads (group, rows, …), dk and dv (keys, D) unless unknown."""
-
-    batch: int
-    kv_head: int
-    rows: Tensor
-    keys: Tensor
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-
 class Truth:
     """Results in float64 of two key/value heads, for all of their rows or some of them.
 
@@ -93,31 +77,32 @@ class Truth:
             if given is None and self._count is not None and self.dout is not None:
                 given = self._own()
             places = dict.fromkeys([(0, problem.kv_heads // 3), (problem.batch_size - 1, problem.kv_heads - 1)])
-            self._heads = [self._head(b, kv_head, given) for b, kv_head in places]
+            # result, places in it, and what is there
+            self._true = [each for b, kv_head in places for each in self._results(b, kv_head, given)]
 
     def errors(self, out: Tensor, grads: Sequence[Tensor] = (), until: int | None = None, lse: Tensor | None = None) -> dict[str, float]:
         """Returns relative errors of out and of dq, dk, dv if given, and the largest absolute one of lse.
 
         With ``until``, of rows before it alone, and not of dk and dv.
         """
-        squares: dict[str, list[float]] = {}
-        lse_errors: list[Tensor] = []
-        group = self.problem.num_heads // self.problem.kv_heads
-        for true in self._heads:
-            rows = true.rows if until is None else true.rows[true.rows < until]
-            at = rows - self.problem.offset
-            for i in range(group):
-                head = true.kv_head * group + i
-                for name, found, exact in zip(("out", "dq"), (out, *grads[:1]), (true.out, true.dq), strict=False):
-                    _add(squares, name, found.detach()[true.batch, at, head], exact[i, : len(rows)])
-                if lse is not None:
-                    found_lse, true_lse = lse.detach()[true.batch, head, at], true.lse[i, : len(rows)]
-                    lse_errors.append(torch.where(found_lse == true_lse, 0.0, found_lse - true_lse).abs())
-            for name, found, keys in zip(("dk", "dv"), grads[1:], (true.dk, true.dv), strict=False):
-                if keys is not None and until is None:
-                    _add(squares, name, found[true.batch, true.keys, true.kv_head], keys)
-        errors = {name: (off / true) ** 0.5 if true else float(off > 0) for name, (off, true) in squares.items()}
-        return errors if lse is None else errors | {"lse": float(torch.cat(lse_errors).max())}
+        found = dict(zip(RESULTS, (out, *grads), strict=False)) | ({} if lse is None else {"lse": lse})
+        sums: dict[str, list[float]] = {}
+        for name, (b, first, second), true in self._true:
+            if name not in found or (until is not None and name in ("dk", "dv")):
+                continue
+            if until is not None and name != "lse":
+                before = first + self.problem.offset < until
+                first, true = first[before], true[before]
+            mine, held = found[name].detach()[b, first, second].double(), sums.setdefault(name, [0.0, 0.0])
+            if name == "lse":
+                # infinite where it has to be
+                off = torch.where(mine == true, 0.0, mine - true).abs().max()
+                held[0] = float(off.maximum(off.new_tensor(held[0])))
+            else:
+                held[0] += float((mine - true).square().sum())
+                held[1] += float(true.square().sum())
+        roots = {name: (off / true) ** 0.5 if true else float(off > 0) for name, (off, true) in sums.items() if name != "lse"}
+        return roots | ({} if lse is None else {"lse": sums["lse"][0]})
 
     def _own(self) -> Given | None:
         """Returns what this library's forward gives, a softmax at a time; None where it does not run."""
@@ -130,28 +115,31 @@ class Truth:
                 return None
         return found
 
-    def _head(self, b: int, kv_head: int, given: Given | None) -> _Head:
+    def _results(self, b: int, kv_head: int, given: Given | None) -> Iterator[tuple[str, tuple[Any, Any, Any], Tensor]]:
+        """Yields out, lse and dq of the query heads of one key/value head, then its dk and dv, unless unknown."""
         problem, group = self.problem, self.problem.num_heads // self.problem.kv_heads
         heads = range(kv_head * group, (kv_head + 1) * group)
         rows, keys = (self._places(first, kv_head + b, heads[0]) for first in (problem.offset, 0))
-        results = [self._rows(b, head, rows) for head in heads]
-        found = _Head(b, kv_head, rows, keys, *(torch.stack([result[name] for result in results]) for name in ("out", "lse", "dq")))
-        if self.dout is not None and (self._count is None or given is not None):
-            found.dk = torch.zeros(len(keys), problem.head_dim, dtype=torch.float64, device=keys.device)
-            found.dv = torch.zeros_like(found.dk)
-            for result, head in zip(results, heads, strict=True):
-                for part in self._stretches(problem.offset, len(keys)):
-                    at = part - problem.offset
-                    if given is None:
-                        outs, lses = result["outs"][:, at], result["lses"][:, at]
-                    else:
-                        outs = torch.stack([x[b, at, head].double() for x, _ in given])
-                        lses = torch.stack([x[b, head, at].double() for _, x in given])
-                    kept, ds = self._shares(b, head, part, keys, lses, outs)
-                    q, _, _, dout = self._inputs(b, head, part, keys)
-                    found.dv += kept.T @ dout
-                    found.dk += ds.T @ q
-        return found
+        dk = torch.zeros(len(keys), problem.head_dim, dtype=torch.float64, device=keys.device)
+        dv = torch.zeros_like(dk)
+        is_known = self.dout is not None and (self._count is None or given is not None)
+        for head in heads:
+            lses, outs, lse, out, dq = self._rows(b, head, rows)
+            at = rows - problem.offset
+            yield from (("out", (b, at, head), out), ("lse", (b, head, at), lse), ("dq", (b, at, head), dq))
+            for part in self._stretches(problem.offset, len(keys)) if is_known else ():
+                at = part - problem.offset
+                if given is None:
+                    lses_of_part, outs_of_part = lses[:, at], outs[:, at]
+                else:
+                    lses_of_part = torch.stack([x[b, head, at].double() for _, x in given])
+                    outs_of_part = torch.stack([x[b, at, head].double() for x, _ in given])
+                kept, ds = self._shares(b, head, part, keys, lses_of_part, outs_of_part)
+                q, _, _, dout = self._inputs(b, head, part, keys)
+                dv += kept.T @ dout
+                dk += ds.T @ q
+        if is_known:
+            yield from (("dk", (b, keys, kv_head), dk), ("dv", (b, keys, kv_head), dv))
 
     def _places(self, first: int, seed: int, head: int) -> Tensor:
         """Returns all positions, or sorted ones: the ends, random ones, and as many that the widest dilation takes."""
@@ -172,8 +160,8 @@ class Truth:
         for start in range(first, last, step):
             yield torch.arange(start, min(start + step, last), device=self.problem.device)
 
-    def _rows(self, b: int, head: int, rows: Tensor) -> dict[str, Tensor]:
-        """Returns results of one head: out (rows, D), lse (rows,), dq (rows, D), and "outs" and "lses" of each softmax."""
+    def _rows(self, b: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns lses and outs (softmaxes, rows, …) of one head, then lse (rows,), out and dq (rows, D)."""
         tiles = list(self._stretches(0, len(rows)))
         lses = torch.stack([self._zero_keys(pattern, head, rows).log() for pattern in self._softmaxes])
         for keys in tiles:
@@ -184,8 +172,7 @@ class Truth:
         dq = torch.zeros_like(outs[0])
         for keys in tiles if self.dout is not None else ():
             dq += self._shares(b, head, rows, keys, lses, outs)[1] @ self._inputs(b, head, rows, keys)[1]
-        out = (_mixture(lses)[..., None] * outs).sum(0)
-        return {"out": out, "lse": lses.logsumexp(0), "dq": dq, "outs": outs, "lses": lses}
+        return lses, outs, lses.logsumexp(0), (_mixture(lses)[..., None] * outs).sum(0), dq
 
     def _shares(self, b: int, head: int, rows: Tensor, keys: Tensor, lses: Tensor, outs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights of the mixture, and the gradients of q kᵀ, (rows, keys), from lse and out of each softmax."""
@@ -264,9 +251,3 @@ def _finite(lse: Tensor) -> Tensor:
 def _mixture(lses: Tensor) -> Tensor:
     """Returns the shares of the softmaxes (softmaxes, rows) in their mixture; 0 in rows without keys."""
     return (lses - _finite(lses.logsumexp(0))).exp()
-
-
-def _add(squares: dict[str, list[float]], name: str, found: Tensor, true: Tensor) -> None:
-    sums = squares.setdefault(name, [0.0, 0.0])
-    sums[0] += float((found.double() - true).square().sum())
-    sums[1] += float(true.square().sum())

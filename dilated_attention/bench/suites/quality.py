@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,16 @@ class Quality(Suite):
         families |= {name: equal_pairs.family_of(spec) for name, spec in options.pattern}
         # read by the first group that measures
         work = functools.cache(lambda: _Work(session))
+
+        def measured(*given: Any) -> Iterator[Row]:
+            return work().rows(*given)
+
         groups = []
         for is_tuned in (False, True) if options.tuning else (False,):
             tuned = f" tuned {options.tuning:g} s" if is_tuned else ""
-            groups.append(Group(f"{DENSE} N={length}{tuned}", functools.partial(_rows, work, DENSE, None, 100, is_tuned)))
+            groups.append(Group(f"{DENSE} N={length}{tuned}", functools.partial(measured, DENSE, None, 100, is_tuned)))
             for percent, (name, family) in itertools.product(_given(session, "densities"), families.items()):
-                run = functools.partial(_rows, work, name, family, percent, is_tuned)
+                run = functools.partial(measured, name, family, percent, is_tuned)
                 groups.append(Group(f"{name} {percent:g} % N={length}{tuned}", run))
         return groups
 
@@ -140,10 +144,6 @@ def over(row: Row, base: Row) -> tuple[float, float]:
 
 def dense_row(results: Results, is_tuned: bool) -> Row | None:
     return next((row for row in having(results, task="loss", tuned=is_tuned) if row.name == DENSE and row.values), None)
-
-
-def _rows(work: Callable[[], _Work], *given: Any) -> list[Row]:
-    return list(work().rows(*given))
 
 
 def _fingerprint(places: Iterable[Path]) -> str:

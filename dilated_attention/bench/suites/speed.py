@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, to
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import UsageError, positive, size
-from dilated_attention.planning import Gpu, find_gpu
+from dilated_attention.planning import find_gpu
 
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES, *MULTIHEAD, *FUNCTIONS, *COMPETITORS)}
 # the cases of every length, who is measured there, and with whom they are compared
@@ -212,52 +212,41 @@ def _what(row: Row) -> str:
 
 def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Table]:
     """Returns a table of a pass by case, compared with the first contender of each case, by length with ``BASELINE``, if measured."""
-    gpu, bases = _gpu_of(results), {}
+    bases: dict[Any, Row] = {}
     for row in (row for row in rows if row.values):
         family, at = row.case["family"], row.case["at"]
         if at not in bases or row.name == (BASELINE if family == LENGTH else FAMILIES[family].contenders[0]):
             bases[at] = row
     if not bases:
         return []
-    shown = []
+    (peaks, explained), shown = _peaks(results, (row.case["dtype"] for row in rows)), []
     for row in rows:
         more = {"times": bases[row.case["at"]].values["ms"] / row.values["ms"]} if row.values else {}
-        share = _utilisation(gpu, row)
-        shown.append(replace(row, values=row.values | more | ({} if share is None else {"of_peak": share})))
+        if "tflops" in row.values and (peak := peaks.get("fp8" if "fp8" in row.name else row.case["dtype"])):
+            more["of_peak"] = 1e12 * row.values["tflops"] / peak
+        shown.append(replace(row, values=row.values | more))
     shapes = dict.fromkeys(f"{row.case['B']} × {row.case['H']} × {row.case['D']}" for row in rows)
     caption = (
         f"Batch × heads × head dim: {', '.join(shapes)}. ms: median of a call on the device. ×: times as fast as "
         f"{', '.join(dict.fromkeys(row.name for row in bases.values()))}. called: in a loop without synchronising. host: until the call "
-        f"returns. TFLOP/s: {FLOPS[which]} D FLOPs per (query, key) pair of the pattern, with multiplicity. {_explained(results, rows)} "
+        f"returns. TFLOP/s: {FLOPS[which]} D FLOPs per (query, key) pair of the pattern, with multiplicity. {explained} "
         "peak: memory beyond the inputs."
     )
     return listing(labelled(shown, "{name}, {at}"), COLUMNS, title=title, caption=caption)
 
 
-def _gpu_of(results: Results) -> Gpu | None:
-    """Returns the GPU on which the results were measured; None for a CPU, and for a GPU whose rates are not known."""
+def _peaks(results: Results, dtypes: Iterable[str]) -> tuple[dict[str, float], str]:
+    """Returns the GPU's peak FLOP/s by dtype and for "fp8", and a sentence for a caption: what 100 % means, or why there are no shares.
+
+    There is none for float32, whose products may or may not use TF32 depending on the kernel, nor for a CPU or an unknown GPU.
+    """
     hardware = results.machine["hardware"]
     try:
-        return find_gpu(hardware["device"]) if "capability" in hardware else None
+        gpu = find_gpu(hardware["device"]) if "capability" in hardware else None
     except ValueError:
-        return None
-
-
-def _utilisation(gpu: Gpu | None, row: Row) -> float | None:
-    """Returns the share of the peak, from 0 to 1, by the case's dtype, or of 8 bits where the contender's name contains fp8.
-
-    None for float32, whose products may or may not use TF32 depending on the kernel, and where the rate is not known.
-    """
-    dtype = "fp8" if "fp8" in row.name else row.case["dtype"]
-    peak = None if gpu is None or dtype not in ("fp8", "float16", "bfloat16") else gpu.peak(dtype)
-    return None if peak is None or "tflops" not in row.values else 1e12 * row.values["tflops"] / peak
-
-
-def _explained(results: Results, rows: Sequence[Row]) -> str:
-    """Returns a sentence for a caption: what 100 % means, or why there are no shares."""
-    gpu = _gpu_of(results)
+        gpu = None
     if gpu is None:
-        return f"No utilisation: the peak rates of {results.machine['hardware']['device']} are not known here."
-    names = dict.fromkeys([*(row.case["dtype"] for row in rows), "fp8"])
-    peaks = ", ".join(f"{gpu.peak(name) or 0:.3g} FLOP/s in {name}" for name in names if name in ("fp8", "float16", "bfloat16"))
-    return f"%: share of {gpu.name}'s peak, {peaks} ({gpu.source})."
+        return {}, f"No utilisation: the peak rates of {hardware['device']} are not known here."
+    found = {name: gpu.peak(name) or 0.0 for name in dict.fromkeys([*dtypes, "fp8"]) if name in ("fp8", "float16", "bfloat16")}
+    peaks = ", ".join(f"{peak:.3g} FLOP/s in {name}" for name, peak in found.items())
+    return found, f"%: share of {gpu.name}'s peak, {peaks} ({gpu.source})."

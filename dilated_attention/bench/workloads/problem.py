@@ -12,7 +12,6 @@ from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.fork import cached_property
 from dilated_attention.pattern import BlockPattern, DilatedPattern, geometric_branches
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
 # rows drawn at a time: float32 noise for a whole large tensor would need twice its memory
 _STRETCH = 2**22
@@ -97,12 +96,6 @@ class Problem:
     def bytes(self) -> int:
         """Returns the bytes of q, k and v."""
         return self.batch_size * self.num_positions * self.head_dim * (self.num_heads + 2 * self.kv_heads) * self.dtype.itemsize
-
-    @property
-    def dense_pairs(self) -> int:
-        """Returns the (query, key) pairs of dense attention, over heads and batch."""
-        n = self.num_positions
-        return self.batch_size * self.num_heads * (n * (n + 1) // 2 if self.is_causal else n * n)
 
     def pairs(self, pattern: DilatedPattern, rows: tuple[int, int] | None = None) -> int:
         """Returns the pairs of ``pattern`` under this problem's options, padding included; without a window also of ``rows`` alone."""
