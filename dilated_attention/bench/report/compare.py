@@ -15,8 +15,6 @@ from dilated_attention.bench.report.tables import Table, figure
 REPEATS = 2
 # near the fastest call: what else a machine does only adds time
 _MS = "low_ms"
-# contender and pass, which are unique in a group
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -47,31 +45,35 @@ class Earlier:
             raise ValueError(f"{path} was {differs}; expected results of this hardware and these settings, to compare times with")
         return cls(then, **how)
 
-    def changes(self, label: str, rows: Iterable[Row]) -> dict[Key, tuple[float, float]]:
-        """Returns by what factor each row of a group takes longer, and by what factor relative to other people's of that group and pass.
+    def changes(self, label: str, rows: Iterable[Row]) -> tuple[bool, list[list[str]]]:
+        """Returns whether a row of this library got slower or has no time any more, and lines of what changed by more than the threshold.
 
-        Of several the factor nearest to 1 counts; where there are none, that relative to the first contender, the baseline of the case.
-        Where there is no time any more, both are infinite.
+        By the time itself and relative to other people's of that group and pass, of which that nearest to no change counts; where there
+        are none, relative to the first contender, the baseline of the case.
         """
-        now = _timed(rows)
-        factors = {key: now.get(key, math.inf) / ms for key, ms in self.times(label).items()}
-        found = {}
+        rows, is_worse, lines = list(rows), False, []
+        now, notes = _timed(rows), {row.name: row.note for row in rows}
+        then = {key: ms for key, ms in _timed(self.then.groups.get(label, [])).items() if key[1] in self.passes}
+        factors = {key: now.get(key, math.inf) / ms for key, ms in then.items()}
         for (name, which), factor in factors.items():
             same = {other: factor / x for (other, at), x in factors.items() if at == which and other != name and x < math.inf}
             relative = [x for other, x in same.items() if other in self.others] or list(same.values())[:1] or [factor]
-            found[name, which] = factor, min(relative) if factor > 1 else max(relative)
-        return found
-
-    def worse(self, label: str, rows: Iterable[Row]) -> bool:
-        """Returns whether a row of this library got slower or is missing."""
-        changes = self.changes(label, rows).items()
-        return any(min(x) > 1 + self.threshold for key, x in changes if key[0] not in self.others)
+            both = factor, min(relative) if factor > 1 else max(relative)
+            if not (slower := min(both) > 1 + self.threshold) and max(both) * (1 + self.threshold) >= 1:
+                continue
+            is_worse |= slower and name not in self.others
+            cells, state = ["–"] * 3, f"missing: {notes.get(name) or 'not measured'}"
+            if factor < math.inf:
+                cells = [figure(now[name, which]), *(f"{100 * (x - 1):+.0f}" for x in both)]
+                state = "slower" if slower else "faster"
+            lines.append([f"{label}: {name}, {which}", figure(then[name, which]), *cells, state])
+        return is_worse, lines
 
     def measured(self, label: str, measure: Callable[[], list[Row]]) -> list[Row]:
         """Measures a group, again while one of its rows looks worse, and returns each row as it was fastest."""
         rows = measure()
         for _ in range(REPEATS):
-            if self.worse(label, rows):
+            if self.changes(label, rows)[0]:
                 best = {(row.name, row.case.get("pass")): row for row in rows}
                 for row in measure():
                     key = row.name, row.case.get("pass")
@@ -81,21 +83,13 @@ class Earlier:
 
     def verdict(self, now: Results) -> tuple[bool, list[Table]]:
         """Returns whether a row of this library got worse, and a table of what changed by more than the threshold or is missing."""
-        body = []
-        for label, rows in now.groups.items():
-            then, timed, notes = self.times(label), _timed(rows), {row.name: row.note for row in rows}
-            for key, x in self.changes(label, rows).items():
-                state = "slower" if min(x) > 1 + self.threshold else "faster" if max(x) * (1 + self.threshold) < 1 else ""
-                cells = [figure(timed[key]), *(f"{100 * (factor - 1):+.0f}" for factor in x)] if key in timed else ["–"] * 3
-                state = state if key in timed else f"missing: {notes.get(key[0], '') or 'not measured'}"
-                body += [[f"{label}: {', '.join(key)}", figure(then[key]), *cells, state]] if state else []
+        found = [self.changes(label, rows) for label, rows in now.groups.items()]
         caption = f"Changes above {100 * self.threshold:g} %, in time (10th percentile) and relative to other people's on the same case."
+        body = [line for _, lines in found for line in lines]
         table = Table("changes", ("", "ms then", "ms now", "change, %", "relative, %", ""), body, caption)
-        return any(self.worse(label, rows) for label, rows in now.groups.items()), [table]
-
-    def times(self, label: str) -> dict[Key, float]:
-        return {key: ms for key, ms in _timed(self.then.groups.get(label, [])).items() if key[1] in self.passes}
+        return any(is_worse for is_worse, _ in found), [table]
 
 
-def _timed(rows: Iterable[Row]) -> dict[Key, float]:
+def _timed(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+    """Returns the times by contender and pass, which are unique in a group."""
     return {(row.name, row.case["pass"]): row.values[_MS] for row in rows if _MS in row.values}
