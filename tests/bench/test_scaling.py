@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import dilated_attention as da
-from dilated_attention.bench import Results, Row, Session
+from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.sharded import row_errors
 from dilated_attention.bench.measure.skip import Refused
@@ -177,7 +176,7 @@ def _spoil(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_by_one(rank: int, world: int) -> list[Any]:
-    together = RankSync(session(rank, world))
+    together = RankSync(torch.device("cpu"), rank, world)
 
     def refuse() -> int:
         if rank == 1:
@@ -187,11 +186,6 @@ def refused_by_one(rank: int, world: int) -> list[Any]:
     with pytest.raises(Refused) as refused:
         together.everywhere(refuse)
     return [str(refused.value), together.everywhere(lambda: rank), together.everywhere(lambda: rank, ranks=1)]
-
-
-def session(rank: int = 0, world: int = 1) -> Session:
-    here = {"device": torch.device("cpu"), "dtypes": (torch.float32,), "options": argparse.Namespace()}
-    return Session(full=False, seconds=0.01, rank=rank, world_size=world, **here)  # type: ignore[arg-type]
 
 
 def test_two_processes_measure_fail_and_resume_together(tmp_path: Path) -> None:
@@ -286,7 +280,7 @@ def test_suites_of_one_process_refuse_several(tmp_path: Path, monkeypatch: pytes
 
 
 def test_one_process_alone_goes_on_or_raises() -> None:
-    together = RankSync(session())
+    together = RankSync(torch.device("cpu"))
 
     def refuse() -> int:
         raise Refused("not here")

@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention.bench.measure.skip import Refused, attempt, synchronise
 from dilated_attention.bench.measure.timing import one_call, summary
-from dilated_attention.bench.suite import Session
 
 T = TypeVar("T")
 # seconds until a missing verdict of one process ends the others; longer than kernels take to compile
@@ -48,14 +47,14 @@ def of_first_process(value: float, device: torch.device) -> float:
 
 
 class RankSync:
-    """The processes of a session, one or several. All of them make the same calls in the same order.
+    """The processes that measure together, one or several. All of them make the same calls in the same order.
 
     Args:
         timeout: seconds that an exchange of ``group`` may take, in which contenders without a limit of their own exchange.
     """
 
-    def __init__(self, session: Session, timeout: float = 60.0) -> None:
-        self.device, self.rank, self.size = session.device, session.rank, session.world_size
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, *, timeout: float = 60.0) -> None:
+        self.device, self.rank, self.size = device, rank, size
         if "MASTER_ADDR" in os.environ:
             # of one process, too, if torchrun started it
             start(self.device)

@@ -1,6 +1,6 @@
 """One file per suite. A new suite needs a file here and a line below."""
 
-from dilated_attention.bench.suite import Suite
+from dilated_attention.bench.runner import Suite
 from dilated_attention.bench.suites.accuracy import Accuracy
 from dilated_attention.bench.suites.extreme import Extreme
 from dilated_attention.bench.suites.memory import Memory

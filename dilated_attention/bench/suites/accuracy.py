@@ -16,7 +16,7 @@ from dilated_attention.bench.accuracy.truth import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size

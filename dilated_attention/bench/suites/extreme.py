@@ -18,7 +18,7 @@ from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors,
 from dilated_attention.bench.measure.peak import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem, geometric
 from dilated_attention.parsing import UsageError, size

@@ -16,7 +16,7 @@ from dilated_attention.bench.measure.peak import PASSES, Called, called, planned
 from dilated_attention.bench.measure.skip import Attempt, attempt
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import DENSE, MODULES, SDPA, STANDARD, Contender
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size

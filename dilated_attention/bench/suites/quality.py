@@ -20,7 +20,7 @@ from dilated_attention.bench.models import equal_pairs, pretrained, texts
 from dilated_attention.bench.models.equal_pairs import METHODS, Case, Family
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, by, failures, having, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.parsing import UsageError, below, positive, size
 from dilated_attention.pattern import Pattern
 

@@ -23,7 +23,7 @@ from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.sharded import Entry, measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import CASES, SHRINK, UNIT, Case, ring
@@ -82,7 +82,8 @@ class Scaling(Suite):
         return super().settings(session) | kept | {"dtype": str(session.dtype).removeprefix("torch.")}
 
     def groups(self, session: Session) -> Sequence[Group]:
-        options, together = session.options, RankSync(session, session.options.timeout)
+        options = session.options
+        together = RankSync(session.device, session.rank, session.world_size, timeout=options.timeout)
         run = functools.partial(measure, seconds=session.seconds, check_tokens=options.check_tokens, graphs=options.graphs)
         groups = []
         for entry in _entries(session, together):

@@ -25,7 +25,7 @@ from dilated_attention.bench.measure.timing import WAYS
 from dilated_attention.bench.report.compare import Earlier
 from dilated_attention.bench.report.rows import Results, Row, machine
 from dilated_attention.bench.report.tables import Table, by, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.cases import DEFAULTS, FAMILIES, NAMES, Case, make_case, names_of
 from dilated_attention.bench.workloads.competitors import COMPETITORS, floor, torchscale
 from dilated_attention.bench.workloads.contenders import DENSE, FUNCTIONS, MODULES, MULTIHEAD, Contender, of_backend

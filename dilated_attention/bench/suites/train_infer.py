@@ -13,7 +13,7 @@ from dilated_attention.bench.models import slide_encoder, torchscale
 from dilated_attention.bench.models.language import KINDS, MORE_KINDS, Shape, generate
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, having, labelled, listing
-from dilated_attention.bench.suite import Group, Session, Suite
+from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import UsageError, size
