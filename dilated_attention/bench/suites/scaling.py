@@ -63,7 +63,6 @@ class Scaling(Suite):
         parser.add_argument("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
         parser.add_argument("--list", action="store_true", help="print cases and contenders, and measure nothing")
         parser.add_argument("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
-        parser.add_argument("--totals", type=size, nargs="+", help="of the whole sequence, likewise")
         parser.add_argument(
             "--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases"
         )
@@ -118,9 +117,8 @@ def _cases(session: Session) -> Iterator[tuple[str, Case, int, Callable[[int], P
     for case in CASES:
         # what no process can hold is a hundred times as long as the others
         by = shrink if case.fits else shrink**2
-        tokens = options.tokens or ([] if options.totals else [n // by for n in case.tokens])
-        totals = options.totals or ([] if options.tokens else [N // by for N in case.totals])
-        sizes = {f"{case.name}-{n}": n * W for n in tokens} | {f"{case.name}-of-{N}": N for N in totals}
+        sizes = {f"{case.name}-{n}": n * W for n in options.tokens or [n // by for n in case.tokens]}
+        sizes |= {} if options.tokens else {f"{case.name}-of-{N // by}": N // by for N in case.totals}
         masks = options.masks or ["causal" if case.causal else "full"]
         for (label, N), mask in itertools.product(sizes.items(), masks):
             if _matches(label, options.cases):
