@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
-from dilated_attention.bench.measure.skip import is_out_of_memory, release
+from dilated_attention.bench.measure.skip import Attempt, attempt, release
 from dilated_attention.bench.report.rows import UNDER_WAY, Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.files import write_text
@@ -52,6 +52,9 @@ class Group:
 
     label: str
     run: Callable[[], Iterable[Row]]
+
+    def rows(self) -> list[Row]:
+        return list(self.run())
 
 
 class Suite(ABC):
@@ -141,22 +144,17 @@ def run(
             outcome.left_out += [group.label] if group.label not in results.groups else []
             continue
         started(i, len(groups), group.label)
-        rows: list[Row] = []
-        note = ""
         failed = Row(name="all", case={"group": group.label})
         if suite.over_processes and "MASTER_ADDR" in os.environ:
             results.add(group.label, [replace(failed, note=UNDER_WAY)])
         try:
-            rows = list(group.run())
+            # a note where not even the inputs fit
+            found = attempt(group.rows)
         except Broken as broken:
             # recorded in the file, so that the next run continues after it
-            note = outcome.broken = str(broken)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            # even the inputs did not fit
-            note = "out of memory"
-        results.add(group.label, [replace(failed, note=note)] if note else rows)
+            outcome.broken = str(broken)
+            found = Attempt(None, outcome.broken)
+        results.add(group.label, [replace(failed, note=found.note)] if found.value is None else found.value)
         outcome.measured += 1
         release()
     outcome.together = results.stored()

@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,27 @@ def test_a_wrong_gradient_alone_has_no_speed_either() -> None:
 
     (row,) = measure([Contender(name="biased", what="", make=detached, pattern=dense_pattern)], TINY, seconds=0.01)
     assert row.note.startswith("wrong: dk off by")
+
+
+def test_one_contender_at_a_time_holds_graphs_of_a_backward() -> None:
+    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def watched(name: str) -> Contender:
+        def make(problem: Problem) -> Any:
+            right = STANDARD.make(problem)
+
+            def attend(*qkv: torch.Tensor) -> torch.Tensor:
+                assert not [other for other, out in made if other != name and out() is not None]
+                out: torch.Tensor = right(*qkv)
+                made.append((name, weakref.ref(out)))
+                return out
+
+            return attend
+
+        return Contender(name=name, what="", make=make, pattern=dense_pattern)
+
+    rows = measure([watched("one"), watched("two")], TINY, passes=("backward",), seconds=0.001)
+    assert [(row.name, row.note) for row in rows] == [("one", ""), ("two", "")] and len(made) > 8
 
 
 @pytest.mark.slow

@@ -168,9 +168,8 @@ def _compared(results: Results) -> list[Row]:
     for row in rows:
         values, key = dict(row.values), tuple(row.case.get(key) for key in same)
         # third-party code runs on kernels that may not have been timed alone
-        of = ((key, kind, name) for kind in ("one process", "kernel") for name in (row.case["kernel"], "auto"))
-        own, auto, kernel, other = (known.get(each) for each in of)
-        whole, kernel = own or auto, kernel or other
+        kernels = row.case["kernel"], "auto"
+        whole, kernel = (next((known[key, x, y] for y in kernels if (key, x, y) in known), None) for x in ("one process", "kernel"))
         if values and row.case["kind"] in ("ring", "foreign"):
             values |= {"efficiency": whole["ms"] / row.case["W"] / values["ms"]} if whole else {}
             values |= {"kernel_share": values["tflops"] / kernel["tflops"]} if kernel and "tflops" in values and "tflops" in kernel else {}
