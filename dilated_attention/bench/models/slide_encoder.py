@@ -71,25 +71,25 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
         errors = compared.value or {}
         note = compared.note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
     for label, settings in VARIANTS[device.type].items():
-        runs[f"ours, {label}"] = functools.partial(_ours, settings, changes, tiles, device, seconds)
+        runs[f"ours, {label}"] = functools.partial(_ours, tiles, device, seconds, **changes | settings)
     for name, run in runs.items():
         # a speed-up on another result would be none
         found = Attempt(None, note) if note else within(run, device)
         yield Row(name=name, case=case, values=found.value or {}, errors=errors if name.startswith("original") else {}, note=found.note)
 
 
-def _ours(settings: dict[str, Any], changes: dict[str, Any], tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
-    options, dtype = dict(settings), settings.get("dtype", torch.float32)
-    autocast, is_plain, is_graph = (options.pop(name, None) for name in ("autocast", "plain", "graph"))
-
+def _ours(
+    tiles: int, device: torch.device, seconds: float, *, autocast: torch.dtype | None = None, plain: bool = False, graph: bool = False,
+    **options: Any,
+) -> dict[str, float]:  # fmt: skip
     def build() -> Built:
         torch.manual_seed(0)
-        model: Any = create_model("gigapath-12l768d", **{"dtype": dtype} | changes | options, device=device).train()
+        model: Any = create_model("gigapath-12l768d", **options, device=device).train()
         x, coords = slide(tiles, device)
-        return model, model, (x.to(dtype), coords)
+        return model, model, (x.to(options.get("dtype", x.dtype)), coords)
 
-    with plain_layers() if is_plain else contextlib.nullcontext():
-        return _timed(build, autocast, device, seconds, is_graph=bool(is_graph))
+    with plain_layers() if plain else contextlib.nullcontext():
+        return _timed(build, autocast, device, seconds, is_graph=graph)
 
 
 def _original(gigapath: Path, grid: int, kernel: str, tiles: int, device: torch.device, seconds: float) -> dict[str, float]:
@@ -107,16 +107,12 @@ def _loaded(grid: int, kernel: str, device: torch.device) -> nn.Module:
 
 def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> dict[str, float]:
     """Returns how far the slide's vector of the original, as it runs, is off this library's in float32 with the same weights."""
-    x = slide(min(tiles, 5308), device)
+    x, dtype = slide(min(tiles, 5308), device), _THEIRS.get(device.type)
     with imported(gigapath, gigapath / "gigapath"), torch.no_grad():
         module = _loaded(grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
-        with _autocast(device, _THEIRS.get(device.type)):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             return {"output": correctness.relative(module(*x)[0].float(), exact)}
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def _timed(
@@ -128,7 +124,7 @@ def _timed(
 
         def step() -> None:
             module.zero_grad(set_to_none=True)
-            with _autocast(device, autocast):
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss = model(*x).float().sum()
             loss.backward()
 
