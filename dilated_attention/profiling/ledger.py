@@ -35,11 +35,6 @@ class OpMemory:
     kept: int = 0
     at_peak: int = 0
 
-    @property
-    def scratch(self) -> int:
-        """Returns the bytes of one call beyond what it leaves allocated."""
-        return max(0, self.peak - self.kept)
-
 
 @dataclass
 class _Call:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,7 +30,6 @@ class MemoryProfile:
     ``profile_memory`` makes it. It is the context manager of its block, and has its figures once the block has ended, even by an error.
 
     Attributes:
-        seconds: duration of the block, including the measurement.
         peak_allocated: most bytes in tensors at once. On a CPU, only of what the block allocated.
         allocated_before, allocated_after: bytes in tensors; on a CPU 0 before.
         peak_reserved: most bytes that PyTorch's allocator had reserved on the GPU. None on a CPU, whose malloc does not report it.
@@ -40,11 +37,9 @@ class MemoryProfile:
             help (``refused``); allocations and frees on the GPU itself, which are slow (``device_allocs``, ``device_frees``). {} on a CPU.
         ops: by op, those with the most bytes alive at the peak first; () where ``ops=False``.
         seen: calls of this library's own functions with equal shapes: what each needs by the engine's estimate, and how many there were.
-        snapshot: file for PyTorch's memory viewer.
     """
 
     device: str
-    seconds: float
     peak_allocated: int
     allocated_before: int
     allocated_after: int
@@ -52,26 +47,12 @@ class MemoryProfile:
     stats: dict[str, int]
     ops: tuple[OpMemory, ...]
     seen: tuple[tuple[MemoryRequirement, int], ...]
-    snapshot: str | None
 
-    def __init__(self, device: torch.device, by_op: bool = True, snapshot: str | None = None) -> None:
-        self.device, self.snapshot = str(device), snapshot
-        self._device, self._by_op = device, by_op
-        self._began: float | None = None
+    def __init__(self, device: torch.device, by_op: bool = True) -> None:
+        self.device, self._device, self._by_op = str(device), device, by_op
         self._before: dict[str, int] = {}
-        self._calls: dict[tuple[object, ...], tuple[MemoryRequirement, int]] = {}
-
-    # hidden from type checkers, which would then take any name for an attribute
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in MemoryProfile.__annotations__:
-                raise RuntimeError(f"this profile has no {name} yet; read it after the with block")
-            raise AttributeError(f"a profile has no {name!r}; expected one of {', '.join(MemoryProfile.__annotations__)}")
 
     def __enter__(self) -> MemoryProfile:
-        if self._began is not None:
-            raise RuntimeError("a profile is made once; call profile_memory() again for another block")
         if self._by_op and torch._C._autograd._profiler_enabled():
             # otherwise PyTorch would silently end the profile that is running
             raise RuntimeError("torch.profiler is already running, and there can be only one; end it first, or on a GPU pass ops=False")
@@ -81,10 +62,8 @@ class MemoryProfile:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_stats(self._device)
-            if self.snapshot is not None:
-                torch.cuda.memory._record_memory_history(max_entries=200_000, device=self._device)
+        self._calls: dict[tuple[object, ...], tuple[MemoryRequirement, int]] = {}
         watchers.append(self._watch)
-        self._began = time.perf_counter()
         if self._by_op:
             self._profiler: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
             self._profiler.__enter__()
@@ -95,23 +74,18 @@ class MemoryProfile:
         if self._by_op:
             self._profiler.__exit__(None, None, None)
         watchers.remove(self._watch)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.seconds = time.perf_counter() - (self._began or 0)
         self.seen, self.ops, self.stats, self.peak_reserved = tuple(self._calls.values()), (), {}, None
         self.allocated_before = self._before.get("allocated_bytes.all.current", 0)
         if self._by_op:
             tree = self._profiler.profiler.kineto_results.experimental_event_tree()
             self.ops, self.peak_allocated, self.allocated_after = replay(tree, self._device, self.allocated_before)
         if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             # the allocator's figures in place of the replayed ones
             after = torch.cuda.memory_stats(self._device)
             self.allocated_after, self.peak_allocated = after["allocated_bytes.all.current"], after["allocated_bytes.all.peak"]
             self.peak_reserved = after["reserved_bytes.all.peak"]
             self.stats = {name: after[counter] - self._before[counter] for name, counter in _COUNTERS.items()}
-            if self.snapshot is not None:
-                torch.cuda.memory._dump_snapshot(self.snapshot)
-                torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
 
     def _watch(self, requirement: MemoryRequirement) -> None:
         if requirement.device.type == self._device.type:
@@ -123,25 +97,18 @@ class MemoryProfile:
         """Returns the peak of reserved memory divided by that of allocated memory; 1 is the minimum. None on a CPU."""
         return self.peak_reserved / self.peak_allocated if self.peak_reserved and self.peak_allocated else None
 
-    def op(self, name: str) -> OpMemory:
-        """Returns the figures of one op. Raises KeyError if it allocated nothing; the message lists the ops that did."""
-        found = {op.name: op for op in self.ops}
-        if name not in found:
-            raise KeyError(f"{name!r} allocated nothing in this profile; these ops did: {', '.join(found)}")
-        return found[name]
-
     def as_dict(self) -> dict[str, Any]:
         """Returns the profile as plain numbers, strings, lists and dicts."""
         found = {name: getattr(self, name) for name in MemoryProfile.__annotations__}
         found |= {"fragmentation": self.fragmentation, "advice": self.advice()}
-        found["ops"] = [{**dataclasses.asdict(op), "scratch": op.scratch} for op in self.ops]
+        found["ops"] = [dataclasses.asdict(op) for op in self.ops]
         found["seen"] = [{"op": call.op, "pass": call.pass_name, "call": call.shapes, "count": count} for call, count in self.seen]
         return found
 
     def __str__(self) -> str:
         reserved = f", {size_text(self.peak_reserved or 0)} reserved: {self.fragmentation:.2f} times as much" if self.fragmentation else ""
         lines = [
-            f"memory of {self.device}, {self.seconds:.2f} s",
+            f"memory of {self.device}",
             f"  at the peak    {size_text(self.peak_allocated)} in tensors{reserved}",
             f"  before, after  {size_text(self.allocated_before)}, {size_text(self.allocated_after)} in tensors",
         ]
@@ -157,8 +124,6 @@ class MemoryProfile:
         missed = abs(self.peak_allocated - self.allocated_before - sum(op.at_peak for op in self.ops))
         if self.ops and missed > _MISSED * self.peak_allocated:
             lines.append(f"  the profiler   missed frees: the ops' figures at the peak are {size_text(missed)} off")
-        if self.snapshot is not None:
-            lines.append(f"  snapshot       python -m torch.cuda._memory_viz trace_plot {self.snapshot} -o snapshot.html")
         return "\n".join(lines)
 
     def advice(self) -> list[str]:
@@ -167,8 +132,7 @@ class MemoryProfile:
         if (self.fragmentation or 0) > _FRAGMENTED and "expandable_segments:True" not in allocator_settings():
             found.append(
                 f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment before the program starts: {self.fragmentation:.2f} times "
-                f"as much was reserved, {size_text(self.peak_reserved or 0)} for {peak} in tensors. On an H200 it lowered this ratio from "
-                "3.03-4.09 to 1.01-1.16 for 200 random lengths of every attention; longest length first gives 1.01-1.33 without it"
+                f"as much was reserved, {size_text(self.peak_reserved or 0)} for {peak} in tensors (docs/memory.md, Fragmentation)"
             )
         waiting = sum(op.at_peak for op in self.ops if not op.name.endswith(_BACKWARD) and op.name != OUTSIDE)
         if waiting < _WAITING * self.peak_allocated:
@@ -193,7 +157,6 @@ def profile_memory(
     *args: Any,
     device: torch.device | str | None = None,
     ops: bool = True,
-    snapshot: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> MemoryProfile:
     """Measures where memory is used, in a block of code or in one call.
@@ -204,10 +167,9 @@ def profile_memory(
         function: called once with ``args`` and ``kwargs``; without it, the profile is a context manager, which measures its block.
         device: the device whose memory is measured; None for the current GPU if there is one, else the CPU.
         ops: also reports by op, from PyTorch's profiler, at a few microseconds per op. False: only the allocator's counters, on a GPU.
-        snapshot: file to write for PyTorch's memory viewer, on a GPU. It takes over PyTorch's recording of memory history, and ends it.
 
     Raises:
-        ValueError: ``snapshot`` or ``ops=False`` on a CPU, which has no allocator to query.
+        ValueError: ``ops=False`` on a CPU, which has no allocator to query.
         RuntimeError: torch.profiler is already running; there can be only one.
 
     >>> with profile_memory() as profile:
@@ -220,15 +182,11 @@ def profile_memory(
         raise ValueError(f"device is {where}; expected a CUDA device or the CPU, for which torch reports allocations")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if where.type == "cpu" and snapshot is not None:
-        raise ValueError("snapshot is given for the CPU; torch records memory history on GPUs only: leave it out, and print the profile")
     if where.type == "cpu" and not ops:
         raise ValueError("ops=False on the CPU leaves nothing to measure: its allocator has no counters; leave ops=True")
     if function is None and (args or kwargs):
         raise TypeError(f"arguments {args or kwargs} without a function to call; pass it first: profile_memory(function, *args)")
-    if function is not None and not callable(function):
-        raise TypeError(f"the first argument is {function!r}; expected a function, or none for `with profile_memory() as profile:`")
-    profile = MemoryProfile(where, ops, None if snapshot is None else str(snapshot))
+    profile = MemoryProfile(where, ops)
     if function is not None:
         with profile:
             function(*args, **kwargs)

@@ -1,11 +1,10 @@
-"""Profiles and errors of memory on a GPU: figures against torch's own, a snapshot, a limit that is hit, and a suggestion that fits."""
+"""Profiles and errors of memory on a GPU: figures against torch's own, a limit that is hit, and a suggestion that fits."""
 
 from __future__ import annotations
 
 import gc
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,14 +61,6 @@ def test_figures_are_torchs_own(name: str) -> None:
     plain = profile_memory(lambda: step(CALLS[name], tensors), ops=False)
     assert abs(plain.peak_allocated - profile.peak_allocated) <= 2**21 and plain.ops == ()
     print(profile, *profile.advice(), sep="\n")
-
-
-def test_a_snapshot_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "memory.pickle"
-    tensors = leaves(8192)
-    with profile_memory(snapshot=path) as profile:
-        step(CALLS["dilated_attention"], tensors)
-    assert path.stat().st_size > 1000 and f"trace_plot {path}" in str(profile)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.ops import op_hooks
 from dilated_attention.models import LongNetConfig, LongNetEncoder
-from dilated_attention.profiling import MemoryProfile, profile_memory
+from dilated_attention.profiling import MemoryProfile, OpMemory, profile_memory
 from dilated_attention.profiling.ledger import replay
 
 # poisoned allocations are filled, which is an op more for each
@@ -27,6 +27,10 @@ GIB = 2**30
 
 def leaves(length: int = 1024, heads: int = 4, dim: int = 32, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(1, length, heads, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def op_of(profile: MemoryProfile, name: str) -> OpMemory:
+    return next(op for op in profile.ops if op.name == name)
 
 
 def floats(mib: int) -> int:
@@ -46,20 +50,18 @@ def test_every_byte_of_a_known_program() -> None:
     # b and c, as a has gone by then
     assert 12 * MIB <= profile.peak_allocated < 12 * MIB + 64
     assert profile.allocated_after == 0 and profile.allocated_before == 0
-    ones, add, cat = (profile.op(f"aten::{name}") for name in ("ones", "add", "cat"))
+    ones, add, cat = (op_of(profile, f"aten::{name}") for name in ("ones", "add", "cat"))
     assert (ones.calls, ones.allocated, ones.at_peak) == (1, 4 * MIB, 0)
     # beside it the number 1 as a tensor
     assert 4 * MIB <= add.allocated < 4 * MIB + 64 and add.at_peak == 4 * MIB
-    assert (cat.allocated, cat.peak, cat.kept, cat.scratch, cat.at_peak) == (8 * MIB, 8 * MIB, 8 * MIB, 0, 8 * MIB)
+    assert (cat.allocated, cat.peak, cat.kept, cat.at_peak) == (8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB)
     assert profile.ops[0].name == "aten::cat"
-    with pytest.raises(KeyError, match=r"aten::mm.*allocated nothing.*aten::cat"):
-        profile.op("aten::mm")
 
 
 def test_scratch_inside_a_kernel_is_seen() -> None:
     x = torch.randn(floats(2))
     profile = profile_memory(torch.sort, x, device="cpu")
-    found = profile.op("aten::sort")
+    found = op_of(profile, "aten::sort")
     # values and int64 indices are its results, and torch's kernel takes memory beside them
     assert found.kept >= 6 * MIB and found.allocated > found.kept
 
@@ -68,12 +70,12 @@ def test_our_opaque_ops_are_seen_through() -> None:
     q, k, v = leaves()
     with profile_memory(device="cpu") as profile:
         dilated_attention(q, k, v, [256, 1024], [1, 4]).sum().backward()
-    forward, backward = (profile.op(f"dilated_attention::dilated_attention{x}") for x in ("", "_backward"))
+    forward, backward = (op_of(profile, f"dilated_attention::dilated_attention{x}") for x in ("", "_backward"))
     size = q.numel() * 4
     lse = size // 32
     # out and lse; dq, dk, dv, of which the gradients are made
     assert forward.kept == size + lse and backward.kept == 3 * size
-    assert forward.scratch > 0 and backward.scratch > 0
+    assert forward.peak > forward.kept and backward.peak > backward.kept
     assert profile.allocated_after == 3 * size
 
 
@@ -108,28 +110,18 @@ def test_both_forms_say_the_same() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"snapshot is given for the CPU.*GPUs only"):
-        profile_memory(device="cpu", snapshot="memory.pickle")
     with pytest.raises(ValueError, match=r"ops=False on the CPU"):
         profile_memory(device="cpu", ops=False)
     with pytest.raises(ValueError, match="device is meta"):
         profile_memory(device="meta")
-    with pytest.raises(TypeError, match="expected a function"):
-        profile_memory(torch.ones(3), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="without a function"):
         profile_memory(device="cpu", tokens=3)
     block = profile_memory(device="cpu")
-    with pytest.raises(RuntimeError, match="after the with block"):
-        _ = block.peak_allocated
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(RuntimeError, match=r"torch\.profiler is already running"),
         block,
     ):
-        pass
-    with block:
-        torch.ones(3)
-    with pytest.raises(RuntimeError, match="made once"), block:
         pass
     assert not op_hooks.watchers
 
@@ -187,7 +179,7 @@ def gpu_profile(**changes: object) -> MemoryProfile:
     """A profile with these figures, as if measured."""
     profile = MemoryProfile(torch.device("cuda:0"), by_op=False)
     figures = {
-        "seconds": 1.0, "peak_allocated": 10 * GIB, "allocated_before": GIB, "allocated_after": GIB, "peak_reserved": 11 * GIB,
+        "peak_allocated": 10 * GIB, "allocated_before": GIB, "allocated_after": GIB, "peak_reserved": 11 * GIB,
         "stats": {}, "ops": (), "seen": (),
     }  # fmt: skip
     vars(profile).update(figures | changes)
@@ -205,7 +197,7 @@ def test_advice_about_a_gpu_speaks_only_where_figures_say_so(monkeypatch: pytest
     assert split.advice() == []
 
 
-def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> None:
+def test_the_page_has_what_was_measured_of_fragmentation() -> None:
     root = Path(__file__).parents[2]
     rows = [json.loads(line) for line in (root / "benchmarks/results/2026-11-21-h200/fragmentation.jsonl").read_text().splitlines()]
     page = (root / "docs/memory.md").read_text()
@@ -218,11 +210,6 @@ def test_the_page_and_the_advice_tell_what_was_measured_of_fragmentation() -> No
     for kind in by_setting["expandable"]:
         cells = " | ".join(f"{by_setting[name][kind]:.2f}" for name in columns)
         assert f"| {cells} |" in page, (kind, cells)
-    ours = [kind for kind in by_setting["expandable"] if kind != "tensors alone"]
-    (text,) = gpu_profile(peak_reserved=15 * GIB).advice()
-    for name in ("torch's own", "expandable", "longest first"):
-        ratios = [by_setting[name][kind] for kind in ours]
-        assert f"{min(ratios):.2f}-{max(ratios):.2f}" in text
     assert max(by_setting["expandable"].values()) < 1.2
 
 
@@ -239,19 +226,18 @@ def test_a_free_that_nobody_told_is_found_where_its_address_is_used_again() -> N
     assert {found.name: found.at_peak for found in ops} == {"aten::mul": 100, "aten::add": 30}
 
 
-def test_the_counters_of_a_gpu_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_counters_of_a_gpu_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's path, on a CPU: torch's functions return what an allocator would."""
     counters = [f"{kind}_bytes.all.{what}" for kind in ("allocated", "reserved") for what in ("current", "peak")]
     counters += ["num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"]
     readings = iter([{name: i for i, name in enumerate(counters)}, {name: 100 + 2 * i for i, name in enumerate(counters)}])
     fakes = {"memory_stats": lambda _: next(readings)}
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory._record_memory_history", "memory._dump_snapshot"):
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         fakes[name] = lambda *_, **__: None
     for name, fake in fakes.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
-    profile = profile_memory(lambda: None, device="cuda:0", ops=False, snapshot=tmp_path / "a.pickle")
+    profile = profile_memory(lambda: None, device="cuda:0", ops=False)
     assert (profile.allocated_before, profile.allocated_after, profile.peak_allocated) == (0, 100, 102)
     assert profile.peak_reserved == 106
     assert profile.stats == {"retries": 104, "refused": 105, "device_allocs": 106, "device_frees": 107}
-    text = str(profile)
-    assert "retried 104, was refused 105" in text and "a.pickle" in text
+    assert "retried 104, was refused 105" in str(profile)
