@@ -48,27 +48,15 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     if not dropout and path is None:
         return x + y
     seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
-    if not is_eager([x, y]):
-        return add_dropped_op(x, y, seed, path, dropout)
-    return _AddDropped.apply(x, y, seed, path, dropout)
-
-
-def _add_dropped(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Computes x + path · dropout(y); its backward is ``dropped_op``."""
-    return _dropped(x, y, seed, path, dropout, torch.result_type(x, y))
-
-
-def _only_dropped(
-    y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """Computes path · dropout(y) in ``dtype``."""
-    return _dropped(None, y, seed, path, dropout, dtype)
+    call = _AddDropped.apply if is_eager([x, y]) else add_dropped_op
+    return call(x, y, seed, path, dropout, torch.promote_types(x.dtype, y.dtype))
 
 
 @op_hook(functools.partial(requirement, "add_dropped"))
-def _dropped(
+def _add_dropped(
     x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Computes x + path · dropout(y) in ``dtype``. Without x it is its own backward: linear and diagonal in y."""
     y = y.contiguous()
     threshold, scale = threshold_of(dropout), 1 / (1 - dropout)
     if has_kernels(y) and (x is None or has_kernels(x)):
@@ -93,16 +81,14 @@ def _scaled(y: torch.Tensor, path: torch.Tensor | None, scale: float, dtype: tor
     return y.to(wide) * factor.view(*factor.shape, *(1,) * (y.ndim - factor.ndim))
 
 
-def _plain_sum(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> torch.Tensor:
+def _plain(
+    x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
+) -> torch.Tensor:
     """Computes the same in plain torch with the whole mask at once; every torch.func transform and forward-mode AD can go through it."""
-    return (_plain(y, seed, path, dropout, torch.result_type(x, y)) + x).to(torch.result_type(x, y))
-
-
-def _plain(y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype) -> torch.Tensor:
     out = _scaled(y, path, 1 / (1 - dropout), dtype)
-    if seed is None:
-        return out
-    return out.masked_fill(~keep_mask(seed, 0, y.numel(), threshold_of(dropout)).view(y.shape), 0)
+    if seed is not None:
+        out = out.masked_fill(~keep_mask(seed, 0, y.numel(), threshold_of(dropout)).view(y.shape), 0)
+    return (out if x is None else out + x).to(dtype)
 
 
 def threshold_of(dropout: float) -> int:
@@ -130,30 +116,24 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 add_dropped_op = torch.library.custom_op("dilated_attention::add_dropped", _add_dropped, mutates_args=())
-dropped_op = torch.library.custom_op("dilated_attention::dropped", _only_dropped, mutates_args=())
 
 
 @add_dropped_op.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(y, dtype=torch.result_type(x, y), memory_format=torch.contiguous_format)
-
-
-@dropped_op.register_fake
-def _(y: torch.Tensor, seed: Any, path: Any, dropout: float, dtype: torch.dtype) -> torch.Tensor:
+def _(x: torch.Tensor | None, y: torch.Tensor, seed: Any, path: Any, dropout: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, y, seed, path, dropout = inputs
+    x, y, seed, path, dropout, _ = inputs
     ctx.save_for_backward(seed, path)
-    ctx.dtypes, ctx.dropout = (x.dtype, y.dtype), dropout
+    ctx.dtypes, ctx.dropout = (None if x is None else x.dtype, y.dtype), dropout
 
 
-def _autograd(ctx: Any, grad: torch.Tensor, backward: Callable[..., torch.Tensor] = dropped_op) -> tuple[Any, ...]:
+def _autograd(ctx: Any, grad: torch.Tensor, backward: Callable[..., torch.Tensor] = add_dropped_op) -> tuple[Any, ...]:
     seed, path = ctx.saved_tensors
     dx = grad.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-    dy = backward(grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-    return dx, dy, None, None, None
+    dy = backward(None, grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None, None, None
 
 
 class _AddDropped(torch.autograd.Function):
@@ -168,24 +148,9 @@ class _AddDropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         # where a second derivative or a transform may be asked for, calls the op, which supports both
-        return _autograd(ctx, grad, dropped_op if torch.is_grad_enabled() or is_transformed() else _only_dropped)
-
-
-def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, seed, path, dropout, _ = inputs
-    ctx.save_for_backward(seed, path)
-    ctx.dtype, ctx.dropout = y.dtype, dropout
-
-
-def _linear_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    # the op is linear and diagonal, so it is its own transpose
-    seed, path = ctx.saved_tensors
-    return dropped_op(grad, seed, path, ctx.dropout, ctx.dtype), None, None, None, None
+        return _autograd(ctx, grad, add_dropped_op if torch.is_grad_enabled() or is_transformed() else _add_dropped)
 
 
 add_dropped_op.register_autograd(_autograd, setup_context=_setup_context)
-dropped_op.register_autograd(_linear_autograd, setup_context=_linear_setup)
-on_transforms(add_dropped_op, _plain_sum)
-on_tangents(add_dropped_op, _plain_sum)
-on_transforms(dropped_op, lambda *args: _plain(*args).to(args[-1]))
-on_tangents(dropped_op, lambda *args: _plain(*args).to(args[-1]))
+on_transforms(add_dropped_op, _plain)
+on_tangents(add_dropped_op, _plain)

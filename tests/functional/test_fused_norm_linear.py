@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.functional import fused_layers, fused_norm_linear, fused_norm_linear_torch
 from dilated_attention.functional.fused_layers import linear_layers, plain_layers
-from dilated_attention.functional.residual_dropout import add_dropped, add_dropped_op, dropped_op, keep_mask, threshold_of
+from dilated_attention.functional.residual_dropout import add_dropped, add_dropped_op, keep_mask, threshold_of
 from dilated_attention.models import LongNetConfig, LongNetEncoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,8 +186,8 @@ def test_opcheck_of_dropout() -> None:
     x, y = (torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     path = torch.rand(3, device=DEVICE)
     seed = torch.tensor(5, device=DEVICE)
-    torch.library.opcheck(add_dropped_op, (x, y, seed, path, 0.3))
-    torch.library.opcheck(dropped_op, (x, seed, path, 0.3, torch.float32))
+    torch.library.opcheck(add_dropped_op, (x, y, seed, path, 0.3, torch.float32))
+    torch.library.opcheck(add_dropped_op, (None, x, seed, path, 0.3, torch.float32))
 
 
 def config(**changes: Any) -> LongNetConfig:
@@ -434,10 +434,10 @@ def test_dropout_and_its_backward_take_one_mask(kernels: None, dtype: torch.dtyp
 def test_kernel_and_torch_draw_one_mask(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     y = torch.rand(5, 777, device=DEVICE) + 1
     for seed in (0, 1, 2**62 - 1, 1234567890123):
-        found = dropped_op(y, torch.tensor(seed, device=DEVICE), None, 0.3, torch.float32)
+        found = add_dropped_op(None, y, torch.tensor(seed, device=DEVICE), None, 0.3, torch.float32)
         monkeypatch.setattr("dilated_attention.functional.residual_dropout.has_kernels", lambda x: False)
         monkeypatch.setattr("dilated_attention.functional.residual_dropout._CHUNK", 1000)
-        expected = dropped_op(y, torch.tensor(seed, device=DEVICE), None, 0.3, torch.float32)
+        expected = add_dropped_op(None, y, torch.tensor(seed, device=DEVICE), None, 0.3, torch.float32)
         monkeypatch.undo()
         torch.testing.assert_close(found, expected)
         monkeypatch.setattr("dilated_attention.functional.residual_dropout.has_kernels", lambda x: True)
