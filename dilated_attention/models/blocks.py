@@ -11,7 +11,7 @@ from torch import nn
 from dilated_attention.functional.fused_layers import is_lean, linear_layers
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.decode_step import LayerCachePass
+from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.models.sharded import first_of_group
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
@@ -179,7 +179,7 @@ class Block(nn.Module):
 
     Args:
         config: the model configuration.
-        depth: index in the stack, from 0, for ``drop_path``.
+        depth: index in the stack, from 0, for ``drop_path`` and caches.
         backend, ring, device, dtype: see ``LongNetDecoder``.
     """
 
@@ -195,7 +195,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.is_causal = config.is_causal
+        self.is_causal, self.depth = config.is_causal, depth
         self.attention_norm = make_norm(config, **factory)
         self.attention = make_attention(config, backend=backend, ring=ring, **factory)
         self.ffn_norm = make_norm(config, **factory)
@@ -206,10 +206,10 @@ class Block(nn.Module):
             shrink_residual(self.attention.out_proj, config.num_layers)
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: LayerCachePass | None = None
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: CachePass | None = None
     ) -> torch.Tensor:
         if cache is not None:
-            attended = self.attention.attend_cached(self.attention_norm(x), cache)
+            attended = self.attention.attend_cached(self.attention_norm(x), cache, self.depth)
         else:
             spread = {} if seq_len is None else {"seq_len": seq_len}
             x_in, norm = _norm_inside(x, self.attention_norm, self.attention)

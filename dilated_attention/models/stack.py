@@ -80,9 +80,9 @@ class LongNetStack(nn.Module):
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
         states = [x]
-        for depth, block in enumerate(self.blocks):
+        for block in self.blocks:
             if cache_pass is not None:
-                x = block(x, cache=cache_pass.layer(depth))
+                x = block(x, cache=cache_pass)
             elif self.checkpoint_activations and torch.is_grad_enabled():
                 x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
             else:

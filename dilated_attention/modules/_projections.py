@@ -203,15 +203,15 @@ class MultiheadProjections(nn.Module):
             centred = xpos_document_positions(positions, cu_seqlens, seq_len, self.xpos_scale_base, dtype)
         return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
 
-    def attend_cached(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Returns the layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
+    def attend_cached(self, x: torch.Tensor, cache_pass: Any, layer: int) -> torch.Tensor:
+        """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
 
         Args:
-            cache: the layer's view of the cache in this pass, a ``models.kv_cache.decode_step.LayerCachePass``.
+            cache_pass: a ``models.kv_cache.decode_step.CachePass``, in which this layer is number ``layer``.
         """
         q, k, v = self.project(x, x, x)
-        tables = cache.rotation(self, k.dtype) if self.rotary else None
-        return self.combine(cache.attend(q, k, v, tables, self.attention))
+        tables = cache_pass.rotation(self, k.dtype) if self.rotary else None
+        return self.combine(cache_pass.attend(layer, q, k, v, tables, self.attention))
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): concatenates the heads, applies the sub-LayerNorm and the output projection."""

@@ -117,11 +117,8 @@ class KVCache(Cache):
     ) -> None:
         super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
         self.capacity = min(self.max_length, self.row_keys.num_needed)
+        self.wraps = self.capacity < self.max_length
         self._allocate(self.num_requests, self.capacity)
-
-    @property
-    def wraps(self) -> bool:
-        return self.capacity < self.max_length
 
     def cached(self, layer: int, requests: slice) -> Cached:
         return Cached(self.keys[layer][requests], self.values[layer][requests], wraps=self.wraps, fixed=self.row_keys.fixed)
@@ -131,17 +128,8 @@ class KVCache(Cache):
         lows = [max(low, fixed) for low, high in self.row_keys.needed(length) if high > max(low, fixed)]
         return min(lows) + self.capacity - fixed if self.wraps and lows else self.max_length
 
-    def reserve(self, request: int, length: int) -> None:
-        """Does nothing: a stretch has room for all that can be read."""
-
-    def release(self, request: int) -> None:
-        """Does nothing: slots are reused."""
-
     def _holds(self, request: int, length: int) -> bool:
         return self._ends[request] <= self.first_to_overwrite(length)
-
-    def _forget(self, request: int) -> None:
-        """Does nothing: a slot is always written again before it is read."""
 
     def _shape(self) -> str:
         return f"{self.num_requests} × {self.capacity:,} positions"

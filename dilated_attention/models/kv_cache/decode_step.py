@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +44,6 @@ class CachePass(ABC):
                 "expected no other pass between its beginning and its end: begin a new one"
             )
 
-    def layer(self, index: int) -> LayerCachePass:
-        return LayerCachePass(self, index)
-
     def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
         key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
@@ -57,37 +54,16 @@ class CachePass(ABC):
     @abstractmethod
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables: ...
 
-    @abstractmethod
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
-        """Returns out (B, n, H, D) for queries (B, n, H, D), and adds k and v (B, n, K, D) to the cache.
+        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache.
 
         Args:
             tables: the tables of ``rotation``, with which queries and keys still have to be rotated; None to leave them as they are.
             attention: the layer's attention module, which computes chunks.
         """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Ends the pass: the lengths grow."""
-
-
-@dataclass(frozen=True)
-class LayerCachePass:
-    """One layer's view of a pass."""
-
-    cache_pass: CachePass
-    index: int
-
-    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
-        return self.cache_pass.rotation(module, dtype)
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
-    ) -> torch.Tensor:
-        cache = self.cache_pass.cache
-        expected = (self.cache_pass.batch, self.cache_pass.count)
+        cache, expected = self.cache, (self.batch, self.count)
         if tuple(k.shape[:2]) != expected:
             raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
         q, k, v = autocast(q, k, v)
@@ -96,7 +72,16 @@ class LayerCachePass:
                 f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "
                 f"make the cache with dtype={k.dtype}, device={str(k.device)!r}"
             )
-        return self.cache_pass.attend(self.index, q, k, v, tables, attention)
+        return self._attend(layer, q, k, v, tables, attention)
+
+    @abstractmethod
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the pass: the lengths grow."""
 
 
 class Step(CachePass):
@@ -121,7 +106,7 @@ class Step(CachePass):
         # each batch entry has its own position
         return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
 
-    def attend(
+    def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         cached = self.cache.cached(layer, slice(None))
@@ -165,7 +150,7 @@ class Chunk(CachePass):
     def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
 
-    def attend(
+    def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
     ) -> torch.Tensor:
         if tables is not None:

@@ -60,10 +60,6 @@ class PagedKVCache(Cache):
         self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
 
     @property
-    def wraps(self) -> bool:
-        return False
-
-    @property
     def pages_in_use(self) -> int:
         return self.num_pages - len(self._free)
 

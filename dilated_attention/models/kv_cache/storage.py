@@ -27,6 +27,8 @@ class Storage(ABC):
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    # whether new positions reuse the slots of old ones
+    wraps = False
 
     def __init__(
         self,
@@ -65,18 +67,13 @@ class Storage(ABC):
     def cached(self, layer: int, requests: slice) -> Cached:
         """Returns the storage of the keys and values of a layer."""
 
-    @abstractmethod
     def reserve(self, request: int, length: int) -> None:
-        """Makes room for positions below ``length``."""
+        """Makes room for positions below ``length``, unless there always is."""
+        return
 
-    @abstractmethod
     def release(self, request: int) -> None:
-        """Releases what no future row of this request can read."""
-
-    @property
-    @abstractmethod
-    def wraps(self) -> bool:
-        """Whether new positions reuse the slots of old ones."""
+        """Releases what no future row of this request can read, unless its slots are reused anyway."""
+        return
 
     def first_to_overwrite(self, length: int) -> int:
         """Returns the first position that would overwrite a slot that rows from ``length`` on read; ``max_length`` if there is none."""
@@ -164,9 +161,9 @@ class Storage(ABC):
     def _holds(self, request: int, length: int) -> bool:
         """Whether the cache still holds all that rows from ``length`` on read, after passes over later positions."""
 
-    @abstractmethod
     def _forget(self, request: int) -> None:
-        """Releases all that a request holds."""
+        """Releases all that a request holds, unless its slots are written again before they are read."""
+        return
 
     @abstractmethod
     def _shape(self) -> str:
