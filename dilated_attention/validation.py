@@ -90,6 +90,21 @@ def _is_spread(x: torch.Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, *, rotary: bool) -> int:
+    """Returns the head dimension of a layer, which must be even with ``rotary``."""
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim is {embed_dim} and num_heads is {num_heads}; embed_dim must be a multiple of num_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    head_dim = embed_dim // num_heads
+    made = f"embed_dim is {embed_dim} and num_heads is {num_heads}, which makes head_dim {head_dim}"
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"{made}; expected at most {MAX_HEAD_DIM}: use at least {-(-embed_dim // MAX_HEAD_DIM)} heads")
+    if rotary and head_dim % 2:
+        raise ValueError(f"rotary=True with head_dim {head_dim}: {made}; it must be even: make embed_dim a multiple of {2 * num_heads}")
+    return head_dim
+
+
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5

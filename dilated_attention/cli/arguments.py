@@ -58,6 +58,21 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
     return dtype
 
 
+def device_of(named: str | None) -> torch.device:
+    """Returns the device that ``--device`` names; None: the GPU if there is one. Raises UsageError if torch cannot use it here."""
+    import torch
+
+    try:
+        device = torch.device(named or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"--device is {named!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {named!r}; expected cpu, cuda or cuda:<index>")
+    return device
+
+
 def as_flags(text: str) -> str:
     """Rewrites a function's error in terms of the command line's options."""
     # these are also ordinary words, so they are replaced only at the start of an error

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from dilated_attention import start
 from dilated_attention.cli import tune
+from dilated_attention.cli.arguments import device_of
 from dilated_attention.cli.choices import DTYPES, SUITES
 from dilated_attention.cli.console import put, put_json
-from dilated_attention.parsing import UsageError, positive
+from dilated_attention.parsing import positive
 
 if TYPE_CHECKING:
     from dilated_attention.bench import Outcome, Session, Suite
@@ -137,16 +138,10 @@ def _session(args: argparse.Namespace) -> Session:
     load_libraries()
     # torchrun's variables: the same command on several processes measures across them
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    named = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(named)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device is {named!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>") from error
+    device = device_of(args.device)
     on_gpu = device.type == "cuda"
     if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index)
         torch.cuda.set_device(device)
     if world_size > 1:
         from dilated_attention.bench.measure.rank_sync import start as start_group

@@ -43,21 +43,6 @@ def folder_of(path: Path) -> Path:
     raise FileNotFoundError(f"{path} {what}; expected a folder that save_pretrained wrote, or a run's folder with checkpoint/ in it")
 
 
-def device_of(args: argparse.Namespace) -> torch.device:
-    """Returns the device to compute on. Raises UsageError if torch cannot use it here."""
-    import torch
-
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        raise UsageError(f"--device is {args.device!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {args.device!r}; expected cpu, cuda or cuda:<index>")
-    return device
-
-
 def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Vocabulary]:
     """Returns the model in eval mode and the vocabulary of its tokens.
 

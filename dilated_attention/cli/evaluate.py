@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli.arguments import add_json
-from dilated_attention.cli.checkpoint import add_checkpoint, computing, device_of, folder_of, load
+from dilated_attention.cli.arguments import add_json, device_of
+from dilated_attention.cli.checkpoint import add_checkpoint, computing, folder_of, load
 from dilated_attention.cli.console import put_answer
 from dilated_attention.parsing import UsageError, size
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.context is not None and args.stride is not None and args.stride > args.context:
         raise UsageError(f"--stride is {args.stride}; expected at most --context, {args.context}")
     files = _files(args.data)
-    device = device_of(args)
+    device = device_of(args.device)
     folder = folder_of(args.folder)
     model, vocabulary = load(args, device)
     if args.by_position and not model.config.is_causal:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.cli.arguments import count
-from dilated_attention.cli.checkpoint import add_checkpoint, computing, device_of, load
+from dilated_attention.cli.arguments import count, device_of
+from dilated_attention.cli.checkpoint import add_checkpoint, computing, load
 from dilated_attention.parsing import UsageError, size
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stop == "":
         raise UsageError("--stop is empty; expected a text that ends the output, or leave it out")
     text = _prompt(args)
-    device = device_of(args)
+    device = device_of(args.device)
     generator = torch.Generator(device)
     if args.seed is None:
         # torch's own first seed is always the same

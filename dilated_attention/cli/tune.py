@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from dilated_attention.cli.arguments import device_of
 from dilated_attention.cli.console import put, put_json
 from dilated_attention.parsing import UsageError, positive, size
 
@@ -27,12 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from dilated_attention.backends import tuning_table
     from dilated_attention.factory import detect, list_backends, tune
 
-    try:
-        hardware = detect(args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device is {args.device!r}, which torch cannot use here ({error}); expected cpu, cuda or cuda:<index>"
-        ) from error
+    hardware = detect(device_of(args.device) if args.device else None)
     unknown = [name for name in args.backends or () if name not in list_backends()]
     if unknown:
         raise UsageError(f"--backends has {', '.join(unknown)}; expected some of {', '.join(list_backends())}")

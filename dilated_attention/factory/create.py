@@ -64,15 +64,8 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     """Creates an attention module by its kind.
 
     Args:
-        kind: ``"dilated"`` → ``DilatedAttention`` · ``"multihead_dilated"`` → ``MultiheadDilatedAttention`` ·
-            ``"block_sparse"`` → ``BlockSparseAttention`` · ``"multihead_block_sparse"`` → ``MultiheadBlockSparseAttention`` ·
-            ``"block_sparse_dilated"`` → ``BlockSparseDilatedAttention`` · ``"multihead_block_sparse_dilated"`` →
-            ``MultiheadBlockSparseDilatedAttention``;
-            for a sequence shared by processes ``"ring"`` → ``RingAttention`` (dense) · ``"ring_dilated"`` → ``RingDilatedAttention`` ·
-            ``"ring_block_sparse"`` → ``RingBlockSparseAttention`` · ``"ring_block_sparse_dilated"`` →
-            ``RingBlockSparseDilatedAttention`` · ``"ring_multihead_dilated"`` → ``RingMultiheadDilatedAttention`` ·
-            ``"ring_multihead_block_sparse"`` → ``RingMultiheadBlockSparseAttention`` · ``"ring_multihead_block_sparse_dilated"`` →
-            ``RingMultiheadBlockSparseDilatedAttention``.
+        kind: a name of ``factory.KINDS``: the module's own in lower case, ``"multihead_dilated"`` → ``MultiheadDilatedAttention``, without
+            "attention"; ``"ring"`` → ``RingAttention`` (dense).
         config: the constructor's arguments, all as keywords.
 
     Raises:

@@ -12,7 +12,7 @@ from dilated_attention.files import parse_json, write_text
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, check_number, one_of
 from dilated_attention.pattern.spec import OBJECT
-from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_probability
+from dilated_attention.validation import check_bool, check_heads, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
 RING_KINDS = {"ring_dilated": "dilated", "ring": "dense", "ring_block_sparse": "block_sparse"}
@@ -201,7 +201,7 @@ class LongNetConfig(ModelConfig):
         one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
         for name in ("is_causal", "sub_norm", "qk_norm", "bias", "final_norm", "tie_embeddings", "scale_embedding"):
             check_bool(name, getattr(self, name))
-        self._check_heads()
+        check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, rotary=self.positions != "none")
         for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0), ("layer_norm_eps", 0.0)):
             value = getattr(self, name)
             check_number(name, value, f"a number > {above:g}")
@@ -241,22 +241,6 @@ class LongNetConfig(ModelConfig):
                     f"{name} is {getattr(self, name)} and positions is {self.positions!r}, which has none; leave it out, or use "
                     f"positions={owner}"
                 )
-
-    def _check_heads(self) -> None:
-        if self.positions != "none" and self.embed_dim % (2 * self.num_heads):
-            raise ValueError(
-                f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; rotary positions need an even head_dim: "
-                f"use a multiple of {2 * self.num_heads}"
-            )
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim is {self.embed_dim} and num_heads is {self.num_heads}; use a multiple of {self.num_heads}")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"embed_dim {self.embed_dim} over {self.num_heads} heads makes head_dim {self.head_dim}; "
-                f"at most {MAX_HEAD_DIM}: use more heads"
-            )
-        if self.num_heads % (self.num_kv_heads or 1):
-            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads = {self.num_heads}")
 
     def _check_pattern(self) -> None:
         if isinstance(self.block_pattern, str):

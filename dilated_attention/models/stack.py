@@ -41,7 +41,7 @@ class LongNetStack(nn.Module):
                 f"config.is_causal is {config.is_causal}; {type(self).__name__} needs {self.is_causal}: set it, or use {other}"
             )
         if ring is None and config.is_ring:
-            ring = RingSettings.of(None, None, "contiguous", "auto", None, 60.0)
+            ring = RingSettings.of(None, None, "contiguous")
         self.config = config
         self.ring = ring
         self.checkpoint_activations = checkpoint_activations

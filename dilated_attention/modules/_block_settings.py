@@ -29,9 +29,8 @@ class BlockSettings(KernelSettings):
         """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
         return self._blocks
 
-    def extra_repr(self) -> str:
-        """The pattern, and every setting that differs from its default."""
-        return ", ".join([repr(self._blocks), *self._changed()])
+    def _shown(self) -> list[str]:
+        return [repr(self._blocks)]
 
 
 class UnionSettings(DilatedSettings):
@@ -55,9 +54,8 @@ class UnionSettings(DilatedSettings):
         del settings["mixture_grad"]
         return settings
 
-    def extra_repr(self) -> str:
-        """The branches, the blocks, and every setting that differs from its default."""
-        return f"{super().extra_repr()}, block_pattern={self._blocks!r}"
+    def _shown(self) -> list[str]:
+        return [*super()._shown(), f"block_pattern={self._blocks!r}"]
 
 
 def _chosen_pattern(given: Mapping[str, Any]) -> BlockPattern:

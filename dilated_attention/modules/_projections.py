@@ -71,23 +71,10 @@ class MultiheadProjections(nn.Module):
         self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
         self.num_heads = as_int("num_heads", num_heads, minimum=1)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim is {embed_dim} and num_heads is {num_heads}; embed_dim must be a multiple of num_heads")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
-        self.head_dim = self.embed_dim // self.num_heads
-        if self.head_dim > check.MAX_HEAD_DIM:
-            raise ValueError(
-                f"embed_dim {embed_dim} over num_heads {num_heads} makes head_dim {self.head_dim}; "
-                f"expected at most {check.MAX_HEAD_DIM}: use at least {-(-self.embed_dim // check.MAX_HEAD_DIM)} heads"
-            )
         for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("rotary", rotary), ("qk_norm", qk_norm)):
             check.check_bool(name, flag)
         self.rotary = rotary
-        if rotary and self.head_dim % 2:
-            raise ValueError(
-                f"rotary=True with head_dim {self.head_dim} (embed_dim {embed_dim} / num_heads {num_heads}); it needs an even head_dim"
-            )
+        self.head_dim = check.check_heads(self.embed_dim, self.num_heads, self.num_kv_heads, rotary=rotary)
         self.rotary_base = check.check_positive("rotary_base", rotary_base)
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ class RingSettings:
     before_init: bool = False
 
     @classmethod
-    def of(cls, group: Any, mesh: Any, layout: str | Layout, exchange: str, ranks_per_node: int | None, timeout: float) -> RingSettings:
+    def of(
+        cls, group: Any, mesh: Any, layout: str | Layout, exchange: str = "auto", ranks_per_node: int | None = None, timeout: float = 60.0
+    ) -> RingSettings:
         """Builds the settings from a module's arguments.
 
         Raises:
@@ -107,7 +110,9 @@ class RingSettings:
         return shard_positions(x.detach(), seq_len, self.group_name, self.layout)
 
     def extra_repr(self) -> str:
-        parts = [f"layout={short_name(self.layout)!r}", f"exchange={self.exchange!r}"]
+        parts = [f"layout={short_name(self.layout)!r}"]
+        if self.exchange != "auto":
+            parts.append(f"exchange={self.exchange!r}")
         if self.ranks_per_node is not None:
             parts.append(f"ranks_per_node={self.ranks_per_node}")
         if not self.group_name:
@@ -127,6 +132,13 @@ class RingModule(KernelSettings):
     """A module that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are."""
 
     ring: RingSettings
+    # the function of one process
+    unsharded: ClassVar[Callable[..., Any]]
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        names = ("group", "mesh", "layout", "timeout", "exchange", "ranks_per_node")
+        self.ring = RingSettings.of(**{name: given[name] for name in names if name in given})
 
     def forward(
         self,
@@ -171,6 +183,13 @@ class RingModule(KernelSettings):
             key_padding_mask=key_padding_mask,
             return_lse=return_lse,
         )
+
+    def forward_unsharded(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
+    ) -> torch.Tensor:
+        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
+        out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
+        return out
 
     def _ring_arguments(self) -> dict[str, Any]:
         return self.ring.arguments()

@@ -1,11 +1,9 @@
-"""What attention modules without parameters share: settings, their checks and their repr, and how ``is_causal`` may be given."""
+"""What attention modules without parameters share: settings, their checks and their repr."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,29 +13,12 @@ from dilated_attention.backends import registry
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of
 
-P = ParamSpec("P")
 PATTERN_ARGUMENTS = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail")
-
-
-def keyword_is_causal(forward: Callable[P, Any]) -> Callable[P, Any]:
-    """Lets a module's forward, whose ``is_causal`` is keyword-only, take it as a fourth positional argument too, with a warning."""
-
-    @functools.wraps(forward)
-    def accepting(*args: P.args, **options: P.kwargs) -> Any:
-        if len(args) != 5 or "is_causal" in options:
-            return forward(*args, **options)
-        # a compiled graph cannot warn
-        if not torch.compiler.is_compiling():
-            # the caller is above nn.Module's two frames of a call
-            warnings.warn(f"is_causal by position is deprecated; use is_causal={args[4]!r}", DeprecationWarning, stacklevel=4)
-        return forward(*args[:4], is_causal=args[4], **options)  # type: ignore[arg-type]
-
-    return accepting
-
-
-def changed(settings: Any, **defaults: Any) -> list[str]:
-    """Returns ``name=value`` of each attribute that differs from its default."""
-    return [f"{name}={getattr(settings, name)!r}" for name, default in defaults.items() if getattr(settings, name) != default]
+# what a module shows of itself where it differs from the default
+_DEFAULTS = {
+    "window": None, "scale": None, "dropout": 0.0, "head_offsets": "cyclic", "branch_heads": "all", "tail": "mask", "mixture_grad": "exact",
+    "deterministic": False, "backend": "auto", "precision": "native", "head_steps": None,
+}  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,11 +76,18 @@ class KernelSettings(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         return self._map_arguments(query) | {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
 
-    def _changed(self) -> list[str]:
-        return [*changed(self, scale=None, dropout=0.0, deterministic=False, backend="auto"), *self._shown_sinks()]
+    def _shown(self) -> list[str]:
+        """Returns what is shown first: the pattern."""
+        return []
 
-    def _shown_sinks(self) -> list[str]:
-        return [] if self.sinks is None else ["sinks=True"]
+    def extra_repr(self) -> str:
+        """The pattern, how the sequence is sharded, and every setting that differs from its default."""
+        parts = self._shown()
+        if ring := getattr(self, "ring", None):
+            parts.append(ring.extra_repr())
+        values = {**getattr(self, "_branches", {}), **vars(self)}
+        parts += [f"{name}={values[name]!r}" for name, default in _DEFAULTS.items() if values.get(name, default) != default]
+        return ", ".join(parts if self.sinks is None else [*parts, "sinks=True"])
 
 
 def _make_loaded_sinks(module: KernelSettings, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -133,10 +121,6 @@ class DilatedSettings(KernelSettings):
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         return super()._arguments(query) | {"mixture_grad": self.mixture_grad}
 
-    def extra_repr(self) -> str:
-        """The branches, and every setting that differs from its default."""
+    def _shown(self) -> list[str]:
         pattern = self._pattern
-        parts = [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]
-        parts += changed(self, scale=None, dropout=0.0) + changed(pattern, head_offsets="cyclic", branch_heads="all", tail="mask")
-        parts += changed(self, mixture_grad="exact", deterministic=False, backend="auto")
-        return ", ".join(parts + self._shown_sinks())
+        return [f"segment_lengths={list(pattern.segment_lengths)}", f"dilation_rates={list(pattern.dilation_rates)}"]

@@ -7,7 +7,6 @@ from typing import Any
 from dilated_attention.functional import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.modules._block_settings import BlockSettings, UnionSettings
 from dilated_attention.modules._local import LocalAttention
-from dilated_attention.modules._settings import keyword_is_causal
 from dilated_attention.pattern import HeadOffsets
 
 
@@ -61,8 +60,6 @@ class BlockSparseAttention(LocalAttention, BlockSettings):
     ) -> None:
         super().__init__(locals())
 
-    forward = keyword_is_causal(LocalAttention.forward)
-
 
 class BlockSparseDilatedAttention(LocalAttention, UnionSettings):
     """Dilated branches and a block pattern in one softmax: m = m_dilated + m_blocks.
@@ -107,5 +104,3 @@ class BlockSparseDilatedAttention(LocalAttention, UnionSettings):
         num_heads: int | None = None,
     ) -> None:
         super().__init__(locals())
-
-    forward = keyword_is_causal(LocalAttention.forward)

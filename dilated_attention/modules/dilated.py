@@ -9,7 +9,7 @@ import torch
 from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
 from dilated_attention.modules._local import LocalAttention
-from dilated_attention.modules._settings import DilatedSettings, changed
+from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 
@@ -69,7 +69,3 @@ class DilatedAttention(LocalAttention, DilatedSettings):
 
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         return super()._arguments(query) | {"precision": self.precision}
-
-    def extra_repr(self) -> str:
-        """The branches, and every setting that differs from its default."""
-        return ", ".join([super().extra_repr(), *changed(self, precision="native")])

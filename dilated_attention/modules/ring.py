@@ -8,9 +8,9 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.functional import dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.modules._ring import RingModule, RingSettings
-from dilated_attention.modules._settings import DilatedSettings, changed, keyword_is_causal
+from dilated_attention.functional import attention, dilated_attention, ring_attention, ring_dilated_attention
+from dilated_attention.modules._ring import RingModule
+from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.pattern import HeadOffsets
 
 
@@ -41,6 +41,7 @@ class RingAttention(RingModule):
     """
 
     function = staticmethod(ring_attention)
+    unsharded = staticmethod(attention)
 
     def __init__(
         self,
@@ -60,18 +61,11 @@ class RingAttention(RingModule):
         timeout: float = 60.0,
     ) -> None:
         super().__init__(locals())
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
         check.check_window(window)
         self.window = window
 
-    forward = keyword_is_causal(RingModule.forward)
-
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         return super()._arguments(query) | {"window": self.window}
-
-    def extra_repr(self) -> str:
-        """How the sequence is sharded, and every setting that differs from its default."""
-        return ", ".join([self.ring.extra_repr(), *changed(self, window=None), *self._changed()])
 
 
 class RingDilatedAttention(RingModule, DilatedSettings):
@@ -98,6 +92,7 @@ class RingDilatedAttention(RingModule, DilatedSettings):
     """
 
     function = staticmethod(ring_dilated_attention)
+    unsharded = staticmethod(dilated_attention)
 
     def __init__(
         self,
@@ -122,15 +117,3 @@ class RingDilatedAttention(RingModule, DilatedSettings):
         timeout: float = 60.0,
     ) -> None:
         super().__init__(locals())
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout)
-
-    def forward_unsharded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
-    ) -> torch.Tensor:
-        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
-        out: torch.Tensor = dilated_attention(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
-        return out
-
-    def extra_repr(self) -> str:
-        """The branches, how the sequence is sharded, and every setting that differs from its default."""
-        return f"{super().extra_repr()}, {self.ring.extra_repr()}"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from dilated_attention.distributed.sharding.custom_layout import Layout, short_name
-from dilated_attention.functional import block_sparse_attention, ring_block_sparse_attention, ring_block_sparse_dilated_attention
+from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.functional import (
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+)
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
 from dilated_attention.modules._block_settings import BlockSettings, UnionSettings
-from dilated_attention.modules._ring import RingModule, RingSettings
-from dilated_attention.modules._settings import changed, keyword_is_causal
+from dilated_attention.modules._ring import RingModule
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int
 
@@ -22,20 +23,13 @@ class RingBlockModule(RingModule):
     """What both modules of this file have in common."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+        super().__init__({**given, "layout": checked_block_layout(given["layout"])})
         checked_ring_pattern(self._blocks)
-        ring = RingSettings.of(given["group"], given["mesh"], "contiguous", "auto", None, given["timeout"])
-        self.ring = replace(ring, layout=checked_block_layout(given["layout"]))
         self.head_steps = None if given["head_steps"] is None else as_int("head_steps", given["head_steps"], minimum=1)
-
-    forward = keyword_is_causal(RingModule.forward)
 
     def _ring_arguments(self) -> dict[str, Any]:
         ring = self.ring.arguments()
         return {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
-
-    def _ring_parts(self) -> list[str]:
-        return [f"layout={short_name(self.ring.layout)!r}", *([] if self.ring.group_name else ["one process"])]
 
 
 class RingBlockSparseAttention(RingBlockModule, BlockSettings):
@@ -64,6 +58,7 @@ class RingBlockSparseAttention(RingBlockModule, BlockSettings):
     """
 
     function = staticmethod(ring_block_sparse_attention)
+    unsharded = staticmethod(block_sparse_attention)
 
     def __init__(
         self,
@@ -87,19 +82,6 @@ class RingBlockSparseAttention(RingBlockModule, BlockSettings):
     ) -> None:
         super().__init__(locals())
 
-    def forward_unsharded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
-    ) -> torch.Tensor:
-        """Computes the same attention over a sequence held whole by this process: see ``RingDilatedAttention.forward_unsharded``."""
-        out: torch.Tensor = block_sparse_attention(
-            query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset
-        )
-        return out
-
-    def extra_repr(self) -> str:
-        """The pattern, how the sequence is sharded, and every setting that differs from its default."""
-        return ", ".join([repr(self._blocks), *self._ring_parts(), *self._changed(), *changed(self, head_steps=None)])
-
 
 class RingBlockSparseDilatedAttention(RingBlockModule, UnionSettings):
     """``BlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
@@ -121,6 +103,7 @@ class RingBlockSparseDilatedAttention(RingBlockModule, UnionSettings):
     """
 
     function = staticmethod(ring_block_sparse_dilated_attention)
+    unsharded = staticmethod(block_sparse_dilated_attention)
 
     def __init__(
         self,
@@ -148,7 +131,3 @@ class RingBlockSparseDilatedAttention(RingBlockModule, UnionSettings):
         timeout: float = 60.0,
     ) -> None:
         super().__init__(locals())
-
-    def extra_repr(self) -> str:
-        """The branches and blocks, how the sequence is sharded, and every setting that differs from its default."""
-        return ", ".join([super().extra_repr(), *self._ring_parts(), *changed(self, head_steps=None)])

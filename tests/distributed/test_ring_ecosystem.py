@@ -293,7 +293,7 @@ def dense(mesh: Any) -> None:
     layer = RingAttention(mesh=mesh["cp"], window=(9, 4), scale=0.3, timeout=patience())
     part = shard_sequence(mesh["cp"], [q, k, v], [1] * 3, layout="zigzag")
     (want,) = shard_sequence(mesh["cp"], [attention(q, k, v, is_causal=True, window=(9, 4), scale=0.3)], [1], layout="zigzag")
-    torch.testing.assert_close(layer(*part, True), want, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(layer(*part, is_causal=True), want, atol=1e-10, rtol=1e-8)
 
 
 @on_processes
@@ -512,6 +512,6 @@ def test_what_cannot_work_is_refused_at_construction() -> None:
 
 
 def test_reprs_say_where_the_sequence_lies() -> None:
-    assert repr(RingAttention(window=3)) == "RingAttention(layout='zigzag', exchange='auto', one process, window=3)"
+    assert repr(RingAttention(window=3)) == "RingAttention(layout='zigzag', one process, window=3)"
     text = repr(RingDilatedAttention([4], [1], layout="striped", exchange="2d", ranks_per_node=2, backend="math"))
-    assert "backend='math', layout='striped', exchange='2d', ranks_per_node=2, one process" in text
+    assert "layout='striped', exchange='2d', ranks_per_node=2, one process, backend='math'" in text

@@ -17,9 +17,6 @@ from dilated_attention import (
     MultiheadBlockSparseAttention,
     MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
-    RingAttention,
-    RingBlockSparseAttention,
-    RingBlockSparseDilatedAttention,
     block_sparse_attention,
     block_sparse_dilated_attention,
     create_attention,
@@ -59,33 +56,6 @@ def test_modules_are_their_functions(call: str) -> None:
     expected = block_sparse_dilated_attention(*qkv, [16, 64], [1, 3], PATTERN, **arguments)
     for mine, other in zip(both(*qkv, return_lse=True, **CALLS[call]), expected, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        BlockSparseAttention(PATTERN),
-        BlockSparseDilatedAttention([16], [1], PATTERN),
-        RingAttention(),
-        RingBlockSparseAttention(PATTERN),
-        RingBlockSparseDilatedAttention([16], [1], PATTERN),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_is_causal_by_position_still_works_and_is_deprecated(layer: nn.Module) -> None:
-    qkv = make_qkv()
-    expected = layer(*qkv, is_causal=True)
-    with pytest.warns(DeprecationWarning, match="use is_causal=True") as caught:
-        assert torch.equal(layer(*qkv, True), expected)
-    # shown where the call is written
-    assert [warning.filename for warning in caught] == [__file__]
-    assert not torch.equal(layer(*qkv), expected)
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(*qkv, True), expected)
-    with pytest.raises(TypeError, match="positional arguments but 6"):
-        layer(*qkv, True, None)
-    with pytest.raises(TypeError, match="positional arguments but 5"):
-        layer(*qkv, True, is_causal=True)
 
 
 @pytest.mark.parametrize("kind", [name for name in modules.__all__ if hasattr(getattr(modules, name), "forward")])
