@@ -155,21 +155,18 @@ class RingMultihead(MultiheadProjections):
             query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
             key: (B, n, E) of the same positions; None for query.
             value: (B, n, E); None for key.
-            is_causal: a query sees keys at its own position and before.
             seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
                 torch.compile it must be given.
             key_padding_mask: (B, n) bool of this process's keys, True = padding.
             cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
-            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
-            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
+            is_causal, need_weights, attn_mask, input_norm: see ``MultiheadDilatedAttention.forward``.
 
         Returns:
-            (out (B, n, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
+            (out (B, n, E) in the projections' dtype, None).
 
         Raises:
-            ValueError, TypeError: the inputs do not fit together, or the calls differ between processes.
+            ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
         """
         q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
         out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)

@@ -24,12 +24,7 @@ class BlockSparseAttention(LocalAttention, BlockSettings):
             ``dilated_attention.pattern.Sparsity``.
         block_size: block size of that pattern: 64 or 128, or (query block, key block).
         seed: seed of that pattern, if it draws random blocks.
-        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        deterministic: use only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
-        sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
-        num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.
+        scale, dropout, deterministic, backend, sinks, num_heads: see ``DilatedAttention``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.

@@ -91,23 +91,10 @@ class MultiheadBlockSparseAttention(LocalMultihead):
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
     Args:
-        embed_dim: E, the width of queries, keys, values and output; a multiple of num_heads.
-        num_heads: H query heads of dimension D = E/H ≤ 256.
+        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init: see ``MultiheadDilatedAttention``.
+        rotary, rotary_base, xpos_scale_base, qk_norm, device, dtype: see there.
         pattern, sparsity_ratio, sparsity, block_size, seed: which pairs are kept: see ``BlockSparseAttention``.
-        num_kv_heads: Hk key/value heads, a divisor of H; query head h reads h // (H/Hk). None for H.
-        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        bias: whether the four projections have biases.
-        layer_norm: whether to use the sub-LayerNorm before ``out_proj``; nn.MultiheadAttention has none.
-        layer_norm_eps: eps of every norm of this layer.
-        gamma_init: gain of the weights of v_proj and out_proj: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
-        rotary: rotate queries and keys by absolute position, or with ``cu_seqlens`` by position in the document.
-        rotary_base: θ of the rotation, > 1.
-        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale uses 512), with ``rotary``: pair i of a score is also multiplied by
-            ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for
-            RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
-        qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
         scale, deterministic, backend, sinks: see ``BlockSparseAttention``.
-        device, dtype: device and dtype of the parameters.
 
     Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
 

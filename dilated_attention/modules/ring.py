@@ -25,12 +25,7 @@ class RingAttention(RingModule):
         layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"`` · a ``Layout``.
         exchange, ranks_per_node, timeout: see ``ring_attention``.
         window: (left, right) positions that a query sees, one integer for both; None for all.
-        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        deterministic: use only kernels whose gradients repeat bit for bit.
-        backend: ``"auto"``, or a backend's name. A named backend is used or the call is refused; it is never replaced.
-        sinks: learn a score per head that the denominator gets in addition: the parameter ``sinks`` (num_heads,), zeros at first.
-        num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.
+        scale, dropout, deterministic, backend, sinks, num_heads: see ``DilatedAttention``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -76,10 +71,8 @@ class RingDilatedAttention(RingModule, DilatedSettings):
     Args:
         segment_lengths, dilation_rates, scale, dropout, head_offsets, branch_heads, tail, mixture_grad: see ``DilatedAttention``.
         deterministic, backend, sinks, num_heads: see there.
-        group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
-        mesh: a DeviceMesh of one axis, instead of a group.
+        group, mesh, exchange, ranks_per_node, timeout: see ``RingAttention``.
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions.
-        exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.

@@ -43,8 +43,7 @@ class RingBlockSparseAttention(RingBlockModule, BlockSettings):
         sinks, num_heads: see ``BlockSparseAttention``.
         pattern, sparsity_ratio, sparsity, block_size, seed, scale, dropout, deterministic, backend: see ``BlockSparseAttention``;
             content-chosen patterns are refused.
-        group: the ProcessGroup that shares the sequence, looked up here and stored by name; None for ``mesh``, or for all processes.
-        mesh: a DeviceMesh of one axis, instead of a group.
+        group, mesh: see ``RingAttention``.
         layout: which process holds which positions: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``, which is for a single length: see
             ``balanced_layout``.
         head_steps, timeout: see ``ring_block_sparse_attention``.
