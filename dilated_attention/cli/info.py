@@ -80,11 +80,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.all or not found:
         put("\n".join([*machine, "", str(explanation)]))
     else:
-        from dilated_attention.factory.hardware import torch_wheels
-
-        wheels = torch_wheels(hardware.capability, is_rocm=hardware.is_rocm) if hardware.device_type == "cuda" else None
-        note = [wheels] if wheels else []
-        put("\n".join([*_verdict(explanation), *_faster(explanation, asked), *note, "", *_usable(explanation), "", *machine]))
+        put("\n".join([*_verdict(explanation), *_faster(explanation, asked), "", *_usable(explanation), "", *machine]))
     if not found:
         print(f"no backend can compute {explanation.request.describe()}", file=sys.stderr)
         return 1

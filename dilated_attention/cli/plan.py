@@ -61,10 +61,6 @@ def add(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    import torch
-
-    from dilated_attention.factory.hardware import torch_wheels
-    from dilated_attention.planning.estimate.problem import machine_of
     from dilated_attention.planning.plans import plans_table
 
     planned = _attention(args) if args.what in PLAN_KINDS else _model(args)
@@ -75,9 +71,6 @@ def _plan(args: argparse.Namespace) -> int:
         put_json(found[0] if len(found) == 1 else found)
         return 0
     put(plans[0] if len(plans) == 1 else plans_table(plans))
-    gpu = machine_of(args.gpu, args.memory).gpu
-    if gpu is not None and (wheels := torch_wheels(gpu.capability, is_rocm=torch.version.hip is not None)):
-        put(f"{gpu.name}: {wheels}")
     return 0
 
 

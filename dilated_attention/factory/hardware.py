@@ -28,19 +28,4 @@ EXAMPLES: dict[str, Hardware] = {
     "mps": Hardware(device_type="mps", torch_version=(2, 13), name="mps"),
 }
 
-# the first compute capability that torch's wheels for CUDA 12.8 and later have kernels for, and the releases that this was read for:
-# the support matrix of torch 2.11 (PyTorch's RELEASE.md, pytorch#175253) and, for 2.15, a request for comments (pytorch#190385)
-_FIRST_OF_CUDA_12_8 = (7, 5)
-
-
-def torch_wheels(capability: tuple[int, int] | None, *, is_rocm: bool = False) -> str:
-    """Returns which of torch's wheels a GPU needs, in a sentence, where it is not any of them; else ""."""
-    if capability is None or is_rocm or capability >= _FIRST_OF_CUDA_12_8:
-        return ""
-    return (
-        f"compute capability {capability[0]}.{capability[1]} (before Turing) needs torch's wheels for CUDA 12.6, cu126: since torch 2.11 "
-        "those for CUDA 12.8 and later have no kernels for it. A proposal (pytorch#190385) would end cu126 with torch 2.15"
-    )
-
-
-__all__ = ["EXAMPLES", "Hardware", "detect", "torch_wheels"]
+__all__ = ["EXAMPLES", "Hardware", "detect"]

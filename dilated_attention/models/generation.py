@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dilated_attention.functional.fused_norm_linear import compute_dtype
 from dilated_attention.models.kv_cache.cache import Cache, KVCache, Requests
 from dilated_attention.models.kv_cache.decode_step import CachePass
 from dilated_attention.models.kv_cache.paged import PagedKVCache
@@ -292,7 +293,7 @@ def _steps(
     with eval_mode(model):
         weight = model.output_weight
         lengths = [len(row) for row in rows]
-        place: dict[str, Any] = {"device": weight.device, "dtype": _dtype_of_keys(weight)}
+        place: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight, weight)}
         longest = max(lengths) + max_new_tokens
         cache: Cache
         if len(set(lengths)) == 1:
@@ -359,14 +360,6 @@ def _until(tokens: torch.Tensor, is_end: torch.Tensor) -> torch.Tensor:
     """Returns tokens (n,) up to and including the first that ``is_end``, (n,) bool."""
     found = is_end.nonzero()
     return tokens[: int(found[0]) + 1] if len(found) else tokens
-
-
-def _dtype_of_keys(weight: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of keys, which linear layers compute: autocast's dtype if it is enabled and applies."""
-    kind = weight.device.type
-    if kind == "meta" or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return weight.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int]:

@@ -129,8 +129,7 @@ class LongNetStack(nn.Module):
         query_rows: Any,
         layer: int = -1,
         cu_seqlens: torch.Tensor | None = None,
-        average_heads: bool = False,
-        chunk: int | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """Returns the attention weights of chosen queries in one block, (B, H, R, N), exact and without computing all N².
 
@@ -138,21 +137,15 @@ class LongNetStack(nn.Module):
 
         Args:
             x, cu_seqlens: see ``forward``.
-            query_rows, average_heads, chunk: see ``dilated_attention.functional.attention_map``, which also says what a row sums to.
+            query_rows: see ``dilated_attention.functional.attention_map``, which also says what a row sums to.
+            options: average_heads, chunk: see there.
             layer: index of the block, from 0; negative values count from the end. Only the blocks before it run.
 
         Raises:
             ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
         attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_map(
-            x,
-            query_rows=query_rows,
-            is_causal=self.is_causal,
-            cu_seqlens=cu_seqlens,
-            average_heads=average_heads,
-            chunk=chunk,
-        )
+        return attention.attention_map(x, query_rows=query_rows, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     @torch.no_grad()
     def attention_received(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.functional import attention_map, attention_received
-from dilated_attention.modules._settings import KernelSettings, options_of
+from dilated_attention.modules._settings import KernelSettings
 
 
 class LocalAttention(KernelSettings):
@@ -55,47 +55,23 @@ class LocalAttention(KernelSettings):
             return_lse=return_lse,
         )
 
-    def attention_map(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        query_rows: Any,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        average_heads: bool = False,
-        lse: torch.Tensor | None = None,
-        chunk: int | None = None,
-    ) -> torch.Tensor:
-        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout: see ``attention_map``.
+    def attention_map(self, query: torch.Tensor, key: torch.Tensor, query_rows: Any, **options: Any) -> torch.Tensor:
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
-            query_rows, average_heads, lse, chunk: see ``dilated_attention.functional.attention_map``.
+            query, key: see ``forward``.
+            query_rows: see ``dilated_attention.functional.attention_map``.
+            options: of ``forward``: is_causal, key_padding_mask, cu_seqlens, query_offset; of that function: average_heads, lse, chunk.
         """
-        return attention_map(query, key, **self._map_arguments(query), **options_of(locals()))
+        return attention_map(query, key, query_rows=query_rows, **self._map_arguments(query), **options)
 
-    def attention_received(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        query_weights: torch.Tensor | None = None,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        average_heads: bool = False,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> torch.Tensor:
-        """Returns the attention (B, H, Nk) that every key receives from all queries: see ``attention_received``.
+    def attention_received(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Returns the attention (B, H, Nk) that every key receives from all queries.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
-            query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``. The module's own
+            query, key: see ``forward``.
+            options: of ``forward``: is_causal, key_padding_mask, cu_seqlens, query_offset; of
+                ``dilated_attention.functional.attention_received``: query_weights, average_heads, dtype, backend. The module's own
                 backend is not used, since it may not support ``dtype``.
         """
-        return attention_received(query, key, **self._map_arguments(query), **options_of(locals()))
+        return attention_received(query, key, **self._map_arguments(query), **options)

@@ -10,7 +10,6 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules._settings import options_of
 from dilated_attention.pattern.checks import as_int
 
 
@@ -73,55 +72,38 @@ class LocalMultihead(MultiheadProjections):
 
     @torch.no_grad()
     def attention_map(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        *,
-        query_rows: Any,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        average_heads: bool = False,
-        chunk: int | None = None,
-    ) -> torch.Tensor:
-        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout: see ``attention_map``.
+        self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
 
         They weight the projected values, before ``inner_attn_ln`` and ``out_proj``.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
-            query_rows, average_heads, chunk: see ``dilated_attention.functional.attention_map``.
+            query, key, cu_seqlens, query_offset: see ``forward``.
+            query_rows: see ``dilated_attention.functional.attention_map``.
+            options: is_causal and key_padding_mask of ``forward``; average_heads and chunk of that function.
 
         >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
         >>> weights[:, 0]  # (B, N)
         """
-        options = options_of(locals())
-        return self.attention.attention_map(*self._scored(query, key, cu_seqlens, query_offset), **options)
+        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
+        return self.attention.attention_map(*self._scored(query, key, **places), query_rows, **places, **options)
 
     @torch.no_grad()
     def attention_received(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        *,
-        query_weights: torch.Tensor | None = None,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        average_heads: bool = False,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> torch.Tensor:
-        """Returns the attention (B, H, Nk) that every key receives from all queries: see ``attention_received``.
+        self, query: torch.Tensor, key: torch.Tensor | None = None, *, cu_seqlens: torch.Tensor | None = None, query_offset: int = 0,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the attention (B, H, Nk) that every key receives from all queries.
 
         Args:
-            query, key, is_causal, key_padding_mask, cu_seqlens, query_offset: see ``forward``.
-            query_weights, average_heads, dtype, backend: see ``dilated_attention.functional.attention_received``.
+            query, key, cu_seqlens, query_offset: see ``forward``.
+            options: is_causal and key_padding_mask of ``forward``; query_weights, average_heads, dtype and backend of
+                ``dilated_attention.functional.attention_received``.
         """
-        options = options_of(locals())
-        return self.attention.attention_received(*self._scored(query, key, cu_seqlens, query_offset), **options)
+        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
+        return self.attention.attention_received(*self._scored(query, key, **places), **places, **options)
 
     def _scored(
         self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int

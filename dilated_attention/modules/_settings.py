@@ -21,11 +21,6 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a method that passes all of them on, from its ``locals()``."""
-    return {name: value for name, value in given.items() if name not in ("self", "query", "key")}
-
-
 class KernelSettings(nn.Module):
     """Holds the arguments that every attention function has and that are fixed at construction. Subclasses add ``forward``.
 

@@ -110,12 +110,3 @@ def test_what_cannot_be_planned_is_told_on_stderr(arguments: list[str], code: in
         assert exit_.code == code
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == ""
-
-
-def test_gpus_before_turing_are_told_their_wheels(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpu in ("V100", "P100"):
-        assert "needs torch's wheels for CUDA 12.6" in run(capsys, "dense", "--length", "1k", "--gpu", gpu)
-    assert "wheels" not in run(capsys, "dense", "--length", "1k", "--gpu", "T4")
-    for machine, told in (("volta", True), ("pascal", True), ("turing", False), ("rocm", False)):
-        main(["info", "--for", machine])
-        assert ("wheels for CUDA 12.6" in capsys.readouterr().out) is told
