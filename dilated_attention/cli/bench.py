@@ -9,15 +9,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention import start
-from dilated_attention.cli import tune
 from dilated_attention.cli.arguments import device_of
 from dilated_attention.cli.choices import DTYPES, SUITES
 from dilated_attention.cli.console import put, put_json
-from dilated_attention.parsing import positive
+from dilated_attention.parsing import UsageError, positive, size
 
 if TYPE_CHECKING:
     from dilated_attention.bench import Outcome, Session, Suite
@@ -34,8 +34,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         usage="%(prog)s [options]",
         help=("measure every usable backend; what is fastest is preferred from then on (also: bench --tune)"),
     )
-    tune.add_arguments(tuning)
-    tuning.set_defaults(run=tune.run, parser=tuning)
+    _add_tune(tuning)
+    tuning.set_defaults(run=_tune, parser=tuning)
     for name, about in SUITES.items():
         suite = suites.add_parser(name, usage="%(prog)s [options]", help=about, description=f"{about}.")
         suite.complete = functools.partial(_add_suite, suite, name)
@@ -172,3 +172,47 @@ def _tell(suite: Suite, outcome: Outcome, compared: Sequence[Table], as_json: bo
         why = f"--minutes ran out before {left} of {len(results.groups) + left} groups"
     if outcome.broken or left:
         print(f"{why}: run the same command again to measure them", file=sys.stderr)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=positive, help="stop measuring after this long; default 480 on a GPU, 120 on a CPU")
+    parser.add_argument("--head-dims", type=size, nargs="+", help="default: 64 128 32 96 48 192 256 on a GPU, 32 64 on a CPU")
+    parser.add_argument("--lengths", type=size, nargs="+", help="default: powers of two from 256 to 65536 on a GPU, to 2048 on a CPU")
+    parser.add_argument("--dtypes", choices=("half", "float32"), nargs="+", help="default: both")
+    parser.add_argument("--backends", nargs="+", help="default: all usable ones; those left out come after those measured")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--output", type=Path, help="file to write instead of the one that this machine reads; replaced if it exists")
+    parser.add_argument("--json", action="store_true", help="print the table's rows as JSON")
+
+
+def _tune(args: argparse.Namespace) -> int:
+    """Measures every usable backend on this machine; later calls prefer the fastest."""
+    from dilated_attention.backends import tuning_table
+    from dilated_attention.factory import detect, list_backends, tune
+
+    hardware = detect(device_of(args.device) if args.device else None)
+    unknown = [name for name in args.backends or () if name not in list_backends()]
+    if unknown:
+        raise UsageError(f"--backends has {', '.join(unknown)}; expected some of {', '.join(list_backends())}")
+    path = args.output or tuning_table.cache_path(hardware)
+    default = tune.default_sweep(hardware)
+    sweep = replace(
+        default,
+        head_dims=tuple(args.head_dims or default.head_dims),
+        lengths=tuple(args.lengths or default.lengths),
+        dtypes=tuple(args.dtypes or default.dtypes),
+        backends=tuple(args.backends or default.backends),
+        seconds=default.seconds if args.seconds is None else args.seconds,
+    )
+    table = tune.measure(sweep, device=args.device, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    tuning_table.save(table, path)
+    tuning_table.refresh()
+    if args.json:
+        rows = [tuning_table.as_dict(row) for row in table.rows]
+        put_json({"file": str(path), "source": table.source, "date": table.date, "rows": rows})
+        return 0
+    put(tune.winners(table))
+    put(f"written to {path}")
+    if path != tuning_table.cache_path(hardware):
+        put(f"to use it: DILATED_ATTENTION_CACHE={path}, or move it to {tuning_table.cache_path(hardware)}")
+    return 0

@@ -27,22 +27,6 @@ class AttentionPreset:
     source: str
 
 
-def _torchscale(segment_lengths: tuple[int, ...], embed_dim: int, num_heads: int, source: str) -> AttentionPreset:
-    pattern = DilatedPattern(segment_lengths, (1, 2, 4, 8, 16), "blocked", "all", "zero_keys")
-    return AttentionPreset(pattern=pattern, embed_dim=embed_dim, num_heads=num_heads, mixture_grad="detached", source=source)
-
-
-ATTENTION_PRESETS: dict[str, AttentionPreset] = {
-    "longnet": AttentionPreset(
-        pattern=DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)),
-        embed_dim=768,
-        num_heads=12,
-        source="LongNet, arXiv 2307.02486, section 4.1",
-    ),
-    "gigapath": _torchscale((1024, 5792, 32768, 185363, 1048576), 768, 16, "Prov-GigaPath slide encoder 12l768d, max_wsi_size 262144"),
-    "longvit": _torchscale((1024, 4096, 32768, 262144, 1048576), 384, 16, "LongViT at 32768 × 32768 pixels"),
-}
-
 # Table 4 of the paper (arXiv 2307.02486); the branches are those of its section 4.1, the tokens those of cl100k_base
 _LONGNET: dict[str, Any] = {
     "vocab_size": 100277,
@@ -113,4 +97,18 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     "gigapath-24l1024d": SlideEncoderConfig.gigapath(1024, 24),
     "gigapath-12l1536d": SlideEncoderConfig.gigapath(1536, 12),
     **{f"longvit-{size}": VisionConfig.longvit(size) for size in (1024, 4096, 8192, 16384, 32768)},
+}
+
+
+def _attention_of(model: str, source: str) -> AttentionPreset:
+    config: Any = MODEL_PRESETS[model]
+    stack = getattr(config, "encoder", config)
+    fields = {name: getattr(stack, name) for name in ("pattern", "embed_dim", "num_heads", "mixture_grad")}
+    return AttentionPreset(**fields, source=source)
+
+
+ATTENTION_PRESETS: dict[str, AttentionPreset] = {
+    "longnet": _attention_of("longnet-125m", "LongNet, arXiv 2307.02486, section 4.1"),
+    "gigapath": _attention_of("gigapath-12l768d", "Prov-GigaPath slide encoder 12l768d, max_wsi_size 262144"),
+    "longvit": _attention_of("longvit-32768", "LongViT at 32768 × 32768 pixels"),
 }

@@ -111,7 +111,17 @@ def attention_map(
             # the queries of a packed document are at the same rows as its keys
             queries = q if cu_seqlens is None else q[:, start:end]
             padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
-            side = _key_side(queries, k[:, start:end], branches, blocks, is_causal, scale, padding, query_offset, sinks)
+            keys = k[:, start:end]
+            kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
+            if isinstance(blocks, TopBlocks):
+                # chosen by content
+                chosen = blocks.choose(queries, keys, is_causal=is_causal, scale=scale, key_padding_mask=padding, query_offset=query_offset)
+                kept = tuple(chosen[entry] for entry in range(B))
+            for blocks_of_entry in kept:
+                blocks_of_entry.check(end - start, H)
+            side = KeySide(
+                k=keys, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=wide, sinks=sinks
+            )
             for first in range(0, len(inside), rows_at_once):
                 places = inside[first : first + rows_at_once]
                 positions = [query_offset + rows[place] - start for place in places]
@@ -124,28 +134,6 @@ def attention_map(
                     else:
                         result[:, :, where, columns] = weights
     return result
-
-
-def _key_side(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    branches: DilatedPattern | None,
-    blocks: BlockPattern | None,
-    is_causal: bool,
-    scale: float,
-    padding: torch.Tensor | None,
-    query_offset: int,
-    sinks: torch.Tensor | None,
-) -> KeySide:
-    """Builds the key side of one document from its tensors; a content-chosen pattern selects its blocks here."""
-    kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
-    if isinstance(blocks, TopBlocks):
-        chosen = blocks.choose(q, k, is_causal=is_causal, scale=scale, key_padding_mask=padding, query_offset=query_offset)
-        kept = tuple(chosen[entry] for entry in range(q.shape[0]))
-    for pattern in kept:
-        pattern.check(k.shape[1], q.shape[2])
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return KeySide(k=k, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=dtype, sinks=sinks)
 
 
 def checked_patterns(

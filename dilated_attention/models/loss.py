@@ -71,13 +71,13 @@ def summed_cross_entropy(
     return total
 
 
-def _aligned(weight: torch.Tensor, multiple: int = 8) -> torch.Tensor:
-    """The weight with rows of zeros up to the next multiple, on a GPU.
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """The weight with rows of zeros up to the next multiple of 8, on a GPU.
 
     Rows of logits then begin at multiples of 16 bytes. For the 100,277 words of a common vocabulary cuBLAS uses kernels that read them
     element by element, which made two thirds of a training step of a small model.
     """
-    missing = -weight.shape[0] % multiple
+    missing = -weight.shape[0] % 8
     if not missing or weight.device.type != "cuda":
         return weight
     if torch.is_autocast_enabled("cuda") and weight.dtype is torch.float32:

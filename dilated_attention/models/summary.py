@@ -45,13 +45,12 @@ def footprint(
     num_parameters: int,
     *,
     checkpoint_activations: bool = False,
-    residual_bytes: int = 4,
     activation_bytes: int = 2,
 ) -> Footprint:
     """Estimates the footprint of a stack whose blocks save what ``functional.fused_norm_linear`` saves for the backward.
 
     This is x, q, k, v, out and its lse, x after attention, W_1 x, with ``activation_bytes`` per element. With ``checkpoint_activations`` a
-    block only saves its input, with ``residual_bytes`` per element: the residual stream has the dtype of its input, float32 under autocast
+    block only saves its input, with 4 bytes per element: the residual stream has the dtype of its input, float32 under autocast
     unless it is cast. The rest exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md
     compares it with measured peaks.
     """
@@ -65,7 +64,7 @@ def footprint(
     # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
     passing = activation_bytes * (3 * inner + 2 * embed)
     if checkpoint_activations:
-        kept, passing = config.num_layers * residual_bytes * embed, passing + block
+        kept, passing = config.num_layers * 4 * embed, passing + block
     else:
         kept = config.num_layers * block
     return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)

@@ -8,8 +8,7 @@ import torch
 
 from dilated_attention.backends import PRECISIONS
 from dilated_attention.functional import dilated_attention
-from dilated_attention.modules._local import LocalAttention
-from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.modules._settings import DilatedSettings, LocalAttention
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import one_of
 

@@ -13,8 +13,8 @@ from dilated_attention.functional import (
     ring_block_sparse_dilated_attention,
 )
 from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
-from dilated_attention.modules._block_settings import BlockSettings, UnionSettings
 from dilated_attention.modules._ring import RingModule
+from dilated_attention.modules.block_sparse import BlockSettings, UnionSettings
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int
 

@@ -5,12 +5,68 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.modules._multihead import RingMultihead
+from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.ring import RingDilatedAttention
 from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
 from dilated_attention.pattern import HeadOffsets
+from dilated_attention.pattern.checks import as_int
+
+
+class RingMultihead(MultiheadProjections):
+    """A layer whose processes each hold some rows of a sequence. ``attention`` has ``ring``, which says where they are in it."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the attention.
+
+        Args:
+            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
+            key: (B, n, E) of the same positions; None for query.
+            value: (B, n, E); None for key.
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
+                torch.compile it must be given.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            is_causal, need_weights, attn_mask, input_norm: see ``MultiheadDilatedAttention.forward``.
+
+        Returns:
+            (out (B, n, E) in the projections' dtype, None).
+
+        Raises:
+            ValueError, TypeError: as there, or the calls differ between processes.
+            RingError: a process died, stalled or made a different call.
+        """
+        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return out, None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, seq_len: int | None, **options: Any
+    ) -> torch.Tensor:
+        """Returns the layer's output (B, n, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
+        if self.rotary:
+            ring: RingSettings = self.attention.ring
+            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+            # the attention refuses unequal numbers of rows, on all processes alike
+            if q.shape[1] == k.shape[1]:
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
+        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, seq_len=seq_len, **options))
 
 
 class RingMultiheadDilatedAttention(RingMultihead):

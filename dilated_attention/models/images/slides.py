@@ -44,7 +44,7 @@ def check_bounds(bounds: list[int] | None, num_tiles: int, *, global_pool: bool)
         is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tiles or not is_rising:
             raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {num_tiles}")
-    if global_pool and (num_tiles == 0 or (bounds is not None and has_empty(bounds))):
+    if global_pool and any(start == end for start, end in itertools.pairwise(bounds or [0, num_tiles])):
         raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
 
 
@@ -61,10 +61,6 @@ def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
                     f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
                 )
     return [start + place for start in bounds[:-1] for place in places]
-
-
-def has_empty(bounds: list[int]) -> bool:
-    return any(start == end for start, end in itertools.pairwise(bounds))
 
 
 def device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -1,9 +1,12 @@
-"""The two vocabularies of this library, bytes and bases: text to tokens and back."""
+"""The two vocabularies of this library, bytes and bases: text and FASTA files to tokens, and back."""
 
 from __future__ import annotations
 
 import functools
+import gzip
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -87,3 +90,24 @@ def vocabulary_of(config: LongNetConfig) -> Vocabulary:
 def other_strand(symbols: torch.Tensor) -> torch.Tensor:
     """Returns the reverse complement of bases (…, N), which is what a gene on the other strand reads: A↔T, C↔G, N stays, from the end."""
     return torch.where(symbols == UNKNOWN, UNKNOWN, 3 - symbols).flip(-1)
+
+
+def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
+    """Returns (name, bases) of every record, in the order of the file; bases are tokens of ``BASES``, int64 (N,).
+
+    Args:
+        path: a FASTA file, plain or compressed with gzip. Letters other than A, C, G and T, of either case, are N.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds no record, or is compressed and damaged.
+    """
+    raw = Path(path).read_bytes()
+    try:
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
+    records = [record.partition(b"\n") for record in text.split(b">")[1:]]
+    if not records:
+        raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
+    return [(head.decode(errors="replace").strip(), BASES.encode(body)) for head, _, body in records]
