@@ -39,12 +39,6 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     The seed is drawn from the default generator of x's device: it is reproducible under ``manual_seed``, repeated by activation
     checkpointing, and new in each replay of a CUDA graph. The mask differs from that of nn.Dropout under the same seed.
     """
-    if x.shape != y.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)} and y has {tuple(y.shape)}; expected one shape for both")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; expected a probability, 0 ≤ p < 1")
-    if path is not None and path.shape not in (x.shape[:1], x.shape[:2]):
-        raise ValueError(f"path has shape {tuple(path.shape)}; expected one factor per row, {tuple(x.shape[:2])}, or one per sample")
     if not dropout and path is None:
         return x + y
     seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None

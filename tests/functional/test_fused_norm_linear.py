@@ -375,24 +375,6 @@ def test_second_derivatives_are_refused() -> None:
         grad.sum().backward()
 
 
-def test_wrong_calls_are_refused() -> None:
-    x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
-    for message, arguments in {
-        "expected one of": {"activation": "tanh"},
-        "gate is None": {"activation": "swiglu"},
-        "gate is given": {"gate": x},
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            fused_norm_linear.norm_linear(x, [w], [b], **arguments)
-    with pytest.raises(ValueError, match="2 weights have 1 biases"):
-        fused_norm_linear.norm_linear(x, [w, w], [b], norm="rms")
-    for message, arguments in {"dropout is 1": {"dropout": 1.0}, "path has shape": {"path": torch.ones(4)}}.items():
-        with pytest.raises(ValueError, match=message):
-            add_dropped(x, x, **arguments)
-    with pytest.raises(ValueError, match="y has"):
-        add_dropped(x, x[:2])
-
-
 def test_flops_are_counted() -> None:
     """As many as torch counts for the layers one by one; the counter's hooks on modules would have those called, so without modules."""
     x, w, v = (torch.randn(rows, 24, requires_grad=True) for rows in (3, 8, 5))

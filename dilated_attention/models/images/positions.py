@@ -6,15 +6,11 @@ import math
 
 import torch
 
-from dilated_attention.pattern.checks import as_int
-
 WAVELENGTH_BASE = 10000.0
 
 
 def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | None = None) -> torch.Tensor:
     """Returns (num_positions, dim) in float64: row p is sin(p·ω_i), then cos(p·ω_i), ω_i = 10000^(−2i/dim), i = 0 … dim/2 − 1."""
-    if dim < 2 or dim % 2:
-        raise ValueError(f"dim is {dim}; sines and cosines come in pairs: use an even number")
     # Apple's GPUs have no float64
     home = torch.device("cpu") if device is None or torch.device(device).type == "mps" else torch.device(device)
     exponents = torch.arange(dim // 2, dtype=torch.float64, device=home) * (-2 / dim * math.log(WAVELENGTH_BASE))
@@ -26,16 +22,12 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
     """Returns the int64 cells floor(coordinate / tile_size), (…, 2), of pixel coordinates (…, 2); each must be in [0, grid_size).
 
     Raises:
-        ValueError, TypeError: if coordinates have another shape or a dtype that rounds them, or a cell is outside the grid. The last check
-            reads the values, so on a GPU the host waits for them. Inside torch.compile and while a CUDA graph is captured the host cannot
-            wait: there each call or replay asserts on the device.
+        TypeError: if coordinates have a dtype that rounds them.
+        ValueError: if a cell is outside the grid. This reads the values, so a GPU makes the host wait. Inside torch.compile and while
+            a CUDA graph is captured the host cannot wait: there each call or replay asserts on the device.
     """
-    if not isinstance(coords, torch.Tensor) or coords.ndim < 1 or coords.shape[-1] != 2:
-        given = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
-        raise ValueError(f"coords is {given}; expected a tensor (…, 2) of pixel coordinates")
     if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
         raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
-    tile_size = as_int("tile_size", tile_size, minimum=1)
     # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor").long()
@@ -75,14 +67,12 @@ def grid_positions(
         dtype: dtype of the result; None for torch's default. Positions are computed in float64 in any case.
 
     Raises:
-        ValueError, TypeError: see ``grid_indices``; or if embed_dim is not a multiple of 4.
+        ValueError, TypeError: see ``grid_indices``.
 
     Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a
     coordinate outside the grid is refused instead of wrapping into another row.
     """
-    if as_int("embed_dim", embed_dim, minimum=1) % 4:
-        raise ValueError(f"embed_dim is {embed_dim}; two coordinates, each with sines and cosines, need a multiple of 4")
-    cells = grid_indices(coords, tile_size, as_int("grid_size", grid_size, minimum=1))
+    cells = grid_indices(coords, tile_size, grid_size)
     table = sincos_table(grid_size, embed_dim // 2, device=cells.device)
     table = table.to(device=cells.device, dtype=torch.get_default_dtype() if dtype is None else dtype)
     return table[cells.flip(-1)].flatten(-2)
