@@ -15,7 +15,7 @@ from dilated_attention.integrations._torchscale_stack import (
     stack_config,
     take_stack,
 )
-from dilated_attention.integrations._weights import Weights, place, read_weights, without
+from dilated_attention.integrations._weights import Weights, read_weights, without
 from dilated_attention.models.config import TORCHSCALE_ENCODER
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig, segment_lengths_of
@@ -40,11 +40,9 @@ def load_slide_encoder(
     dropout: float = 0.0,
     drop_path: float = 0.0,
     ignore: Sequence[str] = (),
-    backend: str = "auto",
-    checkpoint_activations: bool = False,
     device: Any = None,
     dtype: torch.dtype | None = None,
-    **ring: Any,
+    **options: Any,
 ) -> SlideEncoder:
     """Loads Prov-GigaPath's slide encoder, ``slide_encoder.pth``: the released one (768 × 12 layers) and others of its family.
 
@@ -61,9 +59,8 @@ def load_slide_encoder(
         mixture_grad: see ``load_attention``.
         dropout, drop_path: for further training; Prov-GigaPath uses 0.25 and 0.1.
         ignore: prefixes of the names of weights to leave out.
-        backend, checkpoint_activations, device, dtype: see ``load_decoder``.
-        ring: ``group``, ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout`` for slides shared by processes: see
-            ``SlideEncoder``.
+        device, dtype: see ``load_attention``.
+        options: ``backend``, ``checkpoint_activations``; for slides shared by processes ``group``, ``mesh`` …: see ``SlideEncoder``.
     """
     names = without(read_weights(source), ignore)
     check_names(list(names))
@@ -102,8 +99,7 @@ def load_slide_encoder(
     if "pos_embed" in weights:
         _check_table(weights.take("pos_embed", "pos_embed", 3), config)
         del weights.taken["pos_embed"]
-    model = SlideEncoder(config, backend=backend, checkpoint_activations=checkpoint_activations, device="meta", **ring)
-    return fill(model, place(weights.finish(), device, dtype))
+    return fill(SlideEncoder(config, device="meta", **options), weights, device, dtype)
 
 
 def _check_table(table: torch.Tensor, config: SlideEncoderConfig) -> None:
@@ -135,11 +131,9 @@ def load_longvit(
     norm_eps: float | None = None,
     drop_path: float = 0.0,
     ignore: Sequence[str] = (),
-    backend: str = "auto",
-    checkpoint_activations: bool = False,
     device: Any = None,
     dtype: torch.dtype | None = None,
-    **ring: Any,
+    **options: Any,
 ) -> LongViT:
     """Loads LongViT: its backbone, its classifiers (single-process or sequence-parallel, with the same names), or its DINO pretraining.
 
@@ -157,7 +151,7 @@ def load_longvit(
         dilation_rates: 1, 2, 4, 8, 16 in LongViT.
         attention: ``"dilated"`` · ``"dense"``, which is LongViT's ``flash_attention=False``, without segments and rates.
         norm_eps: ε of the norm at the pooling; None for LongViT's, 1e-5 in a classifier and 1e-6 in the pretraining.
-        layer_norm_eps, mixture_grad, drop_path, ignore, backend, checkpoint_activations, device, dtype, ring: see ``load_slide_encoder``.
+        layer_norm_eps, mixture_grad, drop_path, ignore, device, dtype, options: see ``load_slide_encoder``.
     """
     names = without(read_weights(source), ignore)
     check_names(list(names))
@@ -192,8 +186,7 @@ def load_longvit(
     if norm_eps is not None:
         pooling["norm_eps"] = norm_eps
     config = VisionConfig(encoder=encoder, image_size=image_size, patch_size=patch.shape[2], in_channels=patch.shape[1], **pooling)
-    model = LongViT(config, backend=backend, checkpoint_activations=checkpoint_activations, device="meta", **ring)
-    return fill(model, place(weights.finish(), device, dtype))
+    return fill(LongViT(config, device="meta", **options), weights, device, dtype)
 
 
 def _take_pooling(weights: Weights, outer: str, num_classes: int | None, width: int) -> dict[str, Any]:

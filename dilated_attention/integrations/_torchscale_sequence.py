@@ -18,7 +18,7 @@ from dilated_attention.integrations._torchscale_stack import (
     take_attention,
     take_stack,
 )
-from dilated_attention.integrations._weights import Weights, place, read_weights, without
+from dilated_attention.integrations._weights import Weights, read_weights, without
 from dilated_attention.models import LongNetDecoder, LongNetEncoder, LongNetLM
 from dilated_attention.modules import MultiheadDilatedAttention
 
@@ -74,7 +74,7 @@ def load_attention(
         device="meta",
     )
     take_attention(weights, "", "", layer.head_dim, has_xpos=has_xpos, sub_norm=sub_norm)
-    return fill(layer, place(weights.finish(), device, dtype))
+    return fill(layer, weights, device, dtype)
 
 
 def load_encoder(source: Any, **settings: Any) -> LongNetEncoder | LongNetLM:
@@ -123,10 +123,9 @@ def _load_stack(
     attention_dropout: float = 0.0,
     drop_path: float = 0.0,
     ignore: Sequence[str] = (),
-    backend: str = "auto",
-    checkpoint_activations: bool = False,
     device: Any = None,
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Any:
     names = without(read_weights(source), ignore)
     check_names(list(names))
@@ -172,6 +171,5 @@ def _load_stack(
         ffn=activation_of(activation),
     )
     take_stack(weights, config, "" if vocabulary is None else "decoder.")
-    options: dict[str, Any] = {"backend": backend, "checkpoint_activations": checkpoint_activations, "device": "meta"}
-    model = (LongNetDecoder if is_causal else LongNetEncoder)(config, **options) if vocabulary is None else LongNetLM(config, **options)
-    return fill(model, place(weights.finish(), device, dtype))
+    model: Any = LongNetLM if vocabulary is not None else LongNetDecoder if is_causal else LongNetEncoder
+    return fill(model(config, device="meta", **options), weights, device, dtype)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dilated_attention.files import parse_json
-from dilated_attention.integrations._weights import Weights
+from dilated_attention.integrations._weights import Weights, place
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
@@ -168,10 +168,11 @@ def take_stack(weights: Weights, config: LongNetConfig, into: str = "") -> None:
         weights.take_norm("layer_norm", f"{into}norm")
 
 
-def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Any:
-    """Loads these weights into ``model``, built on meta, and returns it in eval mode."""
+def fill(model: nn.Module, weights: Weights, device: Any, dtype: torch.dtype | None) -> Any:
+    """Loads all weights that were taken into ``model``, built on meta, and returns it in eval mode."""
+    taken = place(weights.finish(), device, dtype)
     try:
-        model.load_state_dict(weights, assign=True)
+        model.load_state_dict(taken, assign=True)
     except RuntimeError as error:
         raise ValueError(f"these weights do not belong to one model: {error}") from error
     model.requires_grad_()

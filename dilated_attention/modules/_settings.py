@@ -1,4 +1,4 @@
-"""What attention modules without parameters share: settings, their checks and their repr."""
+"""What attention modules without parameters share: settings, their checks and their repr; and those of one process."""
 
 from __future__ import annotations
 
