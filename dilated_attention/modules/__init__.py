@@ -8,8 +8,12 @@ from dilated_attention.modules.multihead import (
     MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
 )
-from dilated_attention.modules.ring import RingAttention, RingDilatedAttention
-from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
+from dilated_attention.modules.ring import (
+    RingAttention,
+    RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
+    RingDilatedAttention,
+)
 from dilated_attention.modules.ring_multihead import (
     RingMultiheadBlockSparseAttention,
     RingMultiheadBlockSparseDilatedAttention,

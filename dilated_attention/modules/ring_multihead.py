@@ -10,8 +10,7 @@ from torch import nn
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.modules._projections import MultiheadProjections
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules.ring import RingDilatedAttention
-from dilated_attention.modules.ring_block_sparse import RingBlockSparseAttention, RingBlockSparseDilatedAttention
+from dilated_attention.modules.ring import RingBlockSparseAttention, RingBlockSparseDilatedAttention, RingDilatedAttention
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import as_int
 
