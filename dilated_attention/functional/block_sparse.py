@@ -41,11 +41,29 @@ def block_sparse_attention(
     lse −inf and gradient 0.
 
     Args:
+        q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
+        k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
         pattern: a block pattern of ``dilated_attention.pattern``, or several joined by | and &, for all heads or per head; or a
             ``BlockMask`` of torch.nn.attention.flex_attention, read by ``from_block_mask``.
+        is_causal: a query sees keys at its own position and before.
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
+        softcap: see ``dilated_attention``.
         cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; each document attends to itself, with its own blocks.
+        key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        sinks: (H,), float32 or q's dtype: one more key per head, of value 0 and this score: see ``dilated_attention``.
+        dropout_p: probability that an attention weight is dropped, by position. Pass 0 in evaluation.
+        query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
+        return_lse: also return the log-sum-exp of the scores.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name from ``list_backends()``. A named backend is used or the call is refused; it is never replaced.
 
-    All other arguments, results and errors are those of ``dilated_attention``.
+    Returns:
+        out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
+        float64 inputs). lse is differentiable.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is allocated.
+        BackendUnavailable: no backend can compute this, or the named one cannot; the message lists every reason.
 
     The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
     whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.

@@ -51,15 +51,34 @@ def ring_block_sparse_attention(
     in transit meanwhile.
 
     Args:
+        q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
+        k, v: this process's keys and values (B, n, Hk, D).
         pattern: as in ``block_sparse_attention``, of the whole sequence and equal on all processes. A pattern that holds a function must
             hold the same function everywhere: its kept blocks are compared, not its masks inside blocks. Patterns chosen by content
             are refused.
+        group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
+            one process, nothing is communicated.
+        mesh: a DeviceMesh of one axis, instead of a group.
         layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: which process holds which positions. ``balanced_layout(pattern, …)``
             returns one that gives all processes equal work. Shards that begin and end at block boundaries are the fastest.
+        seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
         cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes; each document has its own blocks.
+        key_padding_mask: (B, n) bool of this process's keys, True = padding.
+        sinks: (H,), on all processes alike; a process's gradient is that of its own rows: see ``ring_dilated_attention``.
+        dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
         head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: chosen by a cost model.
+        timeout: seconds that an exchange may take before an error names it and its peer.
 
-    All other arguments, results and errors are those of ``ring_dilated_attention``; a backend is refused before anything is sent.
+    All other arguments are those of ``block_sparse_attention``. All but ``backend`` and ``timeout`` must be equal on all processes. This
+    is checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
+
+    Returns:
+        out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
+
+    Raises:
+        ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
+        RingError: a process died, stalled or made a different call; the message names the exchange and the peer, or the difference.
+        BackendUnavailable: as in ``block_sparse_attention``, before anything is sent.
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
