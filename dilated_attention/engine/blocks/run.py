@@ -10,7 +10,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,43 +45,32 @@ class BlockMasks(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The keys and rows of a document (see ``DocumentRows``), with the backend and options that compute it."""
+    """The keys and rows of a document (see ``DocumentRows``), and the options and the backend, as it declares itself, that compute it."""
 
     keys: slice
     rows: slice
     front: int
-    backend: Backend
     options: Options
+    backend: Backend
+    capabilities: Capabilities
 
 
 class BlockPass(NamedTuple):
-    """How one pass runs: every document, or the whole sequence as one, and its lists."""
+    """How one pass runs: every document, or the whole sequence as one, and its lists, or in a remembered pass weak references to them."""
 
     parts: tuple[_Part, ...]
-    lists: tuple[BlockLists, ...]
+    lists: tuple[Any, ...]
 
-    def remembered(self) -> RememberedPass:
-        return RememberedPass(
-            self.parts, tuple(weakref.ref(lists) for lists in self.lists), tuple(part.backend.capabilities for part in self.parts)
-        )
-
-
-class RememberedPass(NamedTuple):
-    """A ``BlockPass`` for later calls. It does not keep the lists alive, which have a cache of limited size."""
-
-    parts: tuple[_Part, ...]
-    lists: tuple[weakref.ref[BlockLists], ...]
-    capabilities: tuple[Capabilities, ...]
+    def remembered(self) -> BlockPass:
+        """Returns the pass for later calls. It does not keep the lists alive, which have a cache of limited size."""
+        return self._replace(lists=tuple(map(weakref.ref, self.lists)))
 
     def again(self) -> BlockPass | None:
-        """Returns the pass, or None if its lists are gone or a backend now declares something else."""
-        lists = []
-        for part, found, declared in zip(self.parts, self.lists, self.capabilities, strict=True):
-            there = found()
-            if there is None or part.backend.capabilities is not declared:
-                return None
-            lists.append(there)
-        return BlockPass(self.parts, tuple(lists))
+        """Returns a remembered pass with its lists, or None if they are gone or a backend now declares something else."""
+        lists = tuple([found() for found in self.lists])
+        if None in lists or not all(part.backend.capabilities is part.capabilities for part in self.parts):
+            return None
+        return BlockPass(self.parts, lists)
 
 
 def blocks_forward(found: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -100,11 +89,6 @@ def blocks_forward(found: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: T
             part.backend, lists, q[:, rows], k[:, keys], v[:, keys], part.options, front=part.front
         )
     return out, lse
-
-
-def blocks_backward(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
-    """Returns ``blocks_shares``, contiguous and in the inputs' dtype."""
-    return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(blocks_shares(found, tensors, padding, dlse), tensors[1:4], strict=True)])
 
 
 def blocks_shares(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
@@ -150,7 +134,7 @@ def make_pass(is_backward: bool, views: Tensors, settings: CallSettings, masks: 
             first = settings.query_offset + rows.start - front
             dropout = _dropout(q, settings.dropout_p, seed, (first, first + lists.num_queries), (keys.start, keys.stop))
         options = Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
-        parts.append(_Part(keys, rows, front, backend, options))
+        parts.append(_Part(keys, rows, front, options, backend, backend.capabilities))
         found.append(lists)
     return BlockPass(tuple(parts), tuple(found))
 

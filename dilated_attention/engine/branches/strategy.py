@@ -89,16 +89,6 @@ def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
     return functools.partial(_fused_backward, pattern, shape)
 
 
-def forward(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of a whole call, see ``Forward``."""
-    return choose_forward(pattern, shape, (q, k, v), call)(q, k, v, call, None)
-
-
-def backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None) -> Tensors:
-    """Returns (dq, dk, dv) of a whole call, see ``Backward``."""
-    return choose_backward(pattern, shape, tensors[:5], call)(tensors, call, dlse, None)
-
-
 def _fused_forward(
     pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -154,12 +154,6 @@ class ResolvedCall(ABC):
 
         return once_a_version(self.packed, _MOST_PACKED, tensor, saves, make)
 
-    def known_pass(self, tensors: Tensors) -> Any:
-        """Returns what ``passes`` holds for tensors like these, or None. Strides do not include addresses, which must be aligned too."""
-        if self.device_type == "cuda" and not all_aligned([x.data_ptr() for x in tensors]):
-            return None
-        return self.passes.get(tuple([x.stride() for x in tensors]))
-
     def keep_pass(self, tensors: Tensors, found: Any) -> None:
         if len(self.passes) >= MOST_PASSES:
             self.passes.clear()
@@ -213,14 +207,14 @@ class LocalCall(ResolvedCall):
                 kernel accepts.
         """
         q, k, _, _, cu_seqlens, *_ = inputs
-        record = self.with_documents(cu_seqlens, k.shape[1])
+        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
             return new_like(q), new_lse(q).fill_(-torch.inf), None
         return record.compute_forward(*inputs)
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         q, k, v, _, cu_seqlens, *_ = inputs
-        record = self.with_documents(cu_seqlens, k.shape[1])
+        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
             return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
         return record.compute_backward(dout, dlse, inputs, outputs)
@@ -232,6 +226,30 @@ class LocalCall(ResolvedCall):
     @abstractmethod
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         """``backward`` of a record that knows the documents, with at least one query."""
+
+    @abstractmethod
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Any:
+        """Chooses how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
+
+    def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
+        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
+
+        Args:
+            tensors: q, k, v, and in a backward dout and out.
+            more: what ``make_pass`` depends on in addition.
+        """
+        found = self._known_pass(tensors)
+        if found is None:
+            tensors = tuple(kernel_ready(x) for x in tensors)
+            found = self._known_pass(tensors)
+        return tensors, self.make_pass(tensors, padding, seed, more) if found is None else found
+
+    def _known_pass(self, tensors: Tensors) -> Any:
+        """Returns how tensors like these run, or None. Strides do not include addresses, which must be aligned too."""
+        if self.device_type == "cuda" and not all_aligned([x.data_ptr() for x in tensors]):
+            return None
+        found = self.passes.get(tuple([x.stride() for x in tensors]))
+        return None if found is None else found.again()
 
 
 class ResolvedPass(NamedTuple):
@@ -248,6 +266,10 @@ class ResolvedPass(NamedTuple):
     saved: int
     capabilities: Capabilities
 
+    def again(self) -> ResolvedPass | None:
+        """Returns the pass for later calls, or None if the backend now declares something else."""
+        return self if self.capabilities is self.call.backend.capabilities else None
+
 
 class ResolvedDilated(LocalCall):
     """Calls of dilated attention, of which dense attention is one branch of rate 1. ``passes`` holds a ``ResolvedPass`` for each."""
@@ -258,50 +280,41 @@ class ResolvedDilated(LocalCall):
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
         q, k, v, padding, _, seed, _ = inputs
-        (q, k, v), (call, run, elements, _) = self._ready((q, k, v), padding, seed)
+        (q, k, v), (call, run, elements, _) = self.ready((q, k, v), padding, seed, False)
         saved = q.new_empty(elements) if elements else None
-        return *run(q, k, v, call, saved), saved
+        return *run(q, k, v, with_masks(call, padding, seed), saved), saved
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, _), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), (call, run, *_) = self._ready((q, k, v, dout, out), padding, seed, is_saved=saved is not None)
-        return run((dout, q, k, v, out, lse), call, dlse, saved)  # type: ignore[no-any-return]
+        (q, k, v, dout, out), (call, run, *_) = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
+        return run((dout, q, k, v, out, lse), with_masks(call, padding, seed), dlse, saved)  # type: ignore[no-any-return]
 
-    def _ready(self, tensors: Tensors, padding: Optional, seed: Optional, *, is_saved: bool = False) -> tuple[Tensors, ResolvedPass]:
-        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
-
-        ``tensors`` are q, k, v, and in a backward dout and out.
-        """
-        found = self.known_pass(tensors)
-        if found is None or found.capabilities is not found.call.backend.capabilities:
-            tensors = tuple(kernel_ready(x) for x in tensors)
-            found = self.known_pass(tensors)
-            if found is None or found.capabilities is not found.call.backend.capabilities:
-                found = self._make(tensors, padding, seed, is_saved)
-                self.keep_pass(tensors, found)
-        if padding is not None or seed is not None:
-            found = found._replace(call=replace(found.call, padding=padding, seed=0 if seed is None else int(seed.item())))
-        return tensors, found
-
-    def _make(self, tensors: Tensors, padding: Optional, seed: Optional, is_saved: bool) -> ResolvedPass:
-        """Chooses the backend of a pass and the way it runs."""
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> ResolvedPass:
+        """Chooses the backend of a pass and the way it runs. ``more``: a backward gets what the forward has saved."""
         q, k, v, *of_backward = tensors
         pattern = self.settings.pattern
         shape, call = prepare(bool(of_backward), tensors[:4], pattern, self.settings, padding, self.documents, seed)
-        # the mask and the seed belong to a single call, so the record holds neither
-        kept = replace(call, padding=None, seed=0)
+        elements = 0
+        run: Any
         if of_backward:
             dout, out = of_backward
-            backward = strategy.choose_backward(pattern, shape, (dout, q, k, v, out), call, saved=is_saved)
-            return ResolvedPass(kept, backward, 0, call.backend.capabilities)
-        elements = 0
-        if self.saves_documents and self.settings.detached and self.settings.needs_grad:
-            elements = strategy.saved_elements_of_documents(pattern, shape, q, call)
-        elif self.documents is None:
-            elements = saved_elements(q, k, self.settings, None)
-        forward = strategy.choose_forward(pattern, shape, tensors, call, saves=elements > 0)
-        return ResolvedPass(kept, forward, elements, call.backend.capabilities)
+            run = strategy.choose_backward(pattern, shape, (dout, q, k, v, out), call, saved=more)
+        else:
+            if self.saves_documents and self.settings.detached and self.settings.needs_grad:
+                elements = strategy.saved_elements_of_documents(pattern, shape, q, call)
+            elif self.documents is None:
+                elements = saved_elements(q, k, self.settings, None)
+            run = strategy.choose_forward(pattern, shape, tensors, call, saves=elements > 0)
+        # the mask and the seed belong to a single call, so the record holds neither
+        made = ResolvedPass(replace(call, padding=None, seed=0), run, elements, call.backend.capabilities)
+        self.keep_pass(tensors, made)
+        return made
+
+
+def with_masks(call: Call, padding: Optional, seed: Optional) -> Call:
+    """Returns the call of a known pass with the mask and the seed of this call."""
+    return call if padding is None and seed is None else replace(call, padding=padding, seed=0 if seed is None else int(seed.item()))
 
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:
