@@ -27,23 +27,17 @@ On a CPU (``branches/sequential.py``):
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
-from dilated_attention.engine.branches.chunking import ChunkSizes, make_tiers
+from dilated_attention.engine.branches.chunking import CallSizes, ChunkSizes, backward_chunk_sizes, forward_chunk_sizes, make_tiers
 from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
-from dilated_attention.engine.branches.strategy import (
-    backward_chunk_sizes,
-    forward_chunk_sizes,
-    has_own_keys,
-    is_fused,
-    is_one_problem,
-)
+from dilated_attention.engine.branches.strategy import has_own_keys, is_fused, is_one_problem
 from dilated_attention.engine.branches.views import key_rows, launches, query_rows
 from dilated_attention.engine.kernels.nested_selection import SequencePiece, make_pieces
 from dilated_attention.engine.kernels.tiles_layout import tiles_scratch
@@ -89,16 +83,6 @@ class MemoryEstimate:
                 lines.append(f"{name:<34}{_mib(total)}")
                 lines += [f"  {what:<32}{_mib(size)}" for what, size in terms]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes per element: e for the inputs, a for the accumulators, o for the forward's output while it is computed."""
-
-    e: int
-    a: int
-    o: int
-    on_cpu: bool
 
 
 def attention_memory(
@@ -151,65 +135,71 @@ def attention_memory(
     shape = Shape(H, Hk, (0, N), (0, N), ((0, N),), is_causal)
     plan = make_plan(pattern, shape)
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
-    sizes = _Sizes(e, a, e if plan.single else a, device_type == "cpu")
+    sizes = CallSizes(B, N, H, Hk, D, e)
     Q, K, R = B * N * H * D, B * N * Hk * D, B * N * H
-    max_bytes = PART_BYTES.get(device_type, PART_BYTES["cuda"])
 
     mask = B * N if key_padding_mask else 0
     inputs = (Q + 2 * K) * e + mask
     # with padding, k and v are copied with their padded rows zeroed
     common = [("q, k, v", inputs), ("k, v without padding", 2 * K * e if key_padding_mask else 0)]
-    queries = torch.empty((B, N, H, D), device="meta", dtype=dtype)
-    keys = torch.empty((B, N, Hk, D), device="meta", dtype=dtype)
+    forward = [*common, ("out", Q * e), ("lse", R * a)]
+    backward = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
 
     if is_fused(device_type) and dtype is not torch.float64:
         scratch = functools.partial(
             tiles_scratch, pattern, shape, B, D, dtype, detached=detached, is_saved=saved_bytes > 0, dropout=dropout
         )
-        common.append(("the branches' own outputs", saved_bytes))
-        terms = [*common, ("out", Q * e), ("lse", R * a)]
+        forward, backward = ([*terms[:2], ("the branches' own outputs", saved_bytes), *terms[2:]] for terms in (forward, backward))
         if tiles[0]:
-            terms.append(("scratch of the tiles", scratch(is_backward=False)))
+            forward.append(("scratch of the tiles", scratch(is_backward=False)))
         else:
             pieces = make_pieces(pattern, H, N) if nested else (SequencePiece(0, N, None),)
-            terms.append(("parts", max(_forward_parts(pattern, piece, shape, queries, keys, a) for piece in pieces)))
+            forward.append(("parts", max(_forward_parts(pattern, piece, shape, sizes, a) for piece in pieces)))
         if not needs_grad:
-            return MemoryEstimate(inputs=inputs, forward=_non_zero(terms))
-        grads = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
+            return _estimate(inputs, forward, [])
         if tiles[1]:
-            grads.append(("scratch of the tiles", scratch(is_backward=True)))
-            return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
+            return _estimate(inputs, forward, [*backward, ("scratch of the tiles", scratch(is_backward=True))])
+        chunk_sizes = backward_chunk_sizes(pattern, sizes, has_own_keys(pattern, shape))
         if has_own_keys(pattern, shape):
-            chunk_sizes = backward_chunk_sizes(pattern, shape, queries, keys)
-            grads.append(("parts", _parts(pattern, shape, lambda tier: backward_chunk_sizes(tier, shape, queries, keys), B, 3 * D * e, 0)))
+            backward.append(("parts", _parts(pattern, shape, lambda tier: backward_chunk_sizes(tier, sizes), B, 3 * D * e, 0)))
         else:
-            chunk_sizes = backward_chunk_sizes(pattern, shape, queries, keys, in_buffers=False)
             share = chunk_sizes.heads * chunk_sizes.positions / (H * N)
-            grads.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
-        grads.append(("lse of the chunks", B * chunk_sizes.heads * chunk_sizes.positions * a))
-        grads.append(("sums of kernels in float32", _kernel_sums(pattern, shape, chunk_sizes, B, D, e if expands_keys else 0)))
-        return MemoryEstimate(inputs=inputs, forward=_non_zero(terms), backward=_non_zero(grads))
+            backward.append(("dq, dk, dv of the chunks in float32", int((Q + 2 * K) * (a + e) * share)))
+        backward.append(("lse of the chunks", B * chunk_sizes.heads * chunk_sizes.positions * a))
+        backward.append(("sums of kernels in float32", _kernel_sums(pattern, shape, chunk_sizes, B, D, e if expands_keys else 0)))
+        return _estimate(inputs, forward, backward)
 
     if not key_padding_mask and is_one_problem(pattern, shape):
         # the kernel's results are those of the call
-        whole_forward = [*common, ("out", Q * e), ("lse", R * a)]
-        whole_backward = [*common, ("out, dout", 2 * Q * e), ("lse", R * a), ("dq, dk, dv", (Q + 2 * K) * e)]
-        return MemoryEstimate(inputs=inputs, forward=_non_zero(whole_forward), backward=_non_zero(whole_backward if needs_grad else []))
+        return _estimate(inputs, forward, backward if needs_grad else [])
 
-    running = list(_forward_launches(plan, queries, keys, max_bytes, sizes))
-    rounded = Q * e if sizes.o != e else 0
-    transient = max(_two_in_a_row(running), rounded + (running[-1][0] if running else 0))
-    forward = [*common, ("out", Q * sizes.o), ("lse", R * a), ("launch results, rounded out", transient)]
-    backward: list[tuple[str, int]] = []
-    if needs_grad:
-        results = list(_backward_launches(plan, queries, keys, max_bytes, sizes))
-        rounded = (Q + 2 * K) * e if a != e else 0
-        transient = max(_two_in_a_row(results), rounded + (results[-1][0] if results else 0))
-        # lse as saved, in the engine's layout (the same memory if there is one head), and with +inf for empty rows
-        lse = R * a * (3 if H > 1 else 2)
-        backward = [*common, ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * a)]
-        backward.append(("launch results, rounded dq, dk, dv", transient))
-    return MemoryEstimate(inputs=inputs, forward=_non_zero(forward), backward=_non_zero(backward))
+    def merged(problem: Problem, rows: int, _: int) -> tuple[int, int]:
+        heads = rows * problem.heads.count
+        # a copy of the part in the accumulation dtype, and four tensors and one mask of lse's shape
+        temporaries = 0 if problem.first else (heads * D * a if e != a else 0) + heads * (4 * a + 1)
+        return heads * (D * e + a), temporaries
+
+    def added(problem: Problem, rows: int, keys: int) -> tuple[int, int]:
+        dq, dk = rows * problem.heads.count * D, keys * problem.heads.kv_count * D
+        # torch's CPU kernels convert a whole operand before they add it to a tensor of another dtype
+        return (dq + 2 * dk) * e, max(dq, dk) * a if device_type == "cpu" and e != a else 0
+
+    of_launches = functools.partial(_launch_bytes, plan, sizes, PART_BYTES.get(device_type, PART_BYTES["cuda"]))
+    # the forward's output while it is computed
+    o = e if plan.single else a
+    forward = [*common, ("out", Q * o), ("lse", R * a), ("launch results, rounded out", of_launches(merged, Q * e if o != e else 0))]
+    if not needs_grad:
+        return _estimate(inputs, forward, [])
+    # lse as saved, in the engine's layout (the same memory if there is one head), and with +inf for empty rows
+    lse = R * a * (3 if H > 1 else 2)
+    backward = [*common, ("out, dout", 2 * Q * e), ("lse", lse), ("dq, dk, dv", (Q + 2 * K) * a)]
+    backward.append(("launch results, rounded dq, dk, dv", of_launches(added, (Q + 2 * K) * e if a != e else 0)))
+    return _estimate(inputs, forward, backward)
+
+
+def _estimate(inputs: int, *passes: list[tuple[str, int]]) -> MemoryEstimate:
+    forward, backward = (tuple((what, size) for what, size in terms if size) for terms in passes)
+    return MemoryEstimate(inputs=inputs, forward=forward, backward=backward)
 
 
 def _parts(
@@ -229,20 +219,17 @@ def _layer_bytes(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes,
     return batch * layers.heads * rows
 
 
-def _forward_parts(
-    pattern: DilatedPattern, piece: SequencePiece, whole: Shape, queries: torch.Tensor, keys: torch.Tensor, lse_bytes: int
-) -> int:
+def _forward_parts(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, sizes: CallSizes, lse_bytes: int) -> int:
     """Returns the bytes of a piece's branch buffers. If its nested branches are visited together, only the others have buffers."""
     positions = (0, piece.length)
-    shape = replace(whole, queries=positions, keys=positions, documents=(positions,))
-    q, k = queries[:, : piece.length], keys[:, : piece.length]
-    row_bytes = q.shape[3] * q.element_size()
+    shape, sizes = replace(whole, queries=positions, keys=positions, documents=(positions,)), sizes._replace(num_positions=piece.length)
+    row_bytes = sizes.head_dim * sizes.itemsize
     if piece.split is None:
-        return _parts(pattern, shape, lambda tier: forward_chunk_sizes(tier, shape, q, k), q.shape[0], row_bytes, lse_bytes)
+        return _parts(pattern, shape, lambda tier: forward_chunk_sizes(tier, sizes), sizes.batch, row_bytes, lse_bytes)
     if piece.split.others is None:
         return 0
-    chunk_sizes = forward_chunk_sizes(pattern, shape, q, k, waiting=piece.split.layers)
-    return _layer_bytes(piece.split.layers, shape, chunk_sizes, q.shape[0], row_bytes, lse_bytes)
+    chunk_sizes = forward_chunk_sizes(pattern, sizes, waiting=piece.split.layers)
+    return _layer_bytes(piece.split.layers, shape, chunk_sizes, sizes.batch, row_bytes, lse_bytes)
 
 
 def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, head_dim: int, expanded: int) -> int:
@@ -263,54 +250,31 @@ def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes,
     return max(sizes, default=0)
 
 
-def _forward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
-    """Yields (results, temporaries of the merge) of each launch, in bytes."""
-    for problem in plan.problems:
-        for rows, _ in _rows_of_launches(problem, q, k, max_bytes):
-            elements, heads = rows * problem.heads.count * q.shape[-1], rows * problem.heads.count
-            temporaries = 0
-            if not problem.first:
-                # a copy of the part in the accumulation dtype, and four tensors and one mask of lse's shape
-                temporaries = (elements * sizes.a if sizes.e != sizes.a else 0) + heads * (4 * sizes.a + 1)
-            yield elements * sizes.e + heads * sizes.a, temporaries
+def _launch_bytes(plan: Plan, sizes: CallSizes, max_bytes: int, of: Callable[[Problem, int, int], tuple[int, int]], rounded: int) -> int:
+    """Returns the most bytes alive at once: a launch's results with those of the previous one, with their temporaries, or rounded at last.
 
+    The launches are cut as the engine cuts them, on views of tensors without memory.
 
-def _backward_launches(plan: Plan, q: torch.Tensor, k: torch.Tensor, max_bytes: int, sizes: _Sizes) -> Iterator[tuple[int, int]]:
-    """Yields (results, temporaries of adding them up) of each launch, in bytes."""
-    for problem in plan.problems:
-        for rows, key_rows_ in _rows_of_launches(problem, q, k, max_bytes):
-            dq, dk = rows * problem.heads.count * q.shape[-1], key_rows_ * problem.heads.kv_count * q.shape[-1]
-            # torch's CPU kernels convert a whole operand before they add it to a tensor of another dtype
-            temporaries = max(dq, dk) * sizes.a if sizes.on_cpu and sizes.e != sizes.a else 0
-            yield (dq + 2 * dk) * sizes.e, temporaries
-
-
-def _rows_of_launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (query rows, key rows) of the launches, cut as the engine cuts them, on views of tensors without memory.
-
-    Of a sequence of equal launches it yields only two, since only the results of a launch and of the previous one are alive at a time.
+    Args:
+        of: returns the bytes of (results, temporaries of merging or adding them) of a launch, from its problem, query rows and key rows.
+        rounded: bytes of the results in the inputs' dtype.
     """
-    views = [query_rows(problem, 0).of(q), key_rows(problem, 0).of(k)]
-    max_rows = max_bytes // (4 * q.shape[-1] * problem.heads.count)
-    for q_PLGD, k_PSKD in launches(views, max_batch=None, max_extent=None, max_rows=None):
-        (P, L), S = q_PLGD.shape[:2], k_PSKD.shape[1]
-        size = min(P, max(1, max_rows // max(1, L, S)))
-        whole, rest = divmod(P, size)
-        for problems in [size] * min(whole, 2) + [rest] * (rest > 0):
-            yield problems * L, problems * S
-
-
-def _two_in_a_row(running: list[tuple[int, int]]) -> int:
-    """Returns the most bytes alive at once: a launch's results together with those of the previous launch, or while they are merged."""
+    B, N, H, Hk, D, _ = sizes
+    q, k = (torch.empty((B, N, heads, D), device="meta") for heads in (H, Hk))
     most = before = 0
-    for results, temporaries in running:
-        most = max(most, before + results, results + temporaries)
-        before = results
-    return most
-
-
-def _non_zero(terms: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple((what, size) for what, size in terms if size)
+    for problem in plan.problems:
+        max_rows = max_bytes // (4 * D * problem.heads.count)
+        views = [query_rows(problem, 0, q), key_rows(problem, 0, k)]
+        for q_PLGD, k_PSKD in launches(views, max_batch=None, max_extent=None, max_rows=None):
+            (P, L), S = q_PLGD.shape[:2], k_PSKD.shape[1]
+            size = min(P, max(1, max_rows // max(1, L, S)))
+            whole, rest = divmod(P, size)
+            # of a sequence of equal launches, two are enough
+            for problems in [size] * min(whole, 2) + [rest] * (rest > 0):
+                results, temporaries = of(problem, problems * L, problems * S)
+                most = max(most, before + results, results + temporaries)
+                before = results
+    return max(most, rounded + before)
 
 
 def _mib(size: int) -> str:

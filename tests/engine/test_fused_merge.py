@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views, strategy
-from dilated_attention.engine.branches.chunking import make_chunk_sizes
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.views import query_rows
 from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, reference, results
@@ -41,8 +40,8 @@ def test_equals_the_reference_in_any_chunks(on_cpu: list[str], monkeypatch: pyte
     case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
     # a backward that knows no gradient of lse goes problem by problem; every third case sees the other one, too
     case = replace(case, lse_grad=case.lse_grad and seed % 3 == 0)
-    monkeypatch.setattr(strategy, "transient_budget", lambda _: budget)
-    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _: budget)
+    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     x = inputs(case, torch.float64)
     truth, found = results(reference, case, x), results(call, case, x)
     # a single dense problem is one launch, without layers
@@ -65,8 +64,8 @@ def test_the_backward_goes_through_layers_where_it_can(on_cpu: list[str]) -> Non
 def test_detached_mixing_goes_through_layers_too(
     on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, tail: str, budget: int
 ) -> None:
-    monkeypatch.setattr(strategy, "transient_budget", lambda _: budget)
-    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _: budget)
+    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     case = random_case(seed, SPACE)
     pattern = (
         DilatedPattern((8, 24, 64), (1, 3, 4), "blocked", "all", tail) if seed % 4 else DilatedPattern((64,), (2,), "zero", "all", tail)
@@ -105,7 +104,7 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = make_chunk_sizes(pattern, batch=2, num_positions=n, num_heads=heads, num_kv_heads=kv_heads, row_bytes=1, budget=budget)
+    cut = chunking.make_chunk_sizes(pattern, chunking.CallSizes(2, n, heads, kv_heads, 1, 1), 1, budget)
     taken = torch.zeros(n, heads, dtype=torch.int64)
     pieces = list(cut.chunks(heads, n))
     for chunk in pieces:
@@ -127,8 +126,8 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
 
 def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One head whose longest segment is the sequence: short branches in chunks of positions, then the long ones, both exact."""
-    monkeypatch.setattr(strategy, "transient_budget", lambda _: 2**11)
-    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _: 2**11)
+    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     seen = []
     original = strategy.make_tiers
     monkeypatch.setattr(strategy, "make_tiers", lambda *args: seen.append(original(*args)) or seen[-1])
@@ -151,12 +150,11 @@ def test_budget_is_half_a_gibibyte_or_a_twentieth() -> None:
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     """16 heads of 128, the paper's geometric branches: parts of both passes within 5 % of q, k and v."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
-    shape = Shape(16, 16, (0, n), (0, n), ((0, n),), False)
-    q = torch.empty(1, n, 16, 128, dtype=torch.bfloat16, device="meta")
-    limit = chunking.transient_budget(3 * q.numel() * 2)
+    sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
+    limit = chunking.transient_budget(sizes.input_bytes)
     for cut, row_bytes in (
-        (strategy.forward_chunk_sizes(pattern, shape, q, q), 260),
-        (strategy.backward_chunk_sizes(pattern, shape, q, q), 768),
+        (chunking.forward_chunk_sizes(pattern, sizes), 260),
+        (chunking.backward_chunk_sizes(pattern, sizes), 768),
     ):
         layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
         assert cut.concurrent * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
@@ -181,7 +179,7 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
     for problem in plan.problems:
         layer = views[problem.branch]
         assert layer is not None
-        rows = query_rows(problem, 0).of(label)
+        rows = query_rows(problem, 0, label)
         part = branch_buffers.of_problem(problem, layer)
         assert part.shape == rows.shape and not part.any()
         part.copy_(rows)

@@ -21,7 +21,7 @@ from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import merge
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward, run_forward
-from dilated_attention.engine.branches.views import Rows, extent, key_rows, launches, query_rows
+from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, results
@@ -315,13 +315,17 @@ def test_views_hold_the_rows_they_name_and_never_copy(seed: int) -> None:
     x = inputs(case, torch.float32)
     plan = make_plan(case.pattern, random_shape(seed, case))
     for problem in plan.problems:
-        for rows, y in ((query_rows(problem, 0), x.q), (key_rows(problem, 0), x.k), (key_rows(problem, 0), x.v)):
-            view = rows.of(y)
+        group = problem.heads
+        queries = (problem.q_start, problem.q_len, group.start, group.step, group.count)
+        keys = (problem.k_start, problem.k_len, group.kv_start, group.kv_step, group.kv_count)
+        for view, (start, length, head_start, head_step, count), y in (
+            (query_rows(problem, 0, x.q), queries, x.q), (key_rows(problem, 0, x.k), keys, x.k), (key_rows(problem, 0, x.v), keys, x.v),
+        ):  # fmt: skip
             assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
             assert view.storage_offset() + extent(view) <= y.untyped_storage().nbytes() // y.element_size()
-            positions = rows.start + rows.stride * torch.arange(rows.segments)[:, None] + rows.step * torch.arange(rows.length)[None, :]
-            positions = positions[..., None] + rows.shift * torch.arange(rows.heads)
-            heads = rows.head_start + rows.head_step * torch.arange(rows.heads)
+            positions = start + problem.stride * torch.arange(problem.segments)[:, None] + problem.step * torch.arange(length)[None, :]
+            positions = positions[..., None] + group.shift * torch.arange(count)
+            heads = head_start + head_step * torch.arange(count)
             assert int(positions.max()) < case.num_keys
             assert torch.equal(view, y[:, positions, heads.expand_as(positions)])
 
@@ -331,8 +335,14 @@ def test_views_of_tensors_without_a_head_dim_entry() -> None:
     shape = Shape(2, 2, (4, 12), (0, 12), ((0, 12),), False, shifted_heads=False)
     problem = make_plan(DilatedPattern((4,), (2,)), shape).problems[0]
     lse = torch.arange(2 * 8 * 2).view(2, 8, 2)
-    view = query_rows(problem, 4).of(lse)
+    view = query_rows(problem, 4, lse)
     assert view.shape == (2, 2, 2, 1) and torch.equal(view[0, :, :, 0], torch.tensor([[0, 4], [8, 12]]))
+
+
+def segments_of(x: torch.Tensor, segments: int, stride: int, length: int, step: int) -> torch.Tensor:
+    """Rows 0, step, … of segments ``stride`` rows apart, for all heads: (B, S, L, H, D)."""
+    (B, _, H, D), (s_B, s_N, s_H, s_D) = x.shape, x.stride()
+    return x.as_strided((B, segments, length, H, D), (s_B, stride * s_N, step * s_N, s_H, s_D), x.storage_offset())
 
 
 @given(data=st.data())
@@ -353,8 +363,7 @@ def test_launches_cut_within_limits_and_lose_nothing(data: st.DataObject) -> Non
             }[kind]
         )
     step = data.draw(st.integers(1, 2))
-    rows = Rows(start=0, segments=S, stride=L * step if step == 1 else L * 2, length=L, step=step, head_start=0, head_step=1, heads=G)
-    views = [rows.of(x) for x in tensors]
+    views = [segments_of(x, S, L if step == 1 else L * 2, L, step) for x in tensors]
     found = list(launches(views, **limits))
     for index, view in enumerate(views):
         pieces = [group[index] for group in found]
@@ -381,8 +390,7 @@ def test_views_in_step_keep_the_same_order() -> None:
     x = torch.arange(3 * 8 * 2).view(3, 8, 2, 1)
     y = x.transpose(1, 2).contiguous().transpose(1, 2)
     z = x[:1].expand(3, 8, 2, 1)
-    rows = Rows(0, 4, 2, 2, 1, 0, 1, 2)
-    for group in launches([rows.of(x), rows.of(y), rows.of(z)], max_batch=3, max_extent=None, max_rows=None):
+    for group in launches([segments_of(tensor, 4, 2, 2, 1) for tensor in (x, y, z)], max_batch=3, max_extent=None, max_rows=None):
         assert torch.equal(group[0], group[1])
         assert torch.equal(group[0] % 16, group[2])
 
@@ -421,7 +429,7 @@ def test_launches_of_huge_tensors_keep_to_the_extent(n: int) -> None:
     q = torch.empty(1, n, 16, 64, dtype=torch.bfloat16, device="meta")
     plan = make_plan(DilatedPattern((1024, 2**20), (1, 4)), Shape(16, 16, (0, n), (0, n), ((0, n),), False))
     for problem in plan.problems:
-        view = query_rows(problem, 0).of(q)
+        view = query_rows(problem, 0, q)
         total = 0
         for (piece,) in launches([view], max_batch=65_535, max_extent=limit, max_rows=None):
             assert extent(piece) <= limit and piece.shape[0] <= 65_535
@@ -458,7 +466,7 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     pattern = DilatedPattern((4096, 2**21), (1, 2))
     request = request_of(monkeypatch, tensors, pattern)
     plan = make_plan(pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), False))
-    needed = max(extent(query_rows(problem, 0).of(x)[:, :1]) for problem in plan.problems for x in tensors)
+    needed = max(extent(query_rows(problem, 0, x)[:, :1]) for problem in plan.problems for x in tensors)
     assert request.extent >= needed
     # one head more than a problem may hold, but no more than all heads of one segment
     assert request.extent <= max(extent(x[:, : 2**21]) for x in tensors)

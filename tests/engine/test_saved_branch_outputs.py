@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.engine.branches import branch_buffers, strategy
+from dilated_attention.engine.branches import branch_buffers, chunking, launch_views
 from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
@@ -59,8 +59,8 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest.MonkeyPatch, which: int, n: int, cut: str) -> None:
     """However the backward is cut: its budget is another one here."""
     small = {"whole": 2**40, "chunks": 2**14, "tiers": 2**12}[cut]
-    monkeypatch.setattr(strategy, "transient_budget", lambda size: small if size else 2**40)
-    monkeypatch.setitem(strategy.PART_BYTES, "cuda", 0)
+    monkeypatch.setattr(chunking, "transient_budget", lambda size: small if size else 2**40)
+    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     launched = count_forwards(monkeypatch)
     pattern = PATTERNS[which]
     *qkv, dout = make(n, 1 if cut == "tiers" and which != 3 else 4)
@@ -101,7 +101,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     assert run(k[:, :, :1], v[:, :, :1], **OPTIONS) == 0
     assert run(**OPTIONS, dropout_p=0.1) == 0
     assert run(lengths=(8,), rates=(1,), **OPTIONS) == 0
-    monkeypatch.setattr(strategy, "transient_budget", lambda _: elements * 8 - 1)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _: elements * 8 - 1)
     assert run(**OPTIONS) == 0
 
 

@@ -20,8 +20,8 @@ from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, al
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
+from dilated_attention.engine.blocks.documents import request_of, select_backend
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.blocks.run import request_of, select_backend
 from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
 from dilated_attention.engine.branches.launch_views import PART_BYTES
@@ -44,20 +47,58 @@ class ChunkSizes:
                 yield Chunk((head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions)))
 
 
+class CallSizes(NamedTuple):
+    """The sizes of self-attention over one sequence."""
+
+    batch: int
+    num_positions: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def input_bytes(self) -> int:
+        return self.batch * self.num_positions * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.itemsize
+
+
+def sizes_of(q: Tensor, k: Tensor) -> CallSizes:
+    B, N, H, D = q.shape
+    return CallSizes(B, N, H, k.shape[2], D, q.element_size())
+
+
 def transient_budget(input_bytes: int) -> int:
     return max(TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
+def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, waiting: DilatedPattern | None = None) -> ChunkSizes:
+    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_chunk_sizes``."""
+    return make_chunk_sizes(pattern, sizes, sizes.head_dim * sizes.itemsize + 4, transient_budget(sizes.input_bytes), waiting)
+
+
+def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, in_buffers: bool = True) -> ChunkSizes:
+    """Returns the chunks of a backward, ``in_buffers`` or problem by problem.
+
+    A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
+    """
+    budget = transient_budget(sizes.input_bytes) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
+    if in_buffers:
+        return make_chunk_sizes(pattern, sizes, 3 * sizes.head_dim * sizes.itemsize, budget)
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
+    everything = DilatedPattern((sizes.num_positions,) * 2, (1, 1), "zero")
+    return make_chunk_sizes(everything, sizes, 3 * sizes.head_dim * 4, budget)
+
+
 def make_chunk_sizes(
-    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, row_bytes: int, budget: int,
-    waiting: DilatedPattern | None = None,
-) -> ChunkSizes:  # fmt: skip
+    pattern: DilatedPattern, sizes: CallSizes, row_bytes: int, budget: int, waiting: DilatedPattern | None = None
+) -> ChunkSizes:
     """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:
         row_bytes: bytes that a part keeps for one position of one head.
         waiting: branches whose results wait for the merge, if they differ from those of the pattern.
     """
+    batch, num_positions, num_heads, num_kv_heads, *_ = sizes
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
@@ -75,25 +116,6 @@ def make_chunk_sizes(
     # the same number of chunks, but of equal size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
     return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS, part_bytes(kv_heads * group, period) <= budget)
-
-
-def backward_buffers_chunk_sizes(
-    pattern: DilatedPattern, *, batch: int, num_positions: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
-) -> ChunkSizes:
-    """Returns the chunks of a backward whose shares wait in branch buffers.
-
-    A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
-    """
-    inputs = batch * num_positions * (num_heads + 2 * num_kv_heads) * head_dim * itemsize
-    return make_chunk_sizes(
-        pattern,
-        batch=batch,
-        num_positions=num_positions,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        row_bytes=3 * head_dim * itemsize,
-        budget=transient_budget(inputs) - CONCURRENT_CHUNKS * PART_BYTES["cuda"],
-    )
 
 
 def make_tiers(pattern: DilatedPattern, num_heads: int, chunk_sizes: Callable[[DilatedPattern], ChunkSizes]) -> list[DilatedPattern]:

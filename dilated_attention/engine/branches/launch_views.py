@@ -17,7 +17,7 @@ from dilated_attention.backends.base import AttentionRequest, Backend, Mask, Opt
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, of_problem
 from dilated_attention.engine.branches.plan import Plan, Problem
-from dilated_attention.engine.branches.views import Rows, key_rows, launches, query_rows
+from dilated_attention.engine.branches.views import key_rows, launches, query_rows
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
@@ -104,7 +104,6 @@ class Layout:
 
     def views(self, problem: Problem, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         """Returns views (B, S, L, G, …), each with the index of the tensor that it is of."""
-        queries, keys = rows_of(problem, self.query_offset, self.key_offset)
         found: list[tuple[int, Tensor]] = []
         buffer = len(self.rows)
         own = buffer + sum(map(str.isupper, self.rows))
@@ -118,8 +117,11 @@ class Layout:
                 parts = self.buffers.split(tensors[buffer], len(x), head_dim=x.shape[3] if x.dim() == 4 else 0, with_direct=x.dim() == 3)
                 part = parts[self.first + problem.branch]
                 index, buffer = index if part is None else buffer, buffer + 1
-            rows = keys if letter in "kK" else queries
-            found.append((index, rows.of(x) if part is None else of_problem(problem, part)))
+            if part is not None:
+                found.append((index, of_problem(problem, part)))
+            else:
+                is_key = letter in "kK"
+                found.append((index, key_rows(problem, self.key_offset, x) if is_key else query_rows(problem, self.query_offset, x)))
         return found + mask_views(problem, tensors, self.padding, self.dropout)
 
 
@@ -190,11 +192,11 @@ def masks_of(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 def mask_views(problem: Problem, tensors: Sequence[Tensor], padding: bool, dropout: bool) -> list[tuple[int, Tensor]]:
     """Returns the rows of ``masks_of``, the last tensors, which all heads have in common."""
-    queries, keys = (replace(rows, head_start=0, head_step=1, heads=1) for rows in rows_of(problem, 0, 0))
     at = len(tensors)
-    found = [(at - 2, queries.of(tensors[-2])), (at - 2, keys.of(tensors[-2])), (at - 1, keys.of(tensors[-1]))] if dropout else []
+    queries, keys = (functools.partial(rows, problem, 0, shared=True) for rows in (query_rows, key_rows))
+    found = [(at - 2, queries(tensors[-2])), (at - 2, keys(tensors[-2])), (at - 1, keys(tensors[-1]))] if dropout else []
     first = at - 1 - 2 * dropout
-    return [(first, keys.of(tensors[first])), *found] if padding else found
+    return [(first, keys(tensors[first])), *found] if padding else found
 
 
 def masked(launch: Launch, masks: list[Tensor], call: Call) -> Options:
@@ -209,9 +211,3 @@ def masked(launch: Launch, masks: list[Tensor], call: Call) -> Options:
     queries, keys, batch = rest
     heads = torch.arange(problem.heads.count, device=keys.device) * problem.heads.step + problem.heads.start + call.first_head
     return replace(options, dropout=Dropout(call.dropout_p, call.seed, batch[:, 0], heads, queries, keys))
-
-
-@functools.lru_cache(maxsize=4096)
-def rows_of(problem: Problem, query_offset: int, key_offset: int) -> tuple[Rows, Rows]:
-    """Returns the problem's rows of queries, whose row 0 is at ``query_offset``, and of keys, whose row 0 is at ``key_offset``."""
-    return query_rows(problem, query_offset), key_rows(problem, key_offset)

@@ -82,9 +82,8 @@ def is_packed(
     return sequences * shape.num_heads <= MOST_SEQUENCES and _heads_at_once(walk, shape, head_dim, dtype, is_backward) > 0
 
 
-def packed_launches(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, is_backward: bool) -> PackedLaunches | None:
-    """Returns how a call on q, k, v like these ``tensors`` runs; None if it does not run here."""
-    q = tensors[0]
+def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call, is_backward: bool) -> PackedLaunches | None:
+    """Returns how a call on queries like q runs; None if it does not run here."""
     B, _, H, D = q.shape
     if call.padding is not None or call.dropout_p:
         return None

@@ -5,24 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
-from dilated_attention.engine.branches import fused_merge, packed, sequential
+from dilated_attention.engine.branches import chunking, fused_merge, packed, sequential
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
 from dilated_attention.engine.branches.chunking import (
-    CONCURRENT_CHUNKS,
     Chunk,
     ChunkSizes,
-    backward_buffers_chunk_sizes,
-    make_chunk_sizes,
+    backward_chunk_sizes,
+    forward_chunk_sizes,
     make_tiers,
-    transient_budget,
+    sizes_of,
 )
-from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
+from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
@@ -33,10 +32,6 @@ from dilated_attention.engine.kernels.nested_selection import SequencePiece, chu
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
-
-if TYPE_CHECKING:
-    # this module needs Triton
-    from dilated_attention.engine.kernels.tiles import Share
 
 Tensors = tuple[Tensor, ...]
 
@@ -53,19 +48,7 @@ def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call
     Its argument ``saved`` is a flat buffer of ``prepare.saved_elements`` elements that it fills with the per-branch outputs for the
     backward, given if ``saves``, else None.
     """
-    q, k, _ = tensors
-    shares = _shares(pattern, shape, q, k, call, is_backward=False, is_saved=saves)
-    if shares is not None:
-        from dilated_attention.engine.kernels import tiles
-
-        return functools.partial(tiles.forward, shares)
-    if not saves and (options := _one_launch(pattern, shape, tensors, call)) is not None:
-        return functools.partial(sequential.forward_at_once, options)
-    if not saves and (launches := packed.packed_launches(pattern, shape, tensors, call, False)) is not None:
-        return functools.partial(packed.forward, launches)
-    if not _is_fused(shape, q, call):
-        return functools.partial(sequential.forward, make_plan(pattern, shape))
-    return functools.partial(_fused_forward, pattern, shape)
+    return _choose(pattern, shape, tensors, call, False, saves)
 
 
 def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saved: bool = False) -> Backward:
@@ -74,19 +57,24 @@ def choose_backward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, cal
     Args:
         saved: the forward has saved the branches' outputs. Without them, detached mixing recomputes them.
     """
-    _, q, k, *_ = tensors
-    shares = _shares(pattern, shape, q, k, call, is_backward=True, is_saved=saved)
-    if shares is not None:
+    return _choose(pattern, shape, tensors, call, True, saved)
+
+
+def _choose(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, is_backward: bool, is_saved: bool) -> Callable[..., Any]:
+    q, k = tensors[is_backward:][:2]
+    if runs_on_tiles(pattern, shape, q, call, is_backward):
+        # this module needs Triton
         from dilated_attention.engine.kernels import tiles
 
-        return functools.partial(tiles.backward, shares)
-    if not saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
-        return functools.partial(sequential.backward_at_once, options)
-    if not saved and (launches := packed.packed_launches(pattern, shape, tensors[1:], call, True)) is not None:
-        return functools.partial(packed.backward, launches)
+        shares = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
+        return functools.partial(tiles.backward if is_backward else tiles.forward, shares)
+    if not is_saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
+        return functools.partial(sequential.backward_at_once if is_backward else sequential.forward_at_once, options)
+    if not is_saved and (launches := packed.packed_launches(pattern, shape, q, call, is_backward)) is not None:
+        return functools.partial(packed.backward if is_backward else packed.forward, launches)
     if not _is_fused(shape, q, call):
-        return functools.partial(sequential.backward, make_plan(pattern, shape))
-    return functools.partial(_fused_backward, pattern, shape)
+        return functools.partial(sequential.backward if is_backward else sequential.forward, make_plan(pattern, shape))
+    return functools.partial(_fused_backward if is_backward else _fused_forward, pattern, shape)
 
 
 def _fused_forward(
@@ -111,17 +99,6 @@ def _fused_forward(
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
         _forward_piece(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
     return out, lse
-
-
-def _shares(
-    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, call: Call, *, is_backward: bool, is_saved: bool
-) -> tuple[Share, ...] | None:
-    """Returns the shares of a call that runs on the tile-table kernels, or None for any other call."""
-    if not runs_on_tiles(pattern, shape, q, call, is_backward):
-        return None
-    from dilated_attention.engine.kernels import tiles
-
-    return tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
 
 
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
@@ -182,17 +159,17 @@ def _forward_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, 
             make_plan(branches, part), buffers, views, results, _call_of(call, chunk), is_concurrent=is_concurrent, direct=first
         )
 
+    sizes = sizes_of(q, k)
     if split is None:
-        for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, shape, q, k))):
-            _in_chunks(
-                forward_chunk_sizes(branches, shape, q, k), shape, q.device, call, functools.partial(run, branches=branches, onto=tier > 0)
-            )
+        for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, sizes))):
+            run_tier = functools.partial(run, branches=branches, onto=tier > 0)
+            _in_chunks(forward_chunk_sizes(branches, sizes), shape, q.device, call, run_tier)
     elif split.others is None:
         family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
         _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
     else:
         # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
-        chunk_sizes = forward_chunk_sizes(pattern, shape, q, k, waiting=split.layers)
+        chunk_sizes = forward_chunk_sizes(pattern, sizes, waiting=split.layers)
         _in_chunks(chunk_sizes, shape, q.device, call, functools.partial(run, branches=split.others, onto=True))
 
 
@@ -224,6 +201,7 @@ def _fused_backward(
     # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
     call = replace(call, detached=call.detached and not make_plan(pattern, shape).single)
     saved_buffers: list[Tensor | None] = []
+    sizes = sizes_of(q, k)
     if saved_branch_outputs is not None and call.detached:
         saved_buffers = _saved_buffers(pattern, shape).split(saved_branch_outputs, q.shape[0], head_dim=q.shape[3], with_direct=True)
 
@@ -245,9 +223,9 @@ def _fused_backward(
                 for grad, share in zip(grads_, run_backward(plan, dout_, q_, k_, v_, out_, lse_, part_call, dlse_), strict=True):
                     grad.copy_(share)
 
-        _in_chunks(backward_chunk_sizes(branches, shape, q, k, in_buffers), shape, q.device, call, run)
+        _in_chunks(backward_chunk_sizes(branches, sizes, in_buffers), shape, q.device, call, run)
 
-    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_chunk_sizes(tier, shape, q, k)) if in_buffers else [pattern]
+    tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_chunk_sizes(tier, sizes)) if in_buffers else [pattern]
     for tier, branches in enumerate(tiers):
         run_tier(branches, onto=tier > 0)
     return grads
@@ -274,44 +252,9 @@ def has_own_keys(pattern: DilatedPattern, shape: Shape) -> bool:
     return shape.num_heads == shape.num_kv_heads or (len(plan.problems) == 1 and plan.covered)
 
 
-def forward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, waiting: DilatedPattern | None = None) -> ChunkSizes:
-    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_chunk_sizes``."""
-    row_bytes = q.shape[3] * q.element_size() + 4
-    return _cut(pattern, q, k, row_bytes, transient_budget(_input_bytes(q, k)), waiting)
-
-
-def backward_chunk_sizes(pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, in_buffers: bool = True) -> ChunkSizes:
-    """Returns the chunks of a backward, ``in_buffers`` or problem by problem."""
-    if in_buffers:
-        B, N, H, D = q.shape
-        sizes = {"batch": B, "num_positions": N, "num_heads": H, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": q.element_size()}
-        return backward_buffers_chunk_sizes(pattern, **sizes)
-    budget = transient_budget(_input_bytes(q, k)) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
-    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
-    everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
-    return _cut(everything, q, k, 3 * q.shape[3] * 4, budget)
-
-
-def _cut(pattern: DilatedPattern, q: Tensor, k: Tensor, row_bytes: int, budget: int, waiting: DilatedPattern | None = None) -> ChunkSizes:
-    return make_chunk_sizes(
-        pattern,
-        waiting=waiting,
-        batch=q.shape[0],
-        num_positions=q.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        row_bytes=row_bytes,
-        budget=budget,
-    )
-
-
 def saved_budget() -> int:
     """Limit in bytes of the per-branch outputs that a call saves for its backward: the budget of a chunk, whatever the inputs' size."""
-    return transient_budget(0)
-
-
-def _input_bytes(q: Tensor, k: Tensor) -> int:
-    return (q.numel() + 2 * k.numel()) * q.element_size()
+    return chunking.transient_budget(0)
 
 
 def is_fused(device_type: str, strategy: str = "auto") -> bool:

@@ -6,47 +6,33 @@ Shape letters: B batch, S segments, L rows per segment, G heads of the group, D 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from dilated_attention.engine.branches.plan import Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a (B, N, H, …) tensor that a problem takes. Each head's rows are ``shift`` positions after those of the previous head."""
+def query_rows(problem: Problem, position: int, x: Tensor, *, shared: bool = False) -> Tensor:
+    """Returns a view (B, S, L, G, …) of the problem's queries in x (B, N, H, …), whose row 0 is at ``position``.
 
-    start: int
-    segments: int
-    stride: int
-    length: int
-    step: int
-    head_start: int
-    head_step: int
-    heads: int
-    shift: int = 0
-
-    def of(self, x: Tensor) -> Tensor:
-        """Returns the view (B, S, L, G, …) of x (B, N, H, …)."""
-        B, _, _, *rest = x.shape
-        s_B, s_N, s_H, *s_rest = x.stride()
-        size = (B, self.segments, self.length, self.heads, *rest)
-        stride = (s_B, self.stride * s_N, self.step * s_N, self.head_step * s_H + self.shift * s_N, *s_rest)
-        return x.as_strided(size, stride, x.storage_offset() + self.start * s_N + self.head_start * s_H)
+    ``shared``: x has one row for all heads (H = 1), and so has the view.
+    """
+    heads = problem.heads
+    of_heads = (0, 1, 1) if shared else (heads.start, heads.step, heads.count)
+    return _rows(problem, x, problem.q_start - position, problem.q_len, *of_heads)
 
 
-def query_rows(problem: Problem, position_offset: int) -> Rows:
-    """Returns the query rows. ``position_offset`` is the position of row 0 of the tensor."""
-    heads, start = problem.heads, problem.q_start - position_offset
-    return Rows(start, problem.segments, problem.stride, problem.q_len, problem.step, heads.start, heads.step, heads.count, heads.shift)
+def key_rows(problem: Problem, position: int, x: Tensor, *, shared: bool = False) -> Tensor:
+    heads = problem.heads
+    of_heads = (0, 1, 1) if shared else (heads.kv_start, heads.kv_step, heads.kv_count)
+    return _rows(problem, x, problem.k_start - position, problem.k_len, *of_heads)
 
 
-def key_rows(problem: Problem, position_offset: int) -> Rows:
-    heads, start = problem.heads, problem.k_start - position_offset
-    return Rows(
-        start, problem.segments, problem.stride, problem.k_len, problem.step, heads.kv_start, heads.kv_step, heads.kv_count, heads.shift
-    )
+def _rows(problem: Problem, x: Tensor, start: int, length: int, first: int, head_step: int, heads: int) -> Tensor:
+    B, _, _, *rest = x.shape
+    s_B, s_N, s_H, *s_rest = x.stride()
+    stride = (s_B, problem.stride * s_N, problem.step * s_N, head_step * s_H + problem.heads.shift * s_N, *s_rest)
+    return x.as_strided((B, problem.segments, length, heads, *rest), stride, x.storage_offset() + start * s_N + first * s_H)
 
 
 def extent(view: Tensor) -> int:

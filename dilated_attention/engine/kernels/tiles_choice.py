@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
-from dilated_attention.engine.branches.chunking import backward_buffers_chunk_sizes
+from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.packed import is_packed, reads_in_place
 from dilated_attention.engine.branches.plan import Shape, make_plan
@@ -181,8 +181,7 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
         return len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
     N, H, D = shape.queries[1], shape.num_heads, request.head_dim
-    sizes = {"num_positions": N, "num_heads": H, "num_kv_heads": shape.num_kv_heads, "head_dim": D, "itemsize": request.dtype.itemsize}
-    cut = backward_buffers_chunk_sizes(pattern, batch=batch, **sizes)
+    cut = backward_chunk_sizes(pattern, CallSizes(batch, N, H, shape.num_kv_heads, D, request.dtype.itemsize))
     chunk = (0, min(cut.positions, N))
     part = replace(shape, queries=chunk, keys=chunk, documents=(chunk,), heads=(0, min(cut.heads, H)))
     accumulated = [4 * D * batch * p.segments * p.q_len * p.heads.count for p in make_plan(pattern, part).problems]

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dilated_attention.engine.blocks.run import BlockMasks, pieces_of
+from dilated_attention.engine.blocks.documents import pieces_of
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, document_ranges
@@ -65,7 +65,7 @@ def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], setti
     documents = None if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
     device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
     total = 0
-    for piece in pieces_of(pattern, (Nq, Nk, H), settings, BlockMasks(documents=documents, kept=kept), device):
+    for piece in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
         lists = piece.lists
         total += kept_pairs(lists, piece.front) * (B // lists.num_batch) * (H // lists.num_heads)
     return total

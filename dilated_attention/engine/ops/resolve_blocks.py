@@ -6,19 +6,97 @@ merged out and lse, which yields exactly its share of dq, dk, dv, and adds the s
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import operator
+import weakref
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dilated_attention.backends import NESTED
-from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.blocks.run import BlockMasks, BlockPass, as_new, blocks_forward, blocks_shares, make_pass
+from dilated_attention.backends import NESTED, Backend, Dropout, Mask, Options
+from dilated_attention.backends.base import Capabilities, accumulation_dtype
+from dilated_attention.engine.blocks.documents import pieces_of, request_of, select_backend
+from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.branches.merge import merge_onto
+from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.oom.requirement import blocks_requirement
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, record_of, with_masks
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.fork import cached_property
 from dilated_attention.pattern import pattern_from_spec
+
+
+class _Part(NamedTuple):
+    """The keys and rows of a document (see ``DocumentRows``), and the options and the backend, as it declares itself, that compute it."""
+
+    keys: slice
+    rows: slice
+    front: int
+    options: Options
+    backend: Backend
+    capabilities: Capabilities
+
+
+class BlockPass(NamedTuple):
+    """How one pass runs: every document, or the whole sequence as one, and its lists, or in a remembered pass weak references to them."""
+
+    parts: tuple[_Part, ...]
+    lists: tuple[Any, ...]
+
+    def remembered(self) -> BlockPass:
+        """Returns the pass for later calls. It does not keep the lists alive, which have a cache of limited size."""
+        return self._replace(lists=tuple(map(weakref.ref, self.lists)))
+
+    def again(self) -> BlockPass | None:
+        """Returns a remembered pass with its lists, or None if they are gone or a backend now declares something else."""
+        lists = tuple([found() for found in self.lists])
+        if None in lists or not all(part.backend.capabilities is part.capabilities for part in self.parts):
+            return None
+        return BlockPass(self.parts, lists)
+
+
+def blocks_forward(found: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
+    if padding is not None:
+        k, v = without_padding(k, v, padding)
+    if len(found.parts) == 1:
+        part = found.parts[0]
+        out, lse = forward_lists(part.backend, found.lists[0], q, k, v, part.options, front=part.front)
+        return as_new(out), as_new(lse)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
+    for part, lists in zip(found.parts, found.lists, strict=True):
+        rows, keys = part.rows, part.keys
+        out[:, rows], lse[:, :, rows] = forward_lists(
+            part.backend, lists, q[:, rows], k[:, keys], v[:, keys], part.options, front=part.front
+        )
+    return out, lse
+
+
+def blocks_shares(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
+    """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
+
+    Args:
+        tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
+        dlse: the gradient of lse (B, H, Nq).
+    """
+    dout, q, k, v, out, lse = tensors
+    if padding is not None:
+        k, v = without_padding(k, v, padding)
+    if len(found.parts) == 1:
+        part = found.parts[0]
+        return backward_lists(part.backend, found.lists[0], (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
+    # documents share no rows, so nothing needs to be summed
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for part, lists in zip(found.parts, found.lists, strict=True):
+        rows, keys = part.rows, part.keys
+        inside = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
+        part_dlse = None if dlse is None else dlse[:, :, rows]
+        shares = backward_lists(part.backend, lists, inside, part.options, part_dlse, front=part.front)
+        grads[0][:, rows], grads[1][:, keys], grads[2][:, keys] = shares
+    return grads
 
 
 class ResolvedBlocks(LocalCall):
@@ -39,11 +117,25 @@ class ResolvedBlocks(LocalCall):
         return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> BlockPass:
-        """Chooses the lists and the backends. ``more``: the blocks that a content-chosen pattern keeps."""
-        found = make_pass(len(tensors) > 3, tensors[:4], self.settings, BlockMasks(padding, self.documents, seed, more))
+        """Chooses the lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps."""
+        q, k, *_ = tensors
+        settings, number = self.settings, 0 if seed is None else int(seed.item())
+        pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+        parts, found = [], []
+        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, more, q.device):
+            backend = select_backend(request_of(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
+            mask, dropout = Mask(None if padding is None else padding[:, keys]), None
+            if settings.dropout_p:
+                first = settings.query_offset + rows.start - front
+                dropout = _dropout(q, settings.dropout_p, number, (first, first + lists.num_queries), (keys.start, keys.stop))
+            options = Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
+            parts.append(_Part(keys, rows, front, options, backend, backend.capabilities))
+            found.append(lists)
+        made = BlockPass(tuple(parts), tuple(found))
         if padding is None and seed is None and more is None:
-            self.keep_pass(tensors, found.remembered())
-        return found
+            self.keep_pass(tensors, made.remembered())
+        return made
 
 
 class ResolvedUnion(LocalCall):
@@ -88,3 +180,25 @@ def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings
     if pattern.lives_here:
         return kind(settings, q.device.type, alive=pattern)
     return record_of(kind, q, k, padding, settings)
+
+
+def _dropout(q: Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:
+    """Returns dropout by position in the whole sequence, so that a cut does not change which elements are dropped."""
+    B, _, H, _ = q.shape
+
+    def positions(where: Range) -> Tensor:
+        return torch.arange(*where, device=q.device).expand(B, -1)
+
+    batch, heads = torch.arange(B, device=q.device), torch.arange(H, device=q.device)
+    return Dropout(probability, seed, batch, heads, positions(queries), positions(keys))
+
+
+def as_new(x: Tensor) -> Tensor:
+    """Returns x with default strides and no storage offset, as the fake implementation promises, or a copy of x if it has others.
+
+    Strides of dimensions of size 1 must be the default ones, too.
+    """
+    strides = itertools.accumulate((max(size, 1) for size in reversed(x.shape[1:])), operator.mul, initial=1)
+    if x.storage_offset() == 0 and x.stride() == tuple(strides)[::-1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
