@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+logger = logging.getLogger("dilated_attention")
 # key in Hardware.packages → the module that must be importable
 PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
@@ -188,6 +190,19 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def has_gluon() -> bool:
     """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later)."""
     return _importable("triton.experimental.gluon")
+
+
+def has_kernels(x: torch.Tensor | None) -> bool:
+    """Whether Triton kernels take x: they run on GPUs only and compute in float32."""
+    return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and _has_triton(x.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _has_triton(device: torch.device) -> bool:
+    found = "triton" in detect(device).packages
+    if not found:
+        logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
+    return found
 
 
 def _importable(module: str) -> bool:

@@ -8,8 +8,12 @@ stay empty, where the sigmoid form used by ring-attention libraries gives NaN.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from dilated_attention.backends.hardware import has_kernels
 
 
 def merge_weights(lse_1: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,3 +34,28 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     out.mul_(weight[..., None])
     out.addcmul_(part_out.to(out.dtype), part_weight[..., None])
     lse.copy_(merged)
+
+
+def add_zero_keys(out: Tensor, lse: Tensor, num_zero_keys: int) -> tuple[Tensor, Tensor]:
+    """Returns the part (out, lse) with added keys of score 0 and value 0: the closed form of TorchScale's padding."""
+    zeros = lse.new_full((), math.log(num_zero_keys))
+    return out * zero_key_share(lse, num_zero_keys)[..., None].to(out.dtype), torch.logaddexp(lse, zeros)
+
+
+def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
+    """Returns e^lse / (e^lse + z), the factor by which z ≥ 1 zero keys scale a part's out; 0 where the part is empty."""
+    return (lse - math.log(num_zero_keys)).sigmoid_()
+
+
+def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides."""
+    if has_kernels(lse):
+        from dilated_attention.backends.merge_inplace_triton import merge_onto as fused
+
+        fused(out, lse, part_out, part_lse)
+    elif out.dtype is lse.dtype:
+        merge_(out, lse, part_out, part_lse)
+    else:
+        merged, weight, part_weight = merge_weights(lse, part_lse)
+        out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
+        lse.copy_(merged)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.backends.hardware import has_kernels
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

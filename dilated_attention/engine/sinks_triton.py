@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.engine.branches.merge_inplace_triton import merged_weights
+from dilated_attention.backends.merge_inplace_triton import merged_weights
 
 # elements of out that a program takes at a time
 _SIZE = 8192

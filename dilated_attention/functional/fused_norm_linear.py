@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.oom.requirement import requirement
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.op_hooks import op_hook

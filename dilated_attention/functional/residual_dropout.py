@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.oom.requirement import requirement
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.op_hooks import op_hook

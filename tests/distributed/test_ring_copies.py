@@ -7,13 +7,13 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import registry
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed.exchange import crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.distributed.exchange.rows import copy_tables as tables
 from dilated_attention.distributed.exchange.rows import sparse_rows, transfer
 from dilated_attention.distributed.exchange.rows.messages import RowMessage, StepPlan
 from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
-from dilated_attention.engine.branches.merge import has_kernels
 from tests.helpers import ring_cases
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import draw

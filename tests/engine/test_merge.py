@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention.engine.branches.merge import add_zero_keys, merge, merge_
+from dilated_attention.backends.merge import add_zero_keys, merge_
 from dilated_attention.testing import max_error
+from tests.helpers.merge_twin import merge
 
 
 def softmax_part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention.engine.branches import merge as merge_module
-from dilated_attention.engine.branches.merge import merge, merge_onto
+from dilated_attention.backends import merge as merge_module
+from dilated_attention.backends.merge import merge_onto
+from tests.helpers.merge_twin import merge
 
-onto_triton = pytest.importorskip("dilated_attention.engine.branches.merge_inplace_triton")
+onto_triton = pytest.importorskip("dilated_attention.backends.merge_inplace_triton")
 CASES = [(1, 1, 1, 1), (2, 37, 3, 64), (3, 5, 2, 59), (1, 130, 4, 128), (2, 3, 1, 256)]
 
 

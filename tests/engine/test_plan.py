@@ -18,13 +18,13 @@ from dilated_attention.backends.torch_ops import math
 from dilated_attention.engine.branches import launch_views
 from dilated_attention.engine.branches.heads import HeadGroup
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.merge import merge
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward, run_forward
 from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, results
+from tests.helpers.merge_twin import merge
 from tests.helpers.op_settings import PLAIN
 
 WHOLE = DilatedPattern((2**62,), (1,), "zero")

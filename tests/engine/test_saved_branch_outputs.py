@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
+from dilated_attention.backends.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.branches import branch_buffers, chunking, launch_views
-from dilated_attention.engine.branches.merge import add_zero_keys, merge_weights
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
 from tests.helpers import merge_twin

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers
 
 
@@ -89,3 +90,10 @@ def at_positions(buffers: BranchBuffers, branch: int, buffer: Tensor, empty: flo
     if buffer.dim() == 5:
         return torch.where(taken[None, ..., None], buffer[:, segment, place, heads], empty)
     return torch.where(taken[None], buffer[:, segment, heads, place], empty)
+
+
+def merge(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_`` into new tensors, in lse's dtype."""
+    out, lse = out_1.to(lse_1.dtype, copy=True), lse_1.clone()
+    merge_(out, lse, out_2, lse_2)
+    return out, lse

@@ -13,6 +13,7 @@ import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
 from dilated_attention.distributed.exchange.parts import Computation, Masks, Pair, Part, StepParts, Tensors
@@ -22,7 +23,6 @@ from dilated_attention.distributed.exchange.plan import needed_keys as branch_ke
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
 from dilated_attention.engine.blocks.documents import request_of, select_backend
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, hull, sees_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.prepare import prepare
 from dilated_attention.engine.ops.settings import CallSettings

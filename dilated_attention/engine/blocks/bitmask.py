@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from dilated_attention.engine.branches.merge import has_kernels
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
-from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.oom.requirement import requirement
 from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast

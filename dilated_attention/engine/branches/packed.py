@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Bounds, Capabilities, Options
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Range, Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import layout_of
 from dilated_attention.pattern import DilatedPattern

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options
+from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launch_views import Call, Layout, launches_of, masked, masks_of
-from dilated_attention.engine.branches.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.plan import Plan
 
 Tensors = tuple[Tensor, ...]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.branches import chunking, fused_merge, packed, sequential
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
 from dilated_attention.engine.branches.chunking import (
@@ -22,7 +23,6 @@ from dilated_attention.engine.branches.chunking import (
     sizes_of,
 )
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.streams import Streams

@@ -17,9 +17,9 @@ import torch
 
 from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Options, detect, registry
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.merge import has_kernels
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.ops.settings import CallSettings

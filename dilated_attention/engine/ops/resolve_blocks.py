@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dilated_attention.backends import NESTED, Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import Capabilities, accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.documents import pieces_of, request_of, select_backend
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.branches.merge import merge_onto
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.oom.requirement import blocks_requirement

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.merge import has_kernels, merge_onto
+from dilated_attention.backends.hardware import has_kernels
+from dilated_attention.backends.merge import merge_onto
 
 
 class SparseRows:

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.merge_inplace_triton import merged_weights
 from dilated_attention.distributed.exchange.rows.copies_triton import launch
-from dilated_attention.engine.branches.merge_inplace_triton import merged_weights
 
 
 class Rows(NamedTuple):

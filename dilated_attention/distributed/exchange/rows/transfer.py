@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.distributed.exchange.rows import copies_torch, copy_tables
 from dilated_attention.distributed.exchange.rows.copy_tables import BufferPlan, arrival_plan, return_plan
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
-from dilated_attention.engine.branches.merge import has_kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 # the most bytes that are kept, over all kinds of calls; at this many, all of them are dropped
