@@ -46,23 +46,21 @@ def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> 
         uncut: put all query blocks in one table if it is not too large, however different their lists are; for launches that cost
             more than padding.
     """
-    return _kept(lists, ("row_tables", together, uncut), lists.row_starts, lists.columns, lists.masks, lists.num_rows)
+
+    def make() -> tuple[BlockTable, ...]:
+        return tuple(_tables(lists, lists.row_starts, lists.columns, lists.masks, lists.num_rows, together, uncut))
+
+    return lists.derived(("row_tables", together, uncut), make)
 
 
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     """Returns tables of the query blocks of every key block."""
-    by_column = lists.by_column
-    return _kept(lists, ("column_tables", together, False), by_column.starts, by_column.rows, by_column.masks, lists.num_columns)
 
+    def make() -> tuple[BlockTable, ...]:
+        by_column = lists.by_column
+        return tuple(_tables(lists, by_column.starts, by_column.rows, by_column.masks, lists.num_columns, together, False))
 
-def _kept(
-    lists: BlockLists, key: tuple[str, int, bool], starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int
-) -> tuple[BlockTable, ...]:
-    """Builds the tables once and stores them in the ``cache`` of these lists."""
-    found = lists.cache.get(key)
-    if found is None:
-        found = lists.cache[key] = tuple(_tables(lists, starts, others, masks, blocks, *key[1:]))
-    return found
+    return lists.derived(("column_tables", together), make)
 
 
 def _tables(

@@ -141,11 +141,8 @@ class _CudnnLaunch:
 
 
 def _launches(lists: BlockLists, q: Tensor, k: Tensor, *, uncut: bool) -> tuple[_CudnnLaunch, ...]:
-    key = ("cudnn_fe", q.shape[0], q.shape[2], k.shape[2], uncut)
-    found: tuple[_CudnnLaunch, ...] | None = lists.cache.get(key)
-    if found is None:
-        found = lists.cache[key] = tuple(_new_launches(lists, q.shape[0], q.shape[2], q.shape[2] // k.shape[2], uncut))
-    return found
+    batch, heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
+    return lists.derived(("cudnn_fe", batch, heads, group, uncut), lambda: tuple(_new_launches(lists, batch, heads, group, uncut)))
 
 
 def _new_launches(lists: BlockLists, batch: int, num_heads: int, group: int, uncut: bool) -> Iterator[_CudnnLaunch]:
@@ -181,13 +178,13 @@ def _block_sizes(lists: BlockLists, batch: int) -> Tensor | None:
     last = lists.num_keys % lists.k_block
     if not last:
         return None
-    key = ("cudnn_fe block sizes", batch)
-    if key not in lists.cache:
+
+    def make() -> Tensor:
         sizes = torch.full((batch, lists.num_columns), lists.k_block, dtype=torch.int32, device=lists.columns.device)
         sizes[:, -1] = last
-        lists.cache[key] = sizes
-    found: Tensor = lists.cache[key]
-    return found
+        return sizes
+
+    return lists.derived(("cudnn_fe block sizes", batch), make)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ def block_mask(lists: BlockLists) -> Any:
 
     Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
     """
-    if "flex" not in lists.cache:
-        lists.cache["flex"] = _build(lists)
-    return lists.cache["flex"]
+    return lists.derived("flex", lambda: _build(lists))
 
 
 @torch.inference_mode(False)

@@ -73,7 +73,7 @@ class GluonBlocksBackend(BlocksBackend):
         launch = launch or LAUNCHES[D]
         tile = min(launch.tile_keys, lists.k_block)
         total = B * H * lists.num_rows
-        order = _order(lists, B, H)
+        order = lists.derived(("order", B, H), lambda: _order(lists, B, H))
         masks = lists.masks if lists.masks is not None else lists.columns
         bits = lists.bits if lists.masks is not None else lists.columns
         shape = (H, H // k.shape[2], lists.num_heads if lists.num_batch > 1 else 0, int(lists.num_heads > 1), order is not None)
@@ -94,15 +94,11 @@ def _order(lists: BlockLists, num_batch: int, num_heads: int) -> Tensor | None:
 
     Returns None if lists are of similar length; the order is then that of positions, in which neighbours share keys in the L2 cache.
     """
-    key = ("order", num_batch, num_heads)
-    if key not in lists.cache:
-        counts = lists.row_starts.diff().view(lists.num_batch, lists.num_heads, lists.num_rows)
-        counts = counts.expand(num_batch, num_heads, -1).flatten()
-        long = counts > _LONG * counts.double().mean()
-        order = torch.cat([long.nonzero(), (~long).nonzero()]).flatten().to(torch.int32)
-        lists.cache[key] = order if bool(long.any()) else None
-    found: Tensor | None = lists.cache[key]
-    return found
+    counts = lists.row_starts.diff().view(lists.num_batch, lists.num_heads, lists.num_rows)
+    counts = counts.expand(num_batch, num_heads, -1).flatten()
+    long = counts > _LONG * counts.double().mean()
+    order = torch.cat([long.nonzero(), (~long).nonzero()]).flatten().to(torch.int32)
+    return order if bool(long.any()) else None
 
 
 @functools.lru_cache(maxsize=1)

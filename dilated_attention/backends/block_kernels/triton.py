@@ -19,8 +19,6 @@ from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
 _PROGRAMS = 128
-# keys of lists.cache
-_ROWS, _COLUMNS = "triton rows", "triton columns"
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
@@ -234,21 +232,18 @@ class Order:
 
 def row_order(lists: BlockLists) -> Order:
     """Returns the order of the query blocks' lists, by group; computed once."""
-    if _ROWS not in lists.cache:
-        lists.cache[_ROWS] = _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows))
-    found: Order = lists.cache[_ROWS]
-    return found
+    return lists.derived("triton rows", lambda: _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows)))
 
 
 def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
     """Returns the order of the key blocks' lists by batch entry and key head, whose program covers all its query heads; computed once."""
     members = heads_per_key_head if lists.num_heads > 1 else 1
-    key = (_COLUMNS, members)
-    if key not in lists.cache:
+
+    def make() -> Order:
         counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns)
-        lists.cache[key] = _order(counts.sum(1))
-    found: Order = lists.cache[key]
-    return found
+        return _order(counts.sum(1))
+
+    return lists.derived(("triton columns", members), make)
 
 
 def _order(counts: Tensor) -> Order:

@@ -128,15 +128,14 @@ def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, h
     return _sparse_tensors()(*sides, block_size=(lists.q_block, lists.k_block))
 
 
-def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
     if lists.masks is None:
         return None, None
     assert lists.interval is not None, "only interval masks are supported"
-    if "whole blocks" not in lists.cache:
-        # the kernels also read the bounds of the missing rows of the last block
-        missing = lists.num_rows * lists.q_block - lists.num_queries
-        lists.cache["whole blocks"] = tuple(torch.nn.functional.pad(x, (0, missing)).contiguous() for x in lists.interval)
-    return _mask_mod(), lists.cache["whole blocks"]
+    low_high, missing = lists.interval, lists.num_rows * lists.q_block - lists.num_queries
+    # the kernels also read the bounds of the missing rows of the last block
+    bounds = lists.derived("whole blocks", lambda: tuple(torch.nn.functional.pad(x, (0, missing)).contiguous() for x in low_high))
+    return _mask_mod(), bounds
 
 
 @functools.lru_cache(maxsize=1)

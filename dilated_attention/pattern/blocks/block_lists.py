@@ -9,14 +9,16 @@ Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dilated_attention.fork import cached_property
 
+T = TypeVar("T")
 WORD = 32
 # the block sizes that lists may have: (query block, key block)
 BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
@@ -68,6 +70,13 @@ class BlockLists:
     @cached_property
     def num_entries(self) -> int:
         return self.columns.shape[0]
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what ``make`` returns, which is called once for these lists."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: T = self.cache[key]
+        return found
 
     @property
     def mask_kind(self) -> str:
