@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention import BackendUnavailable, DilatedPattern, block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.blocks import run
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
+from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.pattern import (
     BigBird,
     BlockPattern,
@@ -302,8 +302,8 @@ def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
     calls = []
-    forward_lists = run.forward_lists
-    monkeypatch.setattr(run, "forward_lists", lambda *x, **options: calls.append(1) or forward_lists(*x, **options))
+    forward_lists = resolve_blocks.forward_lists
+    monkeypatch.setattr(resolve_blocks, "forward_lists", lambda *x, **options: calls.append(1) or forward_lists(*x, **options))
     extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
     torch.manual_seed(5)
     again = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False, **extra).sum(), inputs)
@@ -431,7 +431,7 @@ def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("ran before the input was refused")
 
-    monkeypatch.setattr(run, "forward_lists", fail)
+    monkeypatch.setattr(resolve_blocks, "forward_lists", fail)
 
 
 @both
