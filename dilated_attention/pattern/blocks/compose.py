@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,11 @@ class _Composite(BlockPattern):
                 )
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "block_size", parts[0].block_size)
+
+    @classmethod
+    def of(cls, *patterns: BlockPattern) -> _Composite:
+        """Returns the composition of patterns, in which parts of the same kind are taken apart."""
+        return cls(tuple(part for pattern in patterns for part in (pattern.parts if isinstance(pattern, cls) else (pattern,))))
 
     @property
     def per_head(self) -> bool:
@@ -91,10 +96,6 @@ class _Composite(BlockPattern):
 class Union(_Composite):
     """The pairs that any of the parts keeps: ``a | b``."""
 
-    @staticmethod
-    def of(*patterns: BlockPattern) -> Union:
-        return Union(tuple(part for pattern in patterns for part in (pattern.parts if isinstance(pattern, Union) else (pattern,))))
-
     def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
         return functools.reduce(operator.or_, kept)
 
@@ -108,8 +109,7 @@ class Union(_Composite):
         return group, row + grid.first_row, column
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states, keys = _of_parts(self.parts, grid, head, row, column)
-        return states.amax(0), _joined(states, keys, states.amax(0) == PARTIAL)
+        return _joined(torch.amax, [part.classify(grid, head, row, column) for part in self.parts])
 
     def cost(self, grid: Grid) -> float:
         return sum(part.cost(grid) for part in self.parts)
@@ -123,11 +123,6 @@ class Union(_Composite):
 class Intersection(_Composite):
     """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, and the others classify these blocks."""
 
-    @staticmethod
-    def of(*patterns: BlockPattern) -> Intersection:
-        parts = (part for pattern in patterns for part in (pattern.parts if isinstance(pattern, Intersection) else (pattern,)))
-        return Intersection(tuple(parts))
-
     def combined(self, kept: list[torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
         return functools.reduce(operator.and_, kept)
 
@@ -135,8 +130,7 @@ class Intersection(_Composite):
         return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states, keys = _of_parts(self.parts, grid, head, row, column)
-        return states.amin(0), _joined(states, keys, states.amin(0) == PARTIAL)
+        return _joined(torch.amin, [part.classify(grid, head, row, column) for part in self.parts])
 
     def cost(self, grid: Grid) -> float:
         return min(part.cost(grid) for part in self.parts)
@@ -217,26 +211,20 @@ class PerHead(_Composite):
         return PerHead(tuple(part.causal() for part in self.parts))
 
 
-def _of_parts(
-    parts: tuple[BlockPattern, ...], grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the states (parts, E) and the keys of each part."""
-    states, keys = zip(*(part.classify(grid, head, row, column) for part in parts), strict=True)
-    return torch.stack(states), list(keys)
-
-
-def _joined(states: torch.Tensor, keys: list[torch.Tensor], partial: torch.Tensor) -> torch.Tensor:
-    """Returns keys of the blocks that are ``partial`` in the whole, equal if all parts have equal states and equal keys.
+def _joined(reduce: Callable[..., torch.Tensor], parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (state, key) of blocks from those of the parts. Keys are equal if all parts have equal states and equal keys.
 
     The keys are exact and not hashed: the keys of each part are numbered, and so is each pair of numbers, so that no product overflows.
     """
-    chosen = partial.nonzero()[:, 0]
+    states, keys = torch.stack([state for state, _ in parts]), [key for _, key in parts]
+    whole = reduce(states, 0)
+    chosen = (whole == PARTIAL).nonzero()[:, 0]
     joined = torch.zeros_like(chosen)
     for state, key in zip(states[:, chosen], keys, strict=True):
         # a part that is full or absent has no mask
         numbers, num_keys = _dense(torch.where(state == PARTIAL, key[chosen], 0))
         joined, _ = _dense((joined * num_keys + numbers) * (FULL + 1) + state)
-    return torch.zeros_like(partial, dtype=torch.int64).index_put((chosen,), joined)
+    return whole, torch.zeros_like(whole, dtype=torch.int64).index_put((chosen,), joined)
 
 
 def _dense(keys: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, int]:
