@@ -36,7 +36,7 @@ def nested_attention_twin(
             for step in family.row_steps(level):
                 for segment in range(0, family.num_positions, family.lengths[-1]):
                     for tile in range(len(table.counts)):
-                        rows = segment + family.residue(branch, step, head) + (tile * tile_rows + torch.arange(tile_rows)) * stride
+                        rows = segment + residue(family, branch, step, head) + (tile * tile_rows + torch.arange(tile_rows)) * stride
                         keys, shared = _keys_of(family, table, tile, head, segment, tile_keys)
                         scores = torch.einsum("bid,bjd->bij", q[:, rows, head], k[:, keys, kv_head]) * scale + shared.to(q.dtype).log()
                         if is_causal:
@@ -46,10 +46,14 @@ def nested_attention_twin(
     return out, lse
 
 
+def residue(family: NestedFamily, branch: int, step: int, head: int) -> int:
+    return (family.offsets[branch][head] + step) % family.rates[branch]
+
+
 def _keys_of(family: NestedFamily, table: TileTable, tile: int, head: int, segment: int, tile_keys: int) -> tuple[Tensor, Tensor]:
     """Returns (positions, multiplicities) of all keys that a query tile visits, one tile after another."""
     count = int(table.counts[tile, 2])
     positions = []
     for branch, step, first, rate in table.tiles[tile, :count].tolist():
-        positions.append(segment + family.residue(branch, step, head) + (first + torch.arange(tile_keys)) * rate)
+        positions.append(segment + residue(family, branch, step, head) + (first + torch.arange(tile_keys)) * rate)
     return torch.cat(positions), table.shared[tile, :count].repeat_interleave(tile_keys)

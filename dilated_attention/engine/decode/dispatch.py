@@ -12,6 +12,9 @@ import torch
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
 from dilated_attention.backends.base import ALL_FLOATS, HALVES, accumulation_dtype
 from dilated_attention.backends.flash import flash3
+
+# models, which do not import backends, ask for it here
+from dilated_attention.backends.hardware import has_kernels as has_kernels
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached

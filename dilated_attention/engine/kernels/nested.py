@@ -58,9 +58,6 @@ class NestedFamily:
             return (0,)
         return tuple(range(self.rates[level], self.rates[level + 1], self.rates[level]))
 
-    def residue(self, branch: int, step: int, head: int) -> int:
-        return (self.offsets[branch][head] + step) % self.rates[branch]
-
     def keys_per_query(self, level: int) -> int:
         """Returns the number of distinct keys of a query at this level, without causality."""
         exact = sum(w // r - w // r_next for w, r, r_next in zip(self.lengths[:level], self.rates, self.rates[1:], strict=False))
@@ -180,13 +177,3 @@ def device_table(family: NestedFamily, level: int, tile_rows: int, tile_keys: in
 @functools.lru_cache(maxsize=64)
 def device_offsets(family: NestedFamily, device: torch.device) -> Tensor:
     return torch.tensor(family.offsets, dtype=torch.int32, device=device)
-
-
-def level_constants(
-    family: NestedFamily, level: int, tile_rows: int, table_width: int, group: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns ROW and FAMILY of a level's launch; see the kernels."""
-    branch = family.row_branch(level)
-    rate, steps = family.rates[branch], family.row_steps(level)
-    row = (branch, rate, family.rates[level] if steps != (0,) else 0)
-    return row, (family.lengths[-1] // (tile_rows * rate), table_width, len(steps), family.num_heads, group, family.lengths[-1])

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention.backends.hardware import multiprocessors, on_device
-from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, device_offsets, device_table, level_constants
+from dilated_attention.engine.kernels.nested import MAX_DESCRIPTORS, TILE_KEYS, NestedFamily, device_offsets, device_table
 from dilated_attention.engine.kernels.nested_gluon import nested_kernel
 
 WARPGROUP_ROWS = 64
@@ -62,7 +62,10 @@ def nested_forward(
         # than (2, 2) at 64
         ring = (8, 8) if groups == 4 else (3, 2) if D == 128 else (4, 4)
         table = device_table(family, level, tile_rows, tile_keys, is_causal, q.device)
-        row, constants = level_constants(family, level, tile_rows, table.width, H // k.shape[2])
+        # ROW and FAMILY, see the kernel
+        branch, steps, longest = family.row_branch(level), family.row_steps(level), family.lengths[-1]
+        row = (branch, family.rates[branch], family.rates[level] if steps != (0,) else 0)
+        constants = (longest // (tile_rows * row[1]), table.width, len(steps), family.num_heads, H // k.shape[2], longest)
         first = min(level, 1)
         rates = family.rates[first : level + 1]
         used = [*rates, *rates[-1:] * (MAX_DESCRIPTORS - len(rates))]

@@ -33,13 +33,11 @@ class Split:
         family: indices of the nested branches, in increasing dilation rate; the first takes every position.
         others: pattern of the other branches, or None.
         layers: pattern of the branch buffers to merge: one direct branch for the family, and the others.
-        saved: number of pairs per head that are not computed again because of the family.
     """
 
     family: tuple[int, ...]
     others: DilatedPattern | None
     layers: DilatedPattern
-    saved: int
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,9 @@ def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
     split = _best_split(pattern, num_heads, num_positions)
     if split is None:
         return (SequencePiece(0, num_positions, None),)
-    length = _family(pattern, split.family, (0, num_heads), num_heads, num_positions).num_positions
+    length = family_of(pattern, split, (0, num_heads), num_heads, num_positions).num_positions
     pieces = (SequencePiece(0, length, split), SequencePiece(length, num_positions - length, None))
     return pieces if length < num_positions else pieces[:1]
-
-
-def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
-    """Returns the family of some heads on a sequence of whole segments."""
-    family = _family(pattern, split.family, heads, num_heads, num_positions)
-    assert family.num_positions == num_positions
-    return family
 
 
 def reasons_against(
@@ -91,7 +82,7 @@ def reasons_against(
         ]
     if "triton" not in request.hardware.packages:
         return reasons
-    family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
+    family = family_of(pattern, piece.split, (0, num_heads), num_heads, piece.length)
     return reasons + reasons_against_tensors(family, q, k, v, scale)
 
 
@@ -127,7 +118,7 @@ def is_worth_it(pattern: DilatedPattern, q: Tensor, is_causal: bool) -> bool:
     B, N, H, D = q.shape
     piece = make_pieces(pattern, H, N)[0]
     assert piece.split is not None
-    pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
+    pairs = family_of(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
     return 4 * D * pairs / (2 if is_causal else 1) >= MIN_OPERATIONS
 
 
@@ -151,7 +142,7 @@ def _best_split(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
         return None
     left = [b for b in range(pattern.num_branches) if b not in best[1]]
     others = pattern.with_branches(left, num_heads) if left else None
-    return Split(best[1], others, pattern.with_branches(left, num_heads, onto_all=True), best[0])
+    return Split(best[1], others, pattern.with_branches(left, num_heads, onto_all=True))
 
 
 def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num_positions: int) -> int:
@@ -172,9 +163,10 @@ def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num
 
 
 @functools.lru_cache(maxsize=256)
-def _family(pattern: DilatedPattern, chosen: tuple[int, ...], heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+def family_of(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+    """Returns the family of heads [first, last) on the whole longest segments of a sequence."""
     offsets = pattern.offsets(num_heads)
-    lengths, rates = [pattern.segment_lengths[b] for b in chosen], [pattern.dilation_rates[b] for b in chosen]
-    family = nested_family(lengths, rates, [offsets[b][slice(*heads)] for b in chosen], num_positions)
+    lengths, rates = [pattern.segment_lengths[b] for b in split.family], [pattern.dilation_rates[b] for b in split.family]
+    family = nested_family(lengths, rates, [offsets[b][slice(*heads)] for b in split.family], num_positions)
     assert family is not None
     return family

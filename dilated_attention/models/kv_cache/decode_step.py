@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.decode import dispatch
+from dilated_attention.engine.decode.dispatch import has_kernels
 from dilated_attention.engine.decode.keys import Runs, WindowKeys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional.arguments import autocast
