@@ -28,7 +28,7 @@ from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.streams import Streams
 from dilated_attention.engine.branches.views import extent
 from dilated_attention.engine.kernels.nested import NestedFamily
-from dilated_attention.engine.kernels.nested_selection import SequencePiece, family_of, make_pieces
+from dilated_attention.engine.kernels.nested_selection import SequencePiece, chunk_family, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
@@ -152,7 +152,7 @@ def _forward_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, 
                 # the result so far
                 direct_lse.copy_(lse_.transpose(1, 2))
             else:
-                _nested_forward(family_of(pattern, split, chunk.heads, shape.num_heads, part.queries[1]), views, out_, direct_lse, call)
+                _nested_forward(chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1]), views, out_, direct_lse, call)
 
         results, first = (out_, lse_), direct if onto else None
         fused_merge.forward(
@@ -165,7 +165,7 @@ def _forward_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, 
             run_tier = functools.partial(run, branches=branches, onto=tier > 0)
             _in_chunks(forward_chunk_sizes(branches, sizes), shape, q.device, call, run_tier)
     elif split.others is None:
-        family = family_of(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
+        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
         _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
     else:
         # chunks begin with a segment of every branch, but only the results of the other branches wait in memory

@@ -55,7 +55,7 @@ def make_pieces(pattern: DilatedPattern, num_heads: int, num_positions: int) -> 
     split = _best_split(pattern, num_heads, num_positions)
     if split is None:
         return (SequencePiece(0, num_positions, None),)
-    length = family_of(pattern, split, (0, num_heads), num_heads, num_positions).num_positions
+    length = chunk_family(pattern, split, (0, num_heads), num_heads, num_positions).num_positions
     pieces = (SequencePiece(0, length, split), SequencePiece(length, num_positions - length, None))
     return pieces if length < num_positions else pieces[:1]
 
@@ -82,7 +82,7 @@ def reasons_against(
         ]
     if "triton" not in request.hardware.packages:
         return reasons
-    family = family_of(pattern, piece.split, (0, num_heads), num_heads, piece.length)
+    family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
     return reasons + reasons_against_tensors(family, q, k, v, scale)
 
 
@@ -118,7 +118,7 @@ def is_worth_it(pattern: DilatedPattern, q: Tensor, is_causal: bool) -> bool:
     B, N, H, D = q.shape
     piece = make_pieces(pattern, H, N)[0]
     assert piece.split is not None
-    pairs = family_of(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
+    pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * B * H
     return 4 * D * pairs / (2 if is_causal else 1) >= MIN_OPERATIONS
 
 
@@ -163,7 +163,7 @@ def _saved(pattern: DilatedPattern, chosen: tuple[int, ...], num_heads: int, num
 
 
 @functools.lru_cache(maxsize=256)
-def family_of(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
+def chunk_family(pattern: DilatedPattern, split: Split, heads: tuple[int, int], num_heads: int, num_positions: int) -> NestedFamily:
     """Returns the family of heads [first, last) on the whole longest segments of a sequence."""
     offsets = pattern.offsets(num_heads)
     lengths, rates = [pattern.segment_lengths[b] for b in split.family], [pattern.dilation_rates[b] for b in split.family]
