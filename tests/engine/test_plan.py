@@ -18,7 +18,7 @@ from dilated_attention.backends.torch_ops import math
 from dilated_attention.engine.branches import launch_views
 from dilated_attention.engine.branches.heads import HeadGroup
 from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
+from dilated_attention.engine.branches.plan import Plan, Problem, Shape, branch_plans, make_plan
 from dilated_attention.engine.branches.sequential import run_backward, run_forward
 from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
@@ -134,10 +134,10 @@ def test_first_and_opens_mark_rows_not_written_before(seed: int) -> None:
     total = written.sum(0)[:, slice(*shape.queries)]
     assert not plan.covered or bool((total > 0).all()), "covered: no row keeps what torch.empty left"
     assert not plan.single or bool((total <= 1).all())
-    for branch in range(case.pattern.num_branches):
-        part = plan.branch(branch)
-        assert [replace(p, first=False) for p in part.problems] == [replace(p, first=False) for p in plan.problems if p.branch == branch]
-        assert all(p.first == p.opens for p in part.problems) and part.single == all(p.opens for p in part.problems)
+    for separate, part in branch_plans(plan):
+        assert part.problems == tuple(p for p in plan.problems if p.branch == part.problems[0].branch)
+        assert [replace(p, first=False) for p in separate.problems] == [replace(p, first=False) for p in part.problems]
+        assert all(p.first == p.opens for p in separate.problems) and separate.single == all(p.opens for p in separate.problems)
 
 
 def test_dense_branch_first_needs_no_initial_values() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dilated_attention.engine.branches.heads import HeadGroup, Member, head_groups
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern, taken
@@ -59,9 +59,9 @@ class Problem:
         return rows * self.q_len * self.k_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Problems in the order they are merged.
+    """Problems in the order they are merged. A plan is equal to itself alone, which makes it a quick key of what is made once from it.
 
     Args:
         covered: every (query, head) row is written by some problem, so outputs need no initial value.
@@ -71,23 +71,10 @@ class Plan:
     problems: tuple[Problem, ...]
     covered: bool
     single: bool
-    # launches are looked up by plan, and hashing its problems takes longer than the rest of the lookup
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.problems, self.covered, self.single)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def pairs(self) -> int:
         return sum(problem.pairs for problem in self.problems)
-
-    def branch(self, index: int) -> Plan:
-        """Returns the problems of one branch as a separate plan."""
-        problems = tuple(replace(problem, first=problem.opens) for problem in self.problems if problem.branch == index)
-        return Plan(problems, covered=False, single=all(problem.first for problem in problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +131,18 @@ def make_plan(pattern: DilatedPattern, shape: Shape) -> Plan:
     covered = rows_written == (last_head - first_head) * (shape.queries[1] - shape.queries[0])
     single = all(problem.first for problem in problems)
     return Plan(tuple(problems), covered, single)
+
+
+@functools.lru_cache(maxsize=128)
+def branch_plans(plan: Plan) -> tuple[tuple[Plan, Plan], ...]:
+    """Returns the problems of each branch twice: as a separate plan, and as a part of the whole."""
+    found = []
+    for index in sorted({problem.branch for problem in plan.problems}):
+        problems = tuple(problem for problem in plan.problems if problem.branch == index)
+        own = tuple(replace(problem, first=problem.opens) for problem in problems)
+        separate = Plan(own, covered=False, single=all(problem.first for problem in own))
+        found.append((separate, replace(plan, problems=problems)))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention.backends.base import Backend, Options
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launch_views import Call, Layout, launches_of, masked, masks_of
-from dilated_attention.engine.branches.plan import Plan
+from dilated_attention.engine.branches.plan import Plan, branch_plans
 
 Tensors = tuple[Tensor, ...]
 
@@ -95,12 +95,10 @@ def run_backward(
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if call.detached and not plan.single:
-        for branch in sorted({problem.branch for problem in plan.problems}):
-            part = plan.branch(branch)
+        for separate, part in branch_plans(plan):
             # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
-            branch_out, _ = run_forward(part, q, k, v, call)
-            problems = tuple(problem for problem in plan.problems if problem.branch == branch)
-            _add_shares(replace(plan, problems=problems), (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
+            branch_out, _ = run_forward(separate, q, k, v, call)
+            _add_shares(part, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), call, None)
     else:
         _add_shares(plan, (dq, dk, dv), (dout, q, k_, v_, out, lse), call, dlse)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

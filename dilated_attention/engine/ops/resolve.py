@@ -238,18 +238,14 @@ class LocalCall(ResolvedCall):
             tensors: q, k, v, and in a backward dout and out.
             more: what ``make_pass`` depends on in addition.
         """
-        found = self._known_pass(tensors)
-        if found is None:
+        for _ in range(2):
+            # strides do not include addresses, which must be aligned too
+            if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
+                found = self.passes.get(tuple([x.stride() for x in tensors]))
+                if found is not None and (found := found.again()) is not None:
+                    return tensors, found
             tensors = tuple(kernel_ready(x) for x in tensors)
-            found = self._known_pass(tensors)
-        return tensors, self.make_pass(tensors, padding, seed, more) if found is None else found
-
-    def _known_pass(self, tensors: Tensors) -> Any:
-        """Returns how tensors like these run, or None. Strides do not include addresses, which must be aligned too."""
-        if self.device_type == "cuda" and not all_aligned([x.data_ptr() for x in tensors]):
-            return None
-        found = self.passes.get(tuple([x.stride() for x in tensors]))
-        return None if found is None else found.again()
+        return tensors, self.make_pass(tensors, padding, seed, more)
 
 
 class ResolvedPass(NamedTuple):
