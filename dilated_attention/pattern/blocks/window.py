@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,37 @@ from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, s
 
 
 @dataclass(frozen=True)
-class LocalWindow(BlockPattern):
+class IntervalPattern(BlockPattern):
+    """Base class of patterns in which query i keeps the keys low(i) ≤ j < high(i). Neither end falls from one query to the next."""
+
+    @abstractmethod
+    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (low, high) of queries at these positions."""
+
+    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.ends(positions, num_positions)
+
+    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+        low, high = self.ends(queries, num_positions)
+        return (keys >= low) & (keys < high)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        first, last = (self.ends(positions, grid.num_positions) for positions in grid.queries(grid.rows()))
+        index, column = expand(first[0] // grid.k_block, (last[1] - 1) // grid.k_block + 1)
+        return torch.zeros_like(index), index + grid.first_row, column
+
+    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
+        first_query, last_query = grid.queries(row)
+        first_key, last_key = grid.keys(column)
+        first, last = (self.ends(positions, grid.num_positions) for positions in (first_query, last_query))
+        kept = (last_key >= first[0]) & (first_key < last[1])
+        full = (first_key >= last[0]) & (last_key < first[1])
+        return state_of(kept, full), first_key - first_query
+
+
+@dataclass(frozen=True)
+class LocalWindow(IntervalPattern):
     """Keys near the query: i − left ≤ j ≤ i + right (the sliding window of Longformer, arXiv 2004.05150, section 3.1).
 
     Args:
@@ -44,27 +75,6 @@ class LocalWindow(BlockPattern):
         left, right = (num_positions if side is None else min(side, num_positions) for side in self.window)
         return left, right
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        left, right = self.sides(num_positions)
-        distance = keys - queries
-        return (distance >= -left) & (distance <= right)
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        left, right = self.sides(grid.num_positions)
-        first, last = grid.queries(grid.rows())
-        low = (first - left).clamp(min=0) // grid.k_block
-        high = (last + right).clamp(max=grid.num_positions - 1) // grid.k_block + 1
-        index, column = expand(low, high)
-        return torch.zeros_like(index), index + grid.first_row, column
-
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = self.sides(grid.num_positions)
-        first_query, last_query = grid.queries(row)
-        first_key, last_key = grid.keys(column)
-        kept = (last_key >= first_query - left) & (first_key <= last_query + right)
-        full = (first_key >= last_query - left) & (last_key <= first_query + right)
-        return state_of(kept, full), first_key - first_query
-
     def cost(self, grid: Grid) -> float:
         return min((sum(self.sides(grid.num_positions)) + grid.q_block) / grid.k_block + 1, grid.num_columns)
 
@@ -72,31 +82,18 @@ class LocalWindow(BlockPattern):
         assert isinstance(self.window, tuple)
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = self.sides(num_positions)
         return (positions - left).clamp(min=0), (positions + (right + 1)).clamp(max=num_positions)
 
 
 @dataclass(frozen=True)
-class Causal(BlockPattern):
+class Causal(IntervalPattern):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
     @property
     def is_prefix_stable(self) -> bool:
         return True
-
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        return keys <= queries
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _, last = grid.queries(grid.rows())
-        index, column = expand(torch.zeros_like(last), last // grid.k_block + 1)
-        return torch.zeros_like(index), index + grid.first_row, column
-
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first_query, last_query = grid.queries(row)
-        first_key, last_key = grid.keys(column)
-        return state_of(first_key <= last_query, last_key <= first_query), first_key - first_query
 
     def cost(self, grid: Grid) -> float:
         return grid.num_columns / 2 + 1
@@ -104,12 +101,12 @@ class Causal(BlockPattern):
     def causal(self) -> BlockPattern:
         return self
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(positions), positions + 1
 
 
 @dataclass(frozen=True)
-class Document(BlockPattern):
+class Document(IntervalPattern):
     """Keys of the query's own document. Documents of the given lengths are packed one after another.
 
     Args:
@@ -138,32 +135,16 @@ class Document(BlockPattern):
     def document_of(self, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         return torch.searchsorted(starts[1:], positions.contiguous(), right=True)
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        starts = self.starts(queries.device)
-        return self.document_of(queries, starts) == self.document_of(keys, starts)
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # every document between those of the first and the last query has a query in the row, so the range holds no other keys
-        first, last = grid.queries(grid.rows())
-        starts = self.starts(grid.device)
-        low = starts[self.document_of(first, starts)] // grid.k_block
-        high = (starts[self.document_of(last, starts) + 1] - 1) // grid.k_block + 1
-        index, column = expand(low, high)
-        return torch.zeros_like(index), index + grid.first_row, column
-
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self.starts(grid.device)
-        first_query, last_query, first_key, last_key = (self.document_of(x, starts) for x in (*grid.queries(row), *grid.keys(column)))
-        kept = (first_key <= last_query) & (first_query <= last_key)
-        full = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
-        return state_of(kept, full), grid.block(row, column)
+        return super().classify(grid, head, row, column)[0], grid.block(row, column)
 
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         starts = self.starts(positions.device)
-        document = self.document_of(positions, starts)
+        # positions outside the sequence count as those of the last document
+        document = self.document_of(positions, starts).clamp(max=max(len(self.lengths) - 1, 0))
         return starts[document], starts[document + 1]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
