@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention.pattern.blocks.base import expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # the largest size of one table; it holds all groups if they fit
@@ -98,10 +99,7 @@ def _table(
     shape = (lists.num_batch, heads[1] - heads[0], end - start)
     grid = torch.arange(lists.num_batch * lists.num_heads * blocks, device=starts.device).view(lists.num_batch, lists.num_heads, blocks)
     chosen = grid[:, heads[0] : heads[1], start:end].flatten()
-    lengths = (starts[1:] - starts[:-1])[chosen].long()
-    row = torch.repeat_interleave(torch.arange(chosen.shape[0], device=starts.device), lengths)
-    offset = torch.arange(row.shape[0], device=starts.device) - (lengths.cumsum(0) - lengths)[row]
-    entry = starts[chosen].long()[row] + offset
+    row, entry = expand(starts[chosen].long(), starts[chosen + 1].long())
     other = others[entry]
     whole = torch.ones_like(other, dtype=torch.bool) if masks is None else masks[entry] < 0
     most = lists.num_columns if starts is lists.row_starts else lists.num_rows

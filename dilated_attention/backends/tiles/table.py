@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.fork import cached_property
+from dilated_attention.pattern.blocks.base import expand
 
 Range = tuple[int, int]
 # positions and places are counted in 32 bits
@@ -125,17 +126,14 @@ def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Tensor:
     spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
     tables, costs = [], []
     for branch, (_, rate) in enumerate(walk.branches):
-        counts = spans.counts[:, branch]
-        document = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        segment = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document] + spans.first[document, branch]
+        document, segment = expand(spans.first[:, branch], spans.first[:, branch] + spans.counts[:, branch])
         length = spans.lengths[document, branch]
         start = walk.document_starts[document] + segment * length
         size = torch.minimum(length, walk.document_ends[document] - start)
         low = start.clamp(min=positions[0])
         rows = ((start + size).clamp(max=positions[1]) - low + rate - 1) // rate
         tiles = (rows + tile - 1) // tile
-        owner = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
-        index = torch.arange(len(owner)) - (tiles.cumsum(0) - tiles)[owner]
+        owner, index = expand(torch.zeros_like(tiles), tiles)
         place = spans.bases[document, branch] + segment * spans.places[document, branch]
         query_place = by_query.bases[document, branch] + segment * by_query.places[document, branch]
         columns = (torch.full_like(size, branch), torch.full_like(size, rate), start, size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.fork import ForkSafeLock
-from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.base import BlockPattern, expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
@@ -105,18 +105,15 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     ends_short = bool(short) and rows.numel() > 0 and bool(rows[-1] == lists.num_rows - 1)
     num_queries = rows.shape[0] * lists.q_block - (short if ends_short else 0)
     groups = torch.arange(lists.num_groups, device=rows.device)[:, None] * lists.num_rows
-    chosen = (groups + rows).flatten()
-    counts = lists.row_starts.diff().long()[chosen]
-    ends = counts.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    place = torch.repeat_interleave(lists.row_starts[:-1].long()[chosen] - ends + counts, counts, output_size=total)
-    place = place + torch.arange(total, device=rows.device)
+    chosen, starts = (groups + rows).flatten(), lists.row_starts.long()
+    _, place = expand(starts[chosen], starts[chosen + 1])
     interval = None
     if lists.interval is not None:
         positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=rows.device)).flatten()[:num_queries]
         interval = (lists.interval[0][positions], lists.interval[1][positions])
     masks = None if lists.masks is None else lists.masks[place]
-    return replace(lists, num_queries=num_queries, row_starts=_starts(counts), columns=lists.columns[place], masks=masks, interval=interval)
+    row_starts = torch.nn.functional.pad(starts.diff()[chosen].cumsum(0), (1, 0)).to(torch.int32)
+    return replace(lists, num_queries=num_queries, row_starts=row_starts, columns=lists.columns[place], masks=masks, interval=interval)
 
 
 def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> BlockLists:
@@ -156,9 +153,3 @@ def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> Block
         masks=None if lists.masks is None else lists.masks[place],
         interval=lists.interval if bool(stays.all()) else None,
     )
-
-
-def _starts(counts: Tensor) -> Tensor:
-    starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
-    starts[1:] = counts.cumsum(0)
-    return starts

@@ -25,6 +25,7 @@ from dilated_attention.backends.tiles.table import make_spans
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.kernels.tiles import tile_call
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+from dilated_attention.pattern.blocks.base import expand
 
 # rows that a program copies
 _ROWS = 64
@@ -52,9 +53,8 @@ class _Rows:
 
     def __init__(self, columns: tuple[Tensor, ...], places: int, device: torch.device) -> None:
         head, first, rate, place, count = columns
-        tiles = -(-count // _ROWS)
-        owner = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
-        before = (torch.arange(len(owner)) - (tiles.cumsum(0) - tiles)[owner]) * _ROWS
+        owner, tile = expand(torch.zeros_like(count), -(-count // _ROWS))
+        before = tile * _ROWS
         made = (head[owner], first[owner] + before * rate[owner], rate[owner], place[owner] + before, count[owner] - before)
         self.table = torch.stack(made, -1).int().contiguous().to(device)
         self.bounds = torch.cat([place, torch.tensor([places])]).int().to(device)
