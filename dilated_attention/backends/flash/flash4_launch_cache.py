@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention.fork import ForkSafeLock
 
@@ -212,10 +213,10 @@ def _recording(
                 kept[position] = None
             elif isinstance(argument, (tuple, list)) and _holds_tensor(argument):
                 # an unknown tensor is one that the interface created itself
-                unknown = [x for x in _leaves(argument) if isinstance(x, Tensor) and _identity(x) not in known]
+                unknown = [x for x in tree_leaves(argument) if isinstance(x, Tensor) and _identity(x) not in known]
                 if unknown:
                     return None
-                used.update(known[_identity(x)] for x in _leaves(argument) if isinstance(x, Tensor))
+                used.update(known[_identity(x)] for x in tree_leaves(argument) if isinstance(x, Tensor))
                 kept[position] = _mapped(argument, lambda x: _Place(known[_identity(x)]) if isinstance(x, Tensor) else x)
                 groups.append(position)
             elif _holds_tensor(argument):
@@ -233,14 +234,6 @@ def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
         return change(argument)
     parts = [_mapped(x, change) for x in argument]
     return type(argument)(*parts) if hasattr(argument, "_fields") else type(argument)(parts)
-
-
-def _leaves(argument: Any) -> Iterator[Any]:
-    if isinstance(argument, (tuple, list)):
-        for x in argument:
-            yield from _leaves(x)
-    else:
-        yield argument
 
 
 def _holds_tensor(argument: Any) -> bool:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-from dilated_attention.backends.block_kernels.flex_tables import block_mask
 from dilated_attention.backends.mask_convert import clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
+from dilated_attention.pattern.blocks.flex_mask import padded_tables
 
 # limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64
@@ -101,7 +101,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists |
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
         assert band is None, "block lists already include causality and the window"
-        mask, name = block_mask(lists), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
+        mask, name = lists.derived("flex", lambda: block_mask(lists)), f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
     elif band is not None:
         mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"
     else:
@@ -213,3 +213,42 @@ def _score_mod(padding: Tensor | None, cap: Tensor | None) -> Any:
         return score if padding is None else torch.where(padding[b, kv_idx], -float("inf"), score)
 
     return score_mod
+
+
+@torch.inference_mode(False)
+def block_mask(lists: BlockLists) -> Any:
+    """Returns the BlockMask of ``lists`` with masks "none" or "interval"; batch and head dimensions are 1 where all share a list.
+
+    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    assert lists.mask_kind in ("none", "interval"), lists.mask_kind
+    by_column = lists.by_column
+    mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
+    # ragged blocks at the end are listed like any other: the kernels check the end of both kinds
+    rows = _tables(lists, lists.row_starts, lists.columns, lists.masks)
+    columns = _tables(lists, by_column.starts, by_column.rows, by_column.masks)
+    sizes = (lists.q_block, lists.k_block)
+    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
+
+
+def _tables(lists: BlockLists, starts: Tensor, values: Tensor, masks: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns (counts, table, counts of whole blocks, their table) of the rows or columns of ``lists``.
+
+    Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
+    """
+    kinds = (torch.ones_like(values, dtype=torch.bool),) if masks is None else (masks >= 0, masks < 0)
+    tables = padded_tables(lists, starts, values, kinds)
+    return (*tables, *[None] * (4 - len(tables)))
+
+
+def _every_pair(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx >= 0
+
+
+def _in_interval(low: Tensor, high: Tensor) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx >= low[q_idx]) & (kv_idx < high[q_idx])
+
+    return mask_mod
