@@ -16,28 +16,30 @@ class IntervalPattern(BlockPattern):
     """Base class of patterns in which query i keeps the keys low(i) ≤ j < high(i). Neither end falls from one query to the next."""
 
     @abstractmethod
-    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (low, high) of queries at these positions."""
+    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """Returns the first key of queries at these positions."""
+
+    @abstractmethod
+    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """Returns one after their last key."""
 
     def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self.ends(positions, num_positions)
+        return self.low(positions, num_positions), self.high(positions, num_positions)
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        low, high = self.ends(queries, num_positions)
-        return (keys >= low) & (keys < high)
+        return (keys >= self.low(queries, num_positions)) & (keys < self.high(queries, num_positions))
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        first, last = (self.ends(positions, grid.num_positions) for positions in grid.queries(grid.rows()))
-        index, column = expand(first[0] // grid.k_block, (last[1] - 1) // grid.k_block + 1)
+        first, last = grid.queries(grid.rows())
+        low, high = self.low(first, grid.num_positions), self.high(last, grid.num_positions)
+        index, column = expand(low // grid.k_block, (high - 1) // grid.k_block + 1)
         return torch.zeros_like(index), index + grid.first_row, column
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
-        first_query, last_query = grid.queries(row)
-        first_key, last_key = grid.keys(column)
-        first, last = (self.ends(positions, grid.num_positions) for positions in (first_query, last_query))
-        kept = (last_key >= first[0]) & (first_key < last[1])
-        full = (first_key >= last[0]) & (last_key < first[1])
+        (first_query, last_query), (first_key, last_key), n = grid.queries(row), grid.keys(column), grid.num_positions
+        kept = (last_key >= self.low(first_query, n)) & (first_key < self.high(last_query, n))
+        full = (first_key >= self.low(last_query, n)) & (last_key < self.high(first_query, n))
         return state_of(kept, full), first_key - first_query
 
 
@@ -82,9 +84,11 @@ class LocalWindow(IntervalPattern):
         assert isinstance(self.window, tuple)
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
-    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = self.sides(num_positions)
-        return (positions - left).clamp(min=0), (positions + (right + 1)).clamp(max=num_positions)
+    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return (positions - self.sides(num_positions)[0]).clamp(min=0)
+
+    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return (positions + (self.sides(num_positions)[1] + 1)).clamp(max=num_positions)
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,11 @@ class Causal(IntervalPattern):
     def causal(self) -> BlockPattern:
         return self
 
-    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(positions), positions + 1
+    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return torch.zeros_like(positions)
+
+    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return positions + 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class Document(IntervalPattern):
         return torch.tensor((0, *self.lengths), device=device).cumsum(0)
 
     def document_of(self, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return torch.searchsorted(starts[1:], positions.contiguous(), right=True)
+        # positions outside the sequence count as those of the last document
+        return torch.searchsorted(starts[1:], positions.contiguous(), right=True).clamp(max=max(len(self.lengths) - 1, 0))
 
     def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return super().classify(grid, head, row, column)[0], grid.block(row, column)
@@ -141,11 +149,13 @@ class Document(IntervalPattern):
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
-    def ends(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
         starts = self.starts(positions.device)
-        # positions outside the sequence count as those of the last document
-        document = self.document_of(positions, starts).clamp(max=max(len(self.lengths) - 1, 0))
-        return starts[document], starts[document + 1]
+        return starts[self.document_of(positions, starts)]
+
+    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        starts = self.starts(positions.device)
+        return starts[self.document_of(positions, starts) + 1]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         positions = torch.arange(num_positions, device=device)
