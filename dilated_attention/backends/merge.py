@@ -49,7 +49,7 @@ def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
 
 def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides."""
-    if has_kernels(lse):
+    if lse.is_cuda and has_kernels(lse):
         from dilated_attention.backends.merge_inplace_triton import merge_onto as fused
 
         fused(out, lse, part_out, part_lse)

@@ -59,7 +59,7 @@ def forward(
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *masks = views
-        call.backend.forward_into(q_, k_, v_, masked(launch, masks, call), out_, lse_.transpose(1, 2))
+        call.backend.forward_into(q_, k_, v_, masked(launch, masks, call) if masks else launch.options, out_, lse_.transpose(1, 2))
 
     _on_streams(plan, layout, given, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
     if merged:
@@ -101,7 +101,7 @@ def backward(
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = views
         dlse_ = None if dlse is None else rest.pop(0).transpose(1, 2)
-        options = masked(launch, rest, call)
+        options = masked(launch, rest, call) if rest else launch.options
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         if call.detached and own is None:
             out_ = _own_output(q_, k_, v_, options, call, launch.problem.zero_keys)

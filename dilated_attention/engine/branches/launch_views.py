@@ -200,9 +200,7 @@ def mask_views(problem: Problem, tensors: Sequence[Tensor], padding: bool, dropo
 
 
 def masked(launch: Launch, masks: list[Tensor], call: Call) -> Options:
-    """Returns the options of a launch with the masks that ``mask_views`` gave it."""
-    if not masks:
-        return launch.options
+    """Returns the options of a launch with the masks that ``mask_views`` gave it, of which there are some."""
     problem, rest = launch.problem, [x.squeeze(-1) for x in masks]
     padding = rest.pop(0) if call.padding is not None else None
     options = replace(launch.options, mask=Mask(padding, problem.band), geometry=None)

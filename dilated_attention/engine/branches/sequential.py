@@ -70,7 +70,7 @@ def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tupl
     tensors = [q, k, v, out, lse, *masks_of(call, q, k)]
     for launch in itertools.chain.from_iterable(launches_of(plan, _layout("qkkqq", call), tensors, call)):
         q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
-        part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call))
+        part_out, part_lse = call.backend.forward(q_, k_, v_, masked(launch, masks, call) if masks else launch.options)
         part_lse = part_lse.transpose(1, 2)
         if launch.problem.zero_keys:
             part_out, part_lse = add_zero_keys(part_out, part_lse, launch.problem.zero_keys)
@@ -114,7 +114,8 @@ def _add_shares(
     for launch in itertools.chain.from_iterable(launches_of(plan, layout, given, call)):
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = launch.of(given)
         dlse_ = rest.pop(0) if some else None
-        part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), masked(launch, rest, call), dlse_)
+        options = masked(launch, rest, call) if rest else launch.options
+        part_dq, part_dk, part_dv = shares(call.backend, (dout_, q_, k_, v_, out_, lse_), options, dlse_)
         if launch.problem.first:
             dq_.copy_(part_dq)
         else:
