@@ -14,6 +14,7 @@ from torch import Tensor
 from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype
 from dilated_attention.engine.branches.sequential import lse_share
 from dilated_attention.engine.branches.views import launches
+from dilated_attention.engine.ops.prepare import new_lse
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 Tensors = tuple[Tensor, ...]
@@ -31,7 +32,7 @@ def forward_lists(
     q = _with_front(q, 1, front)
     assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
     if not lists.num_entries or not q.shape[0]:
-        out, lse = torch.zeros_like(q), _new_lse(q, -torch.inf)
+        out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
     else:
         parts = [
             backend.forward_blocks(q[where], k[where], v[where], some, some_options)
@@ -136,7 +137,3 @@ def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     shape = list(x.shape)
     shape[dim] = front
     return torch.cat([x.new_full(shape, value), x], dim)
-
-
-def _new_lse(q: Tensor, value: float) -> Tensor:
-    return torch.full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=accumulation_dtype(q.dtype), device=q.device)

@@ -120,28 +120,21 @@ class TopBlocks(BlockPattern):
             )
         return pattern
 
+    def _arguments(self) -> dict[str, Any]:
+        return {described.metadata.get("argument", described.name): getattr(self, described.name) for described in dataclasses.fields(self)}
+
     def __repr__(self) -> str:
-        shown = {f.metadata.get("argument", f.name): getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "block_size"}
-        usual = {"near": self.always is None, "pool": "mean"}
-        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None and (name not in usual or value != usual[name])]
-        return f"TopBlocks({', '.join([*parts, f'block_size={self.block_size}'])})"
+        given = self._arguments()
+        block_size, usual = given.pop("block_size"), {"near": self.always is None, "pool": "mean"}
+        parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
+        return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
     def queries_are_before(self, is_causal: bool) -> bool:
         """Whether rows are scored by the queries up to and including their first one."""
         return is_causal if self.queries is None else self.queries == "before"
 
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
-        return TopBlocks(
-            self.blocks,
-            density=self.share,
-            mass=self.mass,
-            always=always,
-            within=within,
-            near=self.near,
-            pool=self.pool,
-            queries=self.queries,
-            block_size=self.block_size,
-        )
+        return TopBlocks(**self._arguments() | {"always": always, "within": within})
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
         if not isinstance(other, BlockPattern):
