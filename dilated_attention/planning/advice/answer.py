@@ -14,7 +14,8 @@ from typing import Any
 _WIDTH = 118
 _NAMES = 24
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "least": operator.ge, "most": operator.le, "above": operator.gt, "below": operator.lt, "not": operator.ne,
+    "least": operator.ge, "most": operator.le, "above": operator.gt, "below": operator.lt,
+    "not": lambda fact, wanted: not _agrees(fact, wanted),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The request to ``recommend``, and its answer from what a use case chose: the facts about both that ``rules.json`` asks for."""
+"""The request to ``recommend``, and the facts about it, about what was chosen for it and about its machine that ``rules.json`` asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dilated_attention.factory import Explanation, explain_backend
 from dilated_attention.models.summary import readable
 from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning.advice import rules
-from dilated_attention.planning.advice.answer import Recommendation, filled, rule_table, settings_of
 from dilated_attention.planning.estimate.plan import plan_attention
 from dilated_attention.planning.estimate.problem import Machine, kind_of
 from dilated_attention.planning.text import seconds_text
@@ -20,10 +19,10 @@ from dilated_attention.planning.text import seconds_text
 # the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
 _WINDOW, _GLOBAL = 2047, 128
 _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
-# facts where a use case states no others: one sequence on one GPU, of training, whose memory and time are not estimated
+# facts where nothing else is stated: one sequence on one GPU, of training, whose memory and time are not estimated
 _USUAL: dict[str, Any] = {
     "training": True, "count": 1, "data": 1, "context": 1, "kv_heads": None, "memory": None, "fits": None, "checkpointed": None,
-    "sharded": False, "seconds": "", "implementation": "",
+    "sharded": False, "seconds": None, "implementation": "", "plain": "", "segment_lengths": (), "dilation_rates": (),
 }  # fmt: skip
 
 
@@ -64,70 +63,49 @@ class Case:
     def model(self, base: str, longest: int | None = None) -> rules.Model:
         """Returns the model; its number of heads determines the dilation rates of its branches."""
         pattern = self.pattern(base, rules.usual_shape(self.parameters, self.heads, self.head_dim)[0], longest)
-        attention: dict[str, Any] = branches_of(pattern) if base == "dilated" else {"attention": base}
-        if base == "block_sparse":
-            attention["block_pattern"] = pattern
+        attention = branches_of(pattern) if base == "dilated" else {"attention": base}
+        attention |= {"block_pattern": pattern} if base == "block_sparse" else {}
         return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, attention)
 
 
-def answer(case: Case, chosen: dict[str, Any]) -> Recommendation:
-    """Assembles the recommendation from what was chosen: the attention, its distribution over GPUs, and facts of this use case only."""
-    chosen = _USUAL | (_estimated(case, chosen) if "layers" in chosen else {}) | chosen
-    pattern, heads, is_dilated = chosen["pattern"], chosen["heads"], chosen["base"] == "dilated"
-    explanation = _explained(case, chosen, case.hardware)
-    dense = (case.length + 1) / 2 if case.causal else case.length
-    keys = pattern.pairs(case.length, heads, is_causal=case.causal) / (case.length * heads)
-    facts = _facts(case, chosen, explanation) | {"keys": keys, "dense": dense, "share": keys / dense}
-    *setup, code = filled(rule_table()["code"], facts).splitlines()
-    asked = {name: value for name, value in vars(case).items() if name not in ("hardware", "here")}
-    return Recommendation(
-        use_case=case.name, request=asked | {"machine": case.machine.name, "memory": case.machine.memory},
-        machine=f"{case.length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{case.machine.name}", kind=facts["kind"],
-        **(branches_of(pattern) if is_dilated else {"segment_lengths": (), "dilation_rates": ()}), keys_per_query=keys,
-        dense_keys_per_query=dense, forward=explanation.forward, backward=explanation.backward, memory=chosen["memory"],
-        fits=chosen["fits"], settings=settings_of(facts), setup=tuple(setup), code=code,
-    )  # fmt: skip
-
-
-def _facts(case: Case, chosen: dict[str, Any], explanation: Explanation) -> dict[str, Any]:
-    machine, hardware, length, pattern = case.machine, case.hardware, case.length, chosen["pattern"]
-    heads, processes, is_slides = chosen["heads"], chosen["data"] * chosen["context"], case.name == "torchscale"
+def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
+    machine, hardware, length, base, pattern = case.machine, case.hardware, case.length, chosen["base"], chosen["pattern"]
+    chosen = _USUAL | {"layout": "zigzag" if base == "dense" and case.causal else "contiguous"} | chosen
+    chosen |= {name: value for name, value in _estimated(case, chosen).items() if chosen.get(name) is None}
+    heads, context, is_slides = chosen["heads"], chosen["context"], case.name == "torchscale"
+    processes = chosen["data"] * context
+    explained = _explained(case, chosen, hardware)
+    keys = pattern.pairs(length, heads, is_causal=case.causal) / (length * heads)
+    dense = (length + 1) / 2 if case.causal else length
     facts: dict[str, Any] = vars(case) | chosen | {
-        "use": case.name, "kind": kind_of(chosen["base"], chosen["context"]), "asked": case.attention is not None,
-        "cuda": hardware.device_type == "cuda", "device": hardware.device_type, "processes": processes, "layout": _layout(case, chosen),
+        "use": case.name, "kind": kind_of(base, context), "cuda": hardware.device_type == "cuda", "device": hardware.device_type,
         "hopper": hardware.capability is not None and hardware.capability[0] == 9 and not hardware.is_rocm, "machine": machine.name,
-        "available": readable(machine.memory), "dtype": str(case.dtype).removeprefix("torch."),
-        "usual_head_dim": chosen["head_dim"] in (64, 128), "pattern": _source(pattern),
-        "memory": "" if chosen["memory"] is None else readable(chosen["memory"]), "fits": "fits" if chosen["fits"] else "does not fit",
-        "part": -(-length // chosen["context"]),
+        "available": readable(machine.memory), "dtype": str(case.dtype).removeprefix("torch."), "pattern": source(pattern),
+        "keys_per_query": keys, "dense_keys_per_query": dense, "share": keys / dense, "bytes": chosen["memory"],
+        "memory": readable(chosen["memory"] or 0), "processes": processes, "part": -(-length // context),
         # the class token precedes a slide's tiles
-        "positions": -(-chosen["count"] * length // chosen["context"]) + is_slides,
-        "too_short_to_share": chosen["context"] == 1 and length / processes < rules.TOKENS_PER_GPU and case.batch < processes,
-        "computable": explanation.forward is not None or explanation.backward is not None,
-        "forward": explanation.forward, "backward": explanation.backward, "plain": "", "described": explanation.request.describe(),
-        "basis": " · ".join(dict.fromkeys(filter(None, (explanation.forward_basis, explanation.backward_basis)))),
-        "extras": ",".join(dict.fromkeys(_EXTRAS[x] for x in (explanation.forward, explanation.backward) if x in _EXTRAS)),
-        "nested": chosen["base"] == "dilated" and not is_slides and not explanation.nested_reasons,
+        "positions": -(-chosen["count"] * length // context) + is_slides,
+        "too_short_to_share": context == 1 and length / processes < rules.TOKENS_PER_GPU and case.batch < processes,
+        "forward": explained.forward, "backward": explained.backward, "described": explained.request.describe(),
+        "basis": " · ".join(dict.fromkeys(filter(None, (explained.forward_basis, explained.backward_basis)))),
+        "extras": ",".join(dict.fromkeys(_EXTRAS[x] for x in (explained.forward, explained.backward) if x in _EXTRAS)),
+        "nested": base == "dilated" and not is_slides and not explained.nested_reasons,
         "SHORT": rules.SHORT, "LONG": rules.LONG, "TOKENS_PER_GPU": rules.TOKENS_PER_GPU,
     }  # fmt: skip
     if not case.here and facts["cuda"]:
         # of this machine the packages are known; of another one, say what only PyTorch and Triton would take
         plain = _explained(case, chosen, replace(hardware, packages=frozenset({"triton"})))
-        if (plain.forward, plain.backward) != (explanation.forward, explanation.backward):
+        if (plain.forward, plain.backward) != (explained.forward, explained.backward):
             facts["plain"] = f"forward {plain.forward}" + (f", backward {plain.backward}" if plain.backward else "")
-    if isinstance(pattern, DilatedPattern):
+    if base == "dilated":
         reach, limited = max(pattern.segment_lengths), any(w > rules.FIRST_SEGMENT * r for w, r in pattern.branches)
         pairs = pattern.branch_pairs(length, heads, is_causal=case.causal)
-        facts |= {
+        facts |= branches_of(pattern) | {
             "branches": ", ".join(f"{w}/{r}" for w, r in pattern.branches), "reach": reach, "is_cut": reach < length,
             "each": ", ".join(f"{n / (heads * length):,.0f}" for n in pairs),
             "rates": "above the heads" if max(pattern.dilation_rates) > heads else "limited" if limited else "",
         }  # fmt: skip
     return facts
-
-
-def _layout(case: Case, chosen: dict[str, Any]) -> str:
-    return "zigzag" if chosen["base"] == "dense" and case.causal else "contiguous"
 
 
 def _explained(case: Case, chosen: dict[str, Any], hardware: Hardware) -> Explanation:
@@ -145,13 +123,13 @@ def _explained(case: Case, chosen: dict[str, Any], hardware: Hardware) -> Explan
 
 def _estimated(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
     """Returns memory and time of one layer's attention; nothing for a GPU whose figures are unknown."""
-    machine, context, layers = case.machine, chosen["context"], chosen["layers"]
-    if machine.gpu is None and case.hardware.device_type == "cuda":
+    machine, context, layers = case.machine, chosen["context"], chosen.get("layers")
+    if layers is None or (machine.gpu is None and case.hardware.device_type == "cuda"):
         return {}
     plan = plan_attention(
-        kind_of(chosen["base"], context), num_positions=case.length, num_heads=chosen["heads"], num_kv_heads=chosen.get("kv_heads"),
+        kind_of(chosen["base"], context), num_positions=case.length, num_heads=chosen["heads"], num_kv_heads=chosen["kv_heads"],
         head_dim=chosen["head_dim"], batch_size=chosen["count"], dtype=case.dtype, world_size=context,
-        layout=_layout(case, chosen) if context > 1 else None, is_causal=case.causal,
+        layout=chosen["layout"] if context > 1 else None, is_causal=case.causal,
         pattern=None if chosen["base"] == "dense" else chosen["pattern"], gpu=machine.gpu or "cpu", memory=machine.memory,
         find_longest=False,
     )  # fmt: skip
@@ -165,20 +143,14 @@ def _estimated(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def branches_of(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
-    assert isinstance(pattern, DilatedPattern)
-    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
-
-
-def attention_arguments(pattern: DilatedPattern | BlockPattern) -> dict[str, Any]:
-    """Returns the arguments of a layer; dense attention is one segment of the whole sequence."""
-    return {"pattern": pattern} if isinstance(pattern, BlockPattern) else branches_of(pattern)
-
-
 def arguments_of(name: str, arguments: dict[str, Any]) -> str:
     """Returns the source of a call's arguments: a name, and those by keyword."""
-    return ", ".join((repr(name), *(f"{key}={_source(value)}" for key, value in arguments.items()))).replace("'", '"')
+    return ", ".join((repr(name), *(f"{key}={source(value)}" for key, value in arguments.items()))).replace("'", '"')
 
 
-def _source(value: Any) -> str:
+def source(value: Any) -> str:
     return f"GlobalLocal({value.window}, {value.global_tokens})" if isinstance(value, GlobalLocal) else repr(value)
+
+
+def branches_of(pattern: Any) -> dict[str, Any]:
+    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}

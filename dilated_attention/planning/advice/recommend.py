@@ -13,10 +13,11 @@ from typing import Any
 from dilated_attention.factory import EXAMPLES, detect
 from dilated_attention.functional import explain_decode
 from dilated_attention.models.summary import USABLE, cache_rows, readable
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.advice import rules
-from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table
-from dilated_attention.planning.advice.case import Case, answer, arguments_of, attention_arguments
+from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table, settings_of
+from dilated_attention.planning.advice.case import Case, arguments_of, branches_of, facts_of
 from dilated_attention.planning.estimate.problem import MOST, machine_of
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
@@ -68,14 +69,14 @@ def recommend(
         ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case does not accept.
     """
     one_of("use_case", use_case, tuple(USE_CASES))
+    row = rule_table()["use_cases"][use_case]
     arguments = {
         "parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal,
         "attention": attention,
     }  # fmt: skip
     given = {name: _checked(name, value) for name, value in arguments.items() if value is not None}
-    taken = rule_table()["use_cases"][use_case]["takes"]
-    if wrong := ", ".join(name for name in given if name not in taken):
-        takes = ", ".join(("length", "gpu", "memory", *taken))
+    if wrong := ", ".join(name for name in given if name not in row["takes"]):
+        takes = ", ".join(("length", "gpu", "memory", *row["takes"]))
         raise ValueError(f"{wrong} given, which {use_case!r} does not use; it takes {takes}: drop {wrong}")
     usual = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
     machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
@@ -88,11 +89,20 @@ def recommend(
         name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=machine, hardware=hardware,
         here=gpu is None, **(arguments | usual | given),
     )  # fmt: skip
-    for row in rule_table()["use_cases"][use_case].get("refused", ()):
-        if holds(row["when"], vars(case)):
-            raise ValueError(filled(row["text"], vars(case)))
-    named = {"torchscale": _torchscale, "huggingface": _huggingface, "long-context": _decoding, "serving": _decoding}
-    return answer(case, named.get(use_case, _layer if parameters is None else _training)(case))
+    for refused in row.get("refused", ()):
+        if holds(refused["when"], vars(case)):
+            raise ValueError(filled(refused["text"], vars(case)))
+    named = {"torchscale": _torchscale, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
+    facts = facts_of(case, named.get(use_case, _layer if parameters is None else _training)(case))
+    *setup, code = filled(rule_table()["code"], facts).splitlines()
+    asked = {name: value for name, value in vars(case).items() if name not in ("hardware", "here")}
+    same = ("kind", "segment_lengths", "dilation_rates", "keys_per_query", "dense_keys_per_query", "forward", "backward")
+    return Recommendation(
+        use_case=use_case, request=asked | {"machine": machine.name, "memory": machine.memory},
+        machine=f"{case.length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}",
+        memory=facts["bytes"], fits=facts["fits"], settings=settings_of(facts), setup=tuple(setup), code=code,
+        **{name: facts[name] for name in same},
+    )  # fmt: skip
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -120,21 +130,24 @@ def _training(case: Case) -> dict[str, Any]:
 
 
 def _layer(case: Case) -> dict[str, Any]:
-    """One attention layer of a model that the caller already has."""
-    base, heads, head_dim = case.base, case.heads or 16, case.head_dim or 64
-    context = rules.most_context(case.length, case.gpus)
+    """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
+    base, is_transformers = case.base, case.name == "huggingface"
+    heads, head_dim = case.heads or (32 if is_transformers else 16), case.head_dim or (128 if is_transformers else 64)
+    context = 1 if is_transformers and base == "block_sparse" else rules.most_context(case.length, case.gpus)
     data, pattern = case.gpus // context, case.pattern(base, heads)
-    shared = "ring_" if context > 1 else ""
-    if base == "dense" and shared:
-        arguments = arguments_of("ring", {})
+    # dense attention is one segment of the whole sequence
+    arguments: dict[str, Any] = branches_of(pattern) if isinstance(pattern, DilatedPattern) else {"pattern": pattern}
+    found = {"base": base, "pattern": pattern, "heads": heads, "head_dim": head_dim, "data": data, "context": context}
+    if is_transformers:
+        name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
+        found |= {"what": "sdpa" if name == "sdpa" else "transformers", "implementation": name}
     else:
-        made = attention_arguments(pattern)
-        constructor = f"{shared}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
-        arguments = arguments_of(constructor, {"embed_dim": heads * head_dim, "num_heads": heads} | made)
-    return {
-        "what": "layer", "base": base, "pattern": pattern, "heads": heads, "head_dim": head_dim, "layers": 1, "arguments": arguments,
-        "count": max(1, case.batch // data), "data": data, "context": context,
-    }  # fmt: skip
+        name = f"{'ring_' if context > 1 else ''}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
+        arguments = {"embed_dim": heads * head_dim, "num_heads": heads} | arguments
+        if base == "dense" and context > 1:
+            name, arguments = "ring", {}
+        found |= {"what": "layer", "layers": 1, "count": max(1, case.batch // data)}
+    return found | {"arguments": arguments_of(name, arguments)}
 
 
 def _decoding(case: Case) -> dict[str, Any]:
@@ -186,17 +199,4 @@ def _torchscale(case: Case) -> dict[str, Any]:
     return {
         "what": "slide", "base": "dilated", "pattern": config.pattern, "heads": config.num_heads, "head_dim": config.head_dim,
         "arguments": arguments_of(_GIGAPATH, {}), "memory": plan.peak, "fits": plan.fits, "checkpointed": checkpointed,
-    }  # fmt: skip
-
-
-def _huggingface(case: Case) -> dict[str, Any]:
-    """A transformers model keeps its own weights, caches and trainer."""
-    base, heads = case.base, case.heads or 32
-    context = rules.most_context(case.length, case.gpus) if base != "block_sparse" else 1
-    pattern = case.pattern(base, heads)
-    name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
-    return {
-        "what": "transformers" if name != "sdpa" else "sdpa", "base": base, "pattern": pattern, "heads": heads,
-        "head_dim": case.head_dim or 128, "data": case.gpus // context, "context": context, "implementation": name,
-        "arguments": arguments_of(name, attention_arguments(pattern)),
     }  # fmt: skip
