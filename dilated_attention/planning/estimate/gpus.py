@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -54,29 +55,32 @@ class Gpu:
         return self.peaks.get(str(dtype).removeprefix("torch."))
 
 
-def _read() -> tuple[dict[str, Gpu], dict[str, str]]:
-    """Returns the GPUs of ``gpus.json`` by their names, and the names that people usually give them."""
-    found: dict[str, Gpu] = {}
-    usual: dict[str, str] = {}
-    for row in json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))["gpus"]:
-        peaks = zip(("float32", "float16", "bfloat16", "fp8"), row["tflops"], strict=True)
-        found[row["name"]] = Gpu(
-            name=row["name"],
-            capability=(row["capability"][0], row["capability"][1]),
-            memory=int(row["gb"] * GIB * _VISIBLE * (_AFTER_CODE if row.get("inline_code") else 1)),
-            bandwidth=row["gb_per_s"] * 1e9,
-            peaks=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks if peak is not None}),
-            # a datasheet states both directions together
-            link=row["link_gb_per_s"] * 1e9 / 2,
-            link_name=row["link"],
-            source=row["source"],
-        )
-        usual |= dict.fromkeys(row.get("usual", ()), row["name"])
-    return found, usual
+def _words(name: str) -> tuple[str, ...]:
+    """Returns the words and numbers that distinguish GPUs, sorted: no maker, no unit of a size, no generation of a form."""
+    plain = re.sub(r"nvidia|tesla|geforce|quadro|graphics|gpu", " ", name.lower())
+    plain = re.sub(r"(\d)gb|(sxm)\d(?![a-z0-9])", r"\1\2", plain)
+    return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", plain)))
 
 
-_FOUND, _USUAL = _read()
-GPUS: Mapping[str, Gpu] = MappingProxyType(_FOUND)
+def _read(row: dict[str, Any]) -> Gpu:
+    peaks = zip(("float32", "float16", "bfloat16", "fp8"), row["tflops"], strict=True)
+    return Gpu(
+        name=row["name"],
+        capability=(row["capability"][0], row["capability"][1]),
+        memory=int(row["gb"] * GIB * _VISIBLE * (_AFTER_CODE if row.get("inline_code") else 1)),
+        bandwidth=row["gb_per_s"] * 1e9,
+        peaks=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks if peak is not None}),
+        # a datasheet states both directions together
+        link=row["link_gb_per_s"] * 1e9 / 2,
+        link_name=row["link"],
+        source=row["source"],
+    )
+
+
+_ROWS = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))["gpus"]
+GPUS: Mapping[str, Gpu] = MappingProxyType({row["name"]: _read(row) for row in _ROWS})
+# also by the names that people usually give them
+_NAMES = {_words(name): GPUS[row["name"]] for row in _ROWS for name in (row["name"], *row.get("usual", ()))}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -90,23 +94,10 @@ def find_gpu(name: str) -> Gpu:
     """
     if not isinstance(name, str):
         raise TypeError(f"gpu is {shown(name)} ({type(name).__name__}); expected a name, such as 'H200'")
-    found = _known(name)
+    found = _NAMES.get(_words(name))
     if found is None:
         raise ValueError(f"gpu is {shown(name)}; known are {', '.join(GPUS)}. For another one use the nearest, and pass the memory")
     return found
-
-
-def _known(name: str) -> Gpu | None:
-    names = {_words(other): other for other in GPUS} | {_words(usual): other for usual, other in _USUAL.items()}
-    found = names.get(_words(name))
-    return None if found is None else GPUS[found]
-
-
-def _words(name: str) -> tuple[str, ...]:
-    """Returns the words and numbers that distinguish GPUs, sorted: no maker, no unit of a size, no generation of a form."""
-    plain = re.sub(r"nvidia|tesla|geforce|quadro|graphics|gpu", " ", name.lower())
-    plain = re.sub(r"(\d)gb|(sxm)\d(?![a-z0-9])", r"\1\2", plain)
-    return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", plain)))
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
@@ -117,7 +108,7 @@ def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(torch.device(device or "cuda"))
-    known = _known(properties.name)
+    known = _NAMES.get(_words(properties.name))
     if known is not None:
         source = f"memory of this machine, rates of {known.source}"
         return replace(known, name=properties.name, memory=properties.total_memory, source=source)

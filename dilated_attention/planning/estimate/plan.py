@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ MOST_POSITIONS = 2**31
 # lists of blocks can index at most this many entries
 _MOST_ENTRIES = 2**29
 _NO_SUCH_CALL = 2**80
-_FEW_RANKS = 8
 
 
 def plan_attention(
@@ -89,8 +87,7 @@ def plan_attention(
     least = least_bytes(problem)
     found = exchange_of(problem)
     passes, reasons_against = passes_of(problem, found, least)
-    fits = _excess(problem, machine.memory) <= 0
-    longest = longest_of(problem, machine.memory) if find_longest else N * fits
+    fits, longest = fit_of(problem, lambda of_length: _excess(of_length, machine.memory), find_longest)
     same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
     return AttentionPlan(
         **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
@@ -118,25 +115,17 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
-@functools.lru_cache(maxsize=256)
-def longest_of(problem: Problem, memory: int) -> int:
-    """Returns a number of positions that fits where one more does not, at least ``world_size`` and at most 2^31; 0 if not even that fits.
+def fit_of(problem: Problem, excess: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
+    """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
 
-    For more than eight ranks the result is exact to within 4 positions per rank: runs of equal length are planned as fast for many ranks as
-        for few.
+    ``excess`` returns by how many bytes a problem exceeds the usable memory. It may step down where a longer sequence exchanges its keys in
+    more parts: then some shorter sequences than the longest do not fit. At most 2^31 positions are tried.
     """
-    unit = 4 * problem.world_size if problem.world_size > _FEW_RANKS else 1
-
-    def excess(num_positions: int) -> int:
-        return _excess(problem.of_length(-(-num_positions // unit) * unit), memory)
-
-    return search(excess, problem.world_size, most_positions(problem))
-
-
-def most_positions(problem: Problem) -> int:
-    """Returns the upper limit of the search for the longest sequence."""
-    of_position = problem.batch_size * problem.num_heads * problem.head_dim
-    return max(problem.world_size, min(MOST_POSITIONS, MOST_ELEMENTS // of_position))
+    fits, W = excess(problem) <= 0, problem.world_size
+    if not find_longest:
+        return fits, problem.num_positions * fits
+    most = min(MOST_POSITIONS, MOST_ELEMENTS // (problem.batch_size * problem.num_heads * problem.head_dim))
+    return fits, search(lambda n: excess(problem.of_length(n)), W, max(W, most))
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
