@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +13,31 @@ from dilated_attention.models.summary import USABLE, readable
 from dilated_attention.planning.estimate.problem import RINGS
 from dilated_attention.planning.estimate.ring_estimate import Exchange
 from dilated_attention.planning.estimate.speed import Pass
-from dilated_attention.planning.text import flops_text, longest_text, seconds_text, three_digits
 
 _PASSES = ("forward", "backward")
+# (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers
+_TIMES = (("days", 86400, 172800), ("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995), ("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0))
+_FLOPS = (("EFLOP", 1e18, 0.9995e18), ("PFLOP", 1e15, 0.9995e15), ("TFLOP", 1e12, 0.9995e12), ("GFLOP", 1e9, 0.9995e9), ("MFLOP", 1e6, 0))
+
+
+def _in_units(number: float, units: tuple[tuple[str, float, float], ...]) -> str:
+    return next(f"{_three_digits(number / size)} {unit}" for unit, size, least in units if number >= least)
+
+
+_flops = functools.partial(_in_units, units=_FLOPS)
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
+    return _in_units(seconds, _TIMES)
+
+
+def _longest(longest: int, what: str = "the longest that does") -> str:
+    return f"{what}: {'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else f"{what}: none, not one position fits"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +69,10 @@ class Plan:
     def _fit(self, peak: int, reserve: int = 0) -> str:
         """Says whether ``peak`` bytes fit. ``reserve``: bytes of the memory that the allocator cannot use again."""
         part = peak / self.device_memory
-        share = f"{three_digits(100 * part)}% of" if part < 10 else f"{three_digits(part)} times"
+        share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
         found += f", and {readable(reserve)} are in pieces that the allocator cannot use again" if reserve else ""
-        return f"fits         {found}; {longest_text(self.longest)}"
+        return f"fits         {found}; {_longest(self.longest)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +144,8 @@ class AttentionPlan(Plan):
         }
 
     def heading(self, length: str) -> list[str]:
-        heads = f"{self.num_heads} heads of {self.head_dim}" + (
-            f", {self.num_kv_heads} of keys" if self.num_kv_heads != self.num_heads else ""
-        )
+        heads = f"{self.num_heads} heads of {self.head_dim}"
+        heads += f", {self.num_kv_heads} of keys" if self.num_kv_heads != self.num_heads else ""
         flags = [self.dtype, "causal" if self.is_causal else "full", "training" if self.training else "inference"]
         spread = f", {self.world_size} processes, {self.layout}" if self.world_size > 1 else ", 1 process" if self.kind in RINGS else ""
         return [
@@ -139,13 +161,13 @@ class AttentionPlan(Plan):
             "positions": f"{self.num_positions:,}",
             "keys/query": f"{self.keys_per_query:,.0f}",
             "of dense": f"{share:.2%}" if share >= 1e-4 else f"{share:.1e}",
-            "FLOPs": flops_text(sum(self.flops)),
+            "FLOPs": _flops(sum(self.flops)),
             "peak memory": readable(self.peak),
             **({"received": readable(moved.forward_received + moved.backward_received)} if self.world_size > 1 else {}),
         }
 
     @property
-    def sources(self) -> str:
+    def time_source(self) -> str:
         return "; ".join(dict.fromkeys(one.source for one in self.passes))
 
     def __str__(self) -> str:
@@ -158,15 +180,14 @@ class AttentionPlan(Plan):
             *self.heading(f"{self.num_positions:,} positions"),
             "",
             f"pairs        {about}{self.pairs:,}: {self.keys_per_query:,.1f} keys per query, {self.share_of_dense:.3%} of dense",
-            f"FLOPs        {both(self.flops, flops_text)}",
+            f"FLOPs        {both(self.flops, _flops)}",
             f"least bytes  {both(self.least_bytes, readable)} through device memory{each}",
             "",
             f"peak memory  {readable(self.peak)}{each.replace(',', '')}",
         ]
         for name in _PASSES[: 1 + self.training]:
-            terms: tuple[tuple[str, int], ...] = getattr(self.memory, name)
-            listed = " + ".join(f"{what} {readable(size)}" for what, size in terms)
-            lines.append(f"  {name:<9}  {readable(sum(size for _, size in terms))} = {listed}")
+            terms = " + ".join(f"{what} {readable(size)}" for what, size in getattr(self.memory, name))
+            lines.append(f"  {name:<9}  {readable(getattr(self.memory, f'{name}_peak'))} = {terms}")
         if self.world_size > 1:
             moved, about, steps = asdict(self.exchange.bytes), "" if self.exchange.is_exact else "about ", self.exchange.steps
             lines += ["", f"on the wire  {self.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
@@ -231,19 +252,15 @@ class ModelPlan(Plan):
 
     def cells(self) -> dict[str, str]:
         """Returns a row of a table."""
-        figures = {"positions": f"{self.num_positions:,}", "FLOPs": flops_text(self.flops)}
+        figures = {"positions": f"{self.num_positions:,}", "FLOPs": _flops(self.flops)}
         return figures | {"peak memory": readable(self.peak), "highest": self.moment}
-
-    @property
-    def sources(self) -> str:
-        return self.time_source
 
     def __str__(self) -> str:
         lines = [
             *self.heading(f"{self.num_positions:,} positions"),
             "",
             f"parameters   {self.parameters:,} in {self.layers} blocks",
-            f"FLOPs        {flops_text(self.flops)} per {'step' if self.training else 'forward'}",
+            f"FLOPs        {_flops(self.flops)} per {'step' if self.training else 'forward'}",
             f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
             *(f"  {readable(size):>9}  {what}" for what, size in self.terms),
         ]
@@ -261,8 +278,7 @@ class ModelPlan(Plan):
             rate = f"{self.batch_size / self.decode_seconds:,.0f} tokens/s"
             lines.append(f"generating   {seconds_text(self.decode_seconds)} a step (an estimate), {rate}")
             lines.append(f"             {self.decode_source}")
-        lines.append(self._fit(self.peak))
-        return "\n".join(lines)
+        return "\n".join([*lines, self._fit(self.peak)])
 
 
 def _time(seconds: float | None, why_not: str) -> str:
@@ -271,14 +287,13 @@ def _time(seconds: float | None, why_not: str) -> str:
 
 def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     """Formats plans of one call or model at several lengths; only the last one contains the longest length that fits."""
-    last = plans[-1]
-    found = [
-        {**plan.cells(), "time": "–" if plan.seconds is None else seconds_text(plan.seconds), "fits": "yes" if plan.fits else "no"}
-        for plan in plans
-    ]
+    last, found = plans[-1], []
+    for plan in plans:
+        seconds = "–" if plan.seconds is None else seconds_text(plan.seconds)
+        found.append(plan.cells() | {"time": seconds, "fits": "yes" if plan.fits else "no"})
     rows = [tuple(found[0]), *(tuple(row.values()) for row in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    times = f"times are estimates; in the last row: {last.sources}" if last.sources else f"no times: {last.no_time}"
-    longest = longest_text(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    times = f"times are estimates; in the last row: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
+    longest = _longest(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
     return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, times])

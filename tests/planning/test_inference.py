@@ -34,8 +34,8 @@ def test_traffic_between_layers_is_what_a_hand_counts() -> None:
     # the rotation of q and k: halves times sines and cosines to float32, their sums, joined, rounded
     rotation = 2 * (4 * (E // 2 * 2 + E // 2 * 4) + 2 * 3 * (E // 2) * 4 + 2 * E * 4 + E * 6)
     expected = layers * (2 * (norms + linear + additions + feed_forward) + rotation)
-    line = trace_of(run)
-    assert (line.moved(65536) - line.moved(32768)) / 32768 == pytest.approx(expected, rel=0.02)
+    short, long = (trace_of(run).at(n)[0][-1].moved for n in (32768, 65536))
+    assert (long - short) / 32768 == pytest.approx(expected, rel=0.02)
 
 
 def steps() -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, Loca
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
-from dilated_attention.planning.text import seconds_text
+from dilated_attention.planning.plans import seconds_text
 from dilated_attention.planning.whole_models.trace import Moment, deepened
 from tests.helpers.comm_volume import dense_bytes
 

@@ -14,7 +14,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.estimate.plan import plan_attention
 from dilated_attention.planning.estimate.problem import Machine, kind_of
-from dilated_attention.planning.text import seconds_text
+from dilated_attention.planning.plans import seconds_text
 
 # the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
 _WINDOW, _GLOBAL = 2047, 128

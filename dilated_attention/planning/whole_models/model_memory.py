@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,54 +57,35 @@ class Run:
         return torch.float32 if self.casts else self.dtype
 
 
-class Fixed(NamedTuple):
-    """Bytes that do not depend on the length: weights, moments and gradients of one of ``shards`` processes, and of all of them.
-
-    ``whole``: of the blocks that FSDP has gathered; ``step``: of the optimizer's step in addition to weights, gradients and moments.
-    """
-
-    weights: int
-    moments: int
-    grads: int
-    whole: int
-    step: int
-
-
-@functools.lru_cache(maxsize=64)
-def fixed_of(run: Run, shards: int) -> Fixed:
-    model = model_of(run.preset, run.overrides)
-    sizes, size = [parameter.numel() for parameter in model.parameters()], run.weight_dtype.itemsize
-    total = sum(sizes) * size
-    blocks = [
-        sum(p.numel() for p in module.parameters()) for name, module in model.named_modules() if name.rpartition(".")[0].endswith("blocks")
-    ]
-    whole = 0 if shards == 1 else 2 * max(blocks, default=0) * size
-    if not run.training:
-        return Fixed(-(-total // shards), 0, 0, whole, 0)
-    # torch's AdamW computes the roots of all parameters' second moments at once on a GPU; on a CPU it needs two temporaries for one
-    # parameter
-    return Fixed(-(-total // shards), -(-2 * total // shards), total, whole, total // shards if run.on_gpu else 2 * max(sizes) * size)
-
-
 def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
-    """Returns (terms at the highest point, when it occurs), for the process with the highest peak."""
-    fixed, rows = fixed_of(run, shards), -(-problem.num_positions // problem.world_size)
+    """Returns (terms at the highest point, when it occurs), for the process with the highest peak.
+
+    FSDP shards weights, gradients and the optimizer's moments over ``shards`` processes, and gathers blocks whole.
+    """
+    model, rows = model_of(run.preset, run.overrides), -(-problem.num_positions // problem.world_size)
+    size, names = run.weight_dtype.itemsize, model.named_modules()
+    sizes = [parameter.numel() * size for parameter in model.parameters()]
+    blocks = [sum(p.numel() for p in module.parameters()) for name, module in names if name.rpartition(".")[0].endswith("blocks")]
+    total, gathered = sum(sizes), 2 * max(blocks, default=0) * size if shards > 1 else 0
     workspace = 0 if problem.gpu is None else (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20
     # a workspace for each thread that runs matrix products: the caller's, and autograd's
-    terms = [("weights", fixed.weights), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", fixed.whole)]
+    terms = [("weights", -(-total // shards)), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", gathered)]
     if not run.training:
         cached, at_a_time = _cache_of(run, problem, rows)
         inside = insides(problem.of_length(at_a_time) if at_a_time < rows else problem)
         top = max(trace_of(run).at(at_a_time)[0], key=lambda x: x.alive + x.inside + inside.get(x.attention, 0))
         terms += [("keys and values of the cache", cached), ("activations", top.alive + top.inside)]
         return _non_zero([*terms, ("inside attention", inside.get(top.attention, 0))]), "in the forward"
+    # torch's AdamW computes the roots of all parameters' second moments at once on a GPU; on a CPU it needs two temporaries for one
+    # parameter
+    temporaries = total // shards if run.on_gpu else 2 * max(sizes)
     inside, kept = insides(problem), _kept_bytes(problem)
     loss, loss_grads = _loss_of(run, rows)
     moments, num_forward = trace_of(run).at(rows)
     # at the loss, no gradient of the stack has been computed yet
     end = moments[num_forward - 1]
     found: list[tuple[Terms, str]] = [
-        ((("gradients", fixed.grads // shards), ("optimizer's temporaries", fixed.step)), "in the optimizer's step"),
+        ((("gradients", total // shards), ("optimizer's temporaries", temporaries)), "in the optimizer's step"),
         ((("activations", end.alive + kept * end.kept), ("logits and their gradients, a chunk at a time", loss)), "at the loss"),
     ]
     for index, x in enumerate(moments):
@@ -116,7 +97,7 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
         )
         found.append((parts, "in the backward" if is_backward else "in the forward"))
     highest, moment = max(found, key=lambda one: sum(size for _, size in one[0]))
-    return _non_zero([*terms, ("optimizer's moments", fixed.moments), *highest]), moment
+    return _non_zero([*terms, ("optimizer's moments", -(-2 * total // shards)), *highest]), moment
 
 
 def _cache_of(run: Run, problem: Problem, rows: int) -> tuple[int, int]:

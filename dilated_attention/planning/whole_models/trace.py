@@ -73,15 +73,8 @@ class Timeline(NamedTuple):
 
     def at(self, positions: int) -> Traced:
         """Returns the moments at any length."""
-        return [_extrapolated(a, b, _part(positions)) for a, b in zip(self.short, self.long, strict=True)], self.num_forward
-
-    def moved(self, positions: int) -> int:
-        """Returns the bytes that all operations except attention read and write."""
-        return _extrapolated(self.short[-1], self.long[-1], _part(positions)).moved
-
-
-def _part(positions: int) -> float:
-    return (positions - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
+        part = (positions - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
+        return [_extrapolated(a, b, part) for a, b in zip(self.short, self.long, strict=True)], self.num_forward
 
 
 def _extrapolated(a: Moment, b: Moment, part: float) -> Moment:
