@@ -14,14 +14,14 @@ from dilated_attention.factory import EXAMPLES, detect
 from dilated_attention.functional import explain_decode
 from dilated_attention.models.summary import USABLE, cache_rows, readable
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table, settings_of
 from dilated_attention.planning.advice.case import Case, arguments_of, branches_of, facts_of
 from dilated_attention.planning.estimate.problem import MOST, machine_of
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
-from dilated_attention.validation import MAX_HEAD_DIM, check_bool
+from dilated_attention.validation import MAX_HEAD_DIM
 
 USE_CASES: Mapping[str, str] = {name: case["for"] for name, case in rule_table()["use_cases"].items()}
 KINDS = ("dense", "dilated", "block_sparse")
@@ -112,10 +112,10 @@ def _checked(name: str, value: Any) -> Any:
         one_of(name, value, KINDS)
     elif name in _MOST:
         return as_int(name, value, minimum=1, maximum=_MOST[name])
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a number above 0")
-    elif not 0 < value <= _NUMBERS[name]:
-        raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_NUMBERS[name]:,}")
+    else:
+        check_number(name, value, "a number above 0")
+        if not 0 < value <= _NUMBERS[name]:
+            raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {_NUMBERS[name]:,}")
     return value
 
 
