@@ -43,7 +43,7 @@ _LAUNCH = (40e-6, 90e-6)
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
-_ASSUMED_ELSE = 0.45
+_ASSUMED_ELSE, _STANDARD_SHARE = 0.45, 0.6
 # share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
 _LINK_SHARE = 2 / 3
 
@@ -92,21 +92,19 @@ class _NoRate(Exception):
 
 def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]) -> tuple[tuple[Pass, ...], str]:
     """Returns (the forward and, with ``training``, the backward; the reason if there is no estimate)."""
-    one_pass = _standard if problem.kind == "standard" else _pass
     try:
-        return tuple(one_pass(problem, exchange, least_bytes[back], back) for back in (False, True)[: 1 + problem.training]), ""
+        return tuple(_pass(problem, exchange, least_bytes[back], back) for back in (False, True)[: 1 + problem.training]), ""
     except _NoRate as error:
         return (), str(error)
 
 
 def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
     work, gpu, W = _work(problem, backward), problem.gpu, problem.world_size
-    per_pair = (10 if backward else 4) * problem.head_dim * problem.batch_size
-    rates = [_nested_rate(problem) if nested else _rate_of(problem, length, backward) for _, length, nested in work]
-    flops = [per_pair * pairs for pairs, *_ in work]
+    flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * pairs for pairs, _ in work]
+    rates = [rate for _, rate in work]
     seconds = sum(each / rate.rate for each, rate in zip(flops, rates, strict=True))
     several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
-    if several and (backward or not any(nested for *_, nested in work)):
+    if several and not any(rate.backend == "nested" for rate in rates):
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
     links = exposed = 0.0
     if W > 1:
@@ -133,35 +131,34 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     )
 
 
-def _work(problem: Problem, backward: bool) -> list[tuple[int, int, bool]]:
-    """Returns a list of (pairs of one sequence, number of rows to look up the rate, whether the nested kernel computes them)."""
-    N, H, is_causal = problem.num_positions, problem.num_heads, problem.is_causal
+def _work(problem: Problem, backward: bool) -> list[tuple[int, _Rate]]:
+    """Returns (pairs of one sequence, the rate at which they are computed) of each part of a call."""
+    N, H, is_causal, pattern = problem.num_positions, problem.num_heads, problem.is_causal, problem.pattern
+    if problem.kind == "standard":
+        return [(H * N * N, _standard_rate(problem, backward))]
     if problem.computes == "block_sparse":
-        counts = counts_of(problem)
-        return [(counts.computed, max(1, counts.computed // (N * H)), False)]
-
-    def branches(pattern: DilatedPattern, length: int) -> list[tuple[int, int, bool]]:
-        pairs = pattern.branch_pairs(length, H, is_causal=is_causal)
-        return [(n, -(-min(w, length) // r), False) for n, (w, r) in zip(pairs, pattern.branches, strict=True)]
-
-    pattern = problem.pattern
+        computed = counts_of(problem).computed
+        return [(computed, _rate_of(problem, max(1, computed // (N * H)), backward))]
     assert isinstance(pattern, DilatedPattern)
+
+    def branches(pattern: DilatedPattern, length: int) -> list[tuple[int, _Rate]]:
+        pairs = pattern.branch_pairs(length, H, is_causal=is_causal)
+        rows = (-(-min(w, length) // r) for w, r in pattern.branches)
+        return [(n, _rate_of(problem, count, backward)) for n, count in zip(pairs, rows, strict=True)]
+
     if backward or problem.world_size > 1 or not is_nested(problem):
         return branches(pattern, N)
-    work: list[tuple[int, int, bool]] = []
+    work: list[tuple[int, _Rate]] = []
     for piece in make_pieces(pattern, H, N):
         others: DilatedPattern | None = pattern
         if piece.split is not None:
             pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * H
-            work.append((pairs // 2 if is_causal else pairs, 0, True))
+            scale, where = _scale(problem, "NVIDIA H200")
+            rate = _NESTED_RATE[problem.head_dim, is_causal] * scale
+            work.append((pairs // 2 if is_causal else pairs, _Rate("nested", rate, f"the nested kernel as measured on an H200{where}")))
             others = piece.split.others
         work += branches(others, piece.length) if others is not None else []
     return work
-
-
-def _nested_rate(problem: Problem) -> _Rate:
-    scale, where = _scale(problem, "NVIDIA H200")
-    return _Rate("nested", _NESTED_RATE[problem.head_dim, problem.is_causal] * scale, f"the nested kernel as measured on an H200{where}")
 
 
 def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
@@ -220,24 +217,14 @@ def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
     return call + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
 
 
-def _standard(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
-    """Time of the matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
+def _standard_rate(problem: Problem, backward: bool) -> _Rate:
+    """Of matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
     gpu = problem.gpu
     peak = None if gpu is None else gpu.peak(problem.dtype)
     if gpu is None or peak is None or gpu.bandwidth is None:
         raise _NoRate("its rates are not known" if gpu is not None else "nothing was measured on this CPU for plain matrix products")
-    share = 0.6
-    pairs = problem.batch_size * problem.num_heads * problem.num_positions**2
     # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
-    flops = (8 if backward else 4) * problem.head_dim * pairs
-    touched = 10 if backward else 7 + 2 * problem.is_causal
-    return Pass(
-        arithmetic=flops / (peak * share) + touched * pairs * problem.itemsize / gpu.bandwidth,
-        memory=least_bytes / gpu.bandwidth,
-        host=_host(problem, backward, exchange),
-        links=0.0,
-        exposed=0.0,
-        backend="matrix products",
-        rate=peak * share,
-        source=f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, and {touched} passes over all scores",
-    )
+    products, passes = (4, 10) if backward else (2, 7 + 2 * problem.is_causal)
+    seconds = 2 * products * problem.head_dim / (peak * _STANDARD_SHARE) + passes * problem.itemsize / gpu.bandwidth
+    source = f"assumed, not measured: {_STANDARD_SHARE:.0%} of the peak of {gpu.name}, and {passes} passes over all scores"
+    return _Rate("matrix products", (10 if backward else 4) * problem.head_dim / seconds, source)
