@@ -6,7 +6,6 @@ The memory inside attention is not linear in the length, as everything else is; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -70,24 +69,21 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     workspace = 0 if problem.gpu is None else (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20
     # a workspace for each thread that runs matrix products: the caller's, and autograd's
     terms = [("weights", -(-total // shards)), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", gathered)]
-    if not run.training:
-        cached, at_a_time = _cache_of(run, problem, rows)
-        inside = insides(problem.of_length(at_a_time) if at_a_time < rows else problem)
-        top = max(trace_of(run).at(at_a_time)[0], key=lambda x: x.alive + x.inside + inside.get(x.attention, 0))
-        terms += [("keys and values of the cache", cached), ("activations", top.alive + top.inside)]
-        return _non_zero([*terms, ("inside attention", inside.get(top.attention, 0))]), "in the forward"
-    # torch's AdamW computes the roots of all parameters' second moments at once on a GPU; on a CPU it needs two temporaries for one
-    # parameter
-    temporaries = total // shards if run.on_gpu else 2 * max(sizes)
-    inside, kept = insides(problem), _kept_bytes(problem)
-    loss, loss_grads = _loss_of(run, rows)
-    moments, num_forward = trace_of(run).at(rows)
-    # at the loss, no gradient of the stack has been computed yet
-    end = moments[num_forward - 1]
-    found: list[tuple[Terms, str]] = [
-        ((("gradients", total // shards), ("optimizer's temporaries", temporaries)), "in the optimizer's step"),
-        ((("activations", end.alive + kept * end.kept), ("logits and their gradients, a chunk at a time", loss)), "at the loss"),
-    ]
+    cached, at_a_time = _cache_of(run, problem, rows)
+    inside, kept = insides(problem.of_length(at_a_time) if at_a_time < rows else problem), _kept_bytes(problem)
+    moments, num_forward = trace_of(run).at(at_a_time)
+    found: list[tuple[Terms, str]] = []
+    loss_grads = 0
+    if run.training:
+        # torch's AdamW computes the roots of all parameters' second moments at once on a GPU; on a CPU it needs two temporaries for one
+        # parameter
+        temporaries = total // shards if run.on_gpu else 2 * max(sizes)
+        found.append(((("gradients", total // shards), ("optimizer's temporaries", temporaries)), "in the optimizer's step"))
+        # at the loss, no gradient of the stack has been computed yet
+        end, (loss, loss_grads) = moments[num_forward - 1], _loss_of(run, rows)
+        alive = end.alive + kept * end.kept
+        found.append(((("activations", alive), ("logits and their gradients, a chunk at a time", loss)), "at the loss"))
+        terms.append(("optimizer's moments", -(-2 * total // shards)))
     for index, x in enumerate(moments):
         is_backward = index >= num_forward
         parts: Terms = (
@@ -97,22 +93,18 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
         )
         found.append((parts, "in the backward" if is_backward else "in the forward"))
     highest, moment = max(found, key=lambda one: sum(size for _, size in one[0]))
-    return _non_zero([*terms, ("optimizer's moments", -(-2 * total // shards)), *highest]), moment
+    return tuple(term for term in (*terms, ("keys and values of the cache", cached), *highest) if term[1]), moment
 
 
 def _cache_of(run: Run, problem: Problem, rows: int) -> tuple[int, int]:
     """Returns (bytes of cached keys and values, positions that a forward computes at a time)."""
     model = model_of(run.preset, run.overrides)
-    config = stack_of(model)
-    kept = cache_rows(config, problem.num_positions) if isinstance(model, LongNetLM) and problem.world_size == 1 else None
+    config, generates = stack_of(model), isinstance(model, LongNetLM) and not run.training and problem.world_size == 1
+    kept = cache_rows(config, problem.num_positions) if generates else None
     if kept is None:
         return 0, rows
     row = 2 * problem.num_kv_heads * config.head_dim * run.dtype.itemsize
     return run.batch_size * config.num_layers * row * kept, min(rows, PREFILL)
-
-
-def _non_zero(terms: Sequence[tuple[str, int]]) -> Terms:
-    return tuple(term for term in terms if term[1])
 
 
 def insides(problem: Problem) -> dict[str, int]:
