@@ -87,7 +87,7 @@ def plan_attention(
     least = least_bytes(problem)
     found = exchange_of(problem)
     passes, reasons_against = passes_of(problem, found, least)
-    fits, longest = fit_of(problem, lambda of_length: _excess(of_length, machine.memory), find_longest)
+    fits, longest = fit_of(problem, _bytes_needed, machine.memory, find_longest)
     same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
     return AttentionPlan(
         **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
@@ -115,17 +115,20 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
-def fit_of(problem: Problem, excess: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
+def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], memory: int, find_longest: bool) -> tuple[bool, int]:
     """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
 
-    ``excess`` returns by how many bytes a problem exceeds the usable memory. It may step down where a longer sequence exchanges its keys in
-    more parts: then some shorter sequences than the longest do not fit. At most 2^31 positions are tried.
+    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts: then some sequences that
+    are shorter than the longest do not fit.
     """
-    fits, W = excess(problem) <= 0, problem.world_size
-    if not find_longest:
-        return fits, problem.num_positions * fits
+
+    def excess(num_positions: int) -> int:
+        return bytes_needed(problem.of_length(num_positions)) - int(USABLE * memory)
+
+    N, W = problem.num_positions, problem.world_size
+    fits = excess(N) <= 0
     most = min(MOST_POSITIONS, MOST_ELEMENTS // (problem.batch_size * problem.num_heads * problem.head_dim))
-    return fits, search(lambda n: excess(problem.of_length(n)), W, max(W, most))
+    return fits, search(excess, W, max(W, most)) if find_longest else N * fits
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
@@ -135,9 +138,9 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
     return low + bisect.bisect_right(range(low, high + 1), 0, key=excess) - 1
 
 
-def _excess(problem: Problem, memory: int) -> int:
-    """Returns how many bytes the peak exceeds the usable memory by; larger than any possible excess where the call cannot exist."""
+def _bytes_needed(problem: Problem) -> int:
+    """Returns the peak with what the allocator cannot use again; more than any memory where the call cannot exist."""
     if problem.computes == "block_sparse" and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size:
         return _NO_SUCH_CALL
     found = memory_of(problem)
-    return found.peak + found.reserve - int(USABLE * memory)
+    return found.peak + found.reserve

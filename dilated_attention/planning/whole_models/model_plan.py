@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import USABLE, cache_rows, embedding_parameters
+from dilated_attention.models.summary import cache_rows, embedding_parameters
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of
@@ -85,13 +85,12 @@ def plan_model(
         preset=preset, overrides=fields, batch_size=batch_size, training=training, dtype=problem.dtype, casts=casts,
         checkpoint_activations=checkpoint_activations, on_gpu=machine.gpu is not None,
     )  # fmt: skip
-    budget = int(USABLE * machine.memory)
 
-    def excess(problem: Problem) -> int:
-        return sum(size for _, size in peak_of_step(run, weight_shards, problem)[0]) - budget
+    def bytes_needed(problem: Problem) -> int:
+        return sum(size for _, size in peak_of_step(run, weight_shards, problem)[0])
 
     terms, moment = peak_of_step(run, weight_shards, problem)
-    fits, longest = fit_of(problem, excess, find_longest)
+    fits, longest = fit_of(problem, bytes_needed, machine.memory, find_longest)
     exchange = exchange_of(problem)
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     looked_up = 0 if config.tie_embeddings else embedding_parameters(parameters)
