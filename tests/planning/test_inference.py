@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.bench.models.language import Shape
 from dilated_attention.planning import plan_model
-from dilated_attention.planning.whole_models.model_memory import Run, trace_of
+from dilated_attention.planning.whole_models.model_memory import Run, moments_of
 
 STEPS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200/decode.jsonl"
 # the model of docs/decoding.md
@@ -34,7 +34,7 @@ def test_traffic_between_layers_is_what_a_hand_counts() -> None:
     # the rotation of q and k: halves times sines and cosines to float32, their sums, joined, rounded
     rotation = 2 * (4 * (E // 2 * 2 + E // 2 * 4) + 2 * 3 * (E // 2) * 4 + 2 * E * 4 + E * 6)
     expected = layers * (2 * (norms + linear + additions + feed_forward) + rotation)
-    short, long = (trace_of(run).at(n)[0][-1].moved for n in (32768, 65536))
+    short, long = (moments_of(run, n)[0][-1].moved for n in (32768, 65536))
     assert (long - short) / 32768 == pytest.approx(expected, rel=0.02)
 
 

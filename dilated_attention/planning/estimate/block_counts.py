@@ -35,7 +35,7 @@ class BlockCounts:
 
 
 @functools.lru_cache(maxsize=512)
-def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int = MOST_BLOCKS) -> BlockCounts:
+def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int) -> BlockCounts:
     """Returns the counts of ``pattern``; those of a sequence of more than ``most`` blocks are extrapolated from three shorter ones.
 
     The extrapolation is the parabola through their counts, limited by the number of blocks that the pattern itself states. Windows, global

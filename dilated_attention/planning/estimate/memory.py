@@ -21,7 +21,7 @@ from dilated_attention.engine.kernels.nested_selection import is_worth_it, make_
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, BlockCounts, block_counts
+from dilated_attention.planning.estimate.block_counts import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts
 from dilated_attention.planning.estimate.problem import WHOLE, Problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of, local_rows
 
@@ -88,10 +88,9 @@ def _fused_branches(problem: Problem) -> DilatedPattern | None:
     return None if is_other or not isinstance(problem.pattern, DilatedPattern) else problem.pattern
 
 
-def counts_of(problem: Problem, most: int | None = None) -> BlockCounts:
+def counts_of(problem: Problem, most: int = MOST_BLOCKS) -> BlockCounts:
     assert isinstance(problem.pattern, BlockPattern)
-    options = () if most is None else (most,)
-    return block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, *options)
+    return block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, most)
 
 
 class _Sizes:

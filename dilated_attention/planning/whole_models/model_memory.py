@@ -22,16 +22,7 @@ from dilated_attention.models.summary import cache_rows
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import Problem
-from dilated_attention.planning.whole_models.trace import (
-    DEPTHS,
-    LENGTHS,
-    FusedNorms,
-    Tape,
-    Timeline,
-    Traced,
-    deepened,
-    fake_tensors,
-)
+from dilated_attention.planning.whole_models.trace import LENGTHS, FusedNorms, Tape, Traced, deepened, extrapolated, fake_tensors
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
@@ -71,7 +62,7 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     terms = [("weights", -(-total // shards)), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", gathered)]
     cached, at_a_time = _cache_of(run, problem, rows)
     inside, kept = insides(problem.of_length(at_a_time) if at_a_time < rows else problem), _kept_bytes(problem)
-    moments, num_forward = trace_of(run).at(at_a_time)
+    moments, num_forward = moments_of(run, at_a_time)
     found: list[tuple[Terms, str]] = []
     loss_grads = 0
     if run.training:
@@ -139,12 +130,15 @@ def stack_of(model: Pretrained) -> LongNetConfig:
     return config
 
 
-@functools.lru_cache(maxsize=32)
-def trace_of(run: Run) -> Timeline:
-    """Traces the stack's step, from its input to the input's gradient; the loss is traced separately."""
-    depth = stack_of(model_of(run.preset, run.overrides)).num_layers
-    (short, num_forward), (long, _) = (deepened(lambda blocks, n=n: _moments(run, n, blocks), depth) for n in LENGTHS)  # type: ignore[misc]
-    return Timeline(short, long, num_forward)
+def moments_of(run: Run, positions: int) -> Traced:
+    """Returns the moments of the stack's step, from its input to the input's gradient; the loss is traced separately."""
+    (short, num_forward), (long, _) = (_deep_moments(run, rows) for rows in LENGTHS)
+    return extrapolated(short, long, (positions - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])), num_forward
+
+
+@functools.lru_cache(maxsize=64)
+def _deep_moments(run: Run, rows: int) -> Traced:
+    return deepened(lambda blocks: _moments(run, rows, blocks), stack_of(model_of(run.preset, run.overrides)).num_layers)
 
 
 def _moments(run: Run, rows: int, blocks: int) -> Traced:
@@ -208,11 +202,7 @@ def _loss_of(run: Run, rows: int) -> tuple[int, int]:
     vocabulary, embed = model.output_weight.shape
     rows *= run.batch_size
     chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
-    chunks = -(-rows // chunk)
-    if chunks <= DEPTHS[1]:
-        moments, _ = _loss_moments(rows, vocabulary, embed, run)
-    else:
-        moments, _ = deepened(lambda few: _loss_moments(few * chunk, vocabulary, embed, run), chunks)
+    moments, _ = deepened(lambda few: _loss_moments(min(rows, few * chunk), vocabulary, embed, run), -(-rows // chunk))
     return max(moment.alive + moment.inside for moment in moments), vocabulary * embed * run.weight_dtype.itemsize
 
 

@@ -16,7 +16,7 @@ from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_
 from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
-from dilated_attention.planning.whole_models.model_memory import Run, model_of, peak_of_step, stack_of, trace_of
+from dilated_attention.planning.whole_models.model_memory import Run, model_of, moments_of, peak_of_step, stack_of
 from dilated_attention.validation import check_bool
 
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
@@ -134,7 +134,7 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
     layers = stack_of(model_of(run.preset, run.overrides)).num_layers
     attention = layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
     linear = flops * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
-    moved = trace_of(run).at(-(-problem.num_positions // problem.world_size))[0][-1].moved / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    moved = moments_of(run, -(-problem.num_positions // problem.world_size))[0][-1].moved / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({passes[0].source}); "
         f"linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "

@@ -64,24 +64,14 @@ class Moment(NamedTuple):
 Traced = tuple[list[Moment], int]
 
 
-class Timeline(NamedTuple):
-    """The moments of a step that may be the highest, in order, at two lengths, and how many of them belong to the forward."""
-
-    short: list[Moment]
-    long: list[Moment]
-    num_forward: int
-
-    def at(self, positions: int) -> Traced:
-        """Returns the moments at any length."""
-        part = (positions - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
-        return [_extrapolated(a, b, part) for a, b in zip(self.short, self.long, strict=True)], self.num_forward
-
-
-def _extrapolated(a: Moment, b: Moment, part: float) -> Moment:
-    """Returns a + part · (b − a)."""
-    assert a.attention == b.attention, "other lengths and depths make the same operations"
-    alive, grads, inside, kept, moved = (x + round(part * (y - x)) for x, y in zip(a[:5], b[:5], strict=True))
-    return Moment(alive, grads, inside, kept, moved, a.attention)
+def extrapolated(few: list[Moment], many: list[Moment], part: float) -> list[Moment]:
+    """Returns few + part · (many − few), for two runs of the same operations."""
+    found = []
+    for a, b in zip(few, many, strict=True):
+        assert a.attention == b.attention, "other lengths and depths make the same operations"
+        alive, grads, inside, kept, moved = (x + round(part * (y - x)) for x, y in zip(a[:5], b[:5], strict=True))
+        found.append(Moment(alive, grads, inside, kept, moved, a.attention))
+    return found
 
 
 def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
@@ -89,16 +79,12 @@ def deepened(trace: Callable[[int], Traced], depth: int) -> Traced:
     if depth <= DEPTHS[1]:
         return trace(depth)
     (few, few_forward), (some, some_forward) = (trace(blocks) for blocks in DEPTHS)
-
-    def aligned(few: list[Moment], some: list[Moment], at_end: int) -> list[Moment]:
-        """Aligns a pass at its start, and at its end for the last ``at_end`` blocks."""
-        block = len(some) - len(few)
-        cut = len(few) - at_end * block
-        pairs = [*zip(few[:cut], some[:cut], strict=True), *zip(few[cut:], some[cut + block :], strict=True)]
-        return [_extrapolated(a, b, depth - DEPTHS[0]) for a, b in pairs]
-
-    forward = aligned(few[:few_forward], some[:some_forward], 2)
-    return [*forward, *aligned(few[few_forward:], some[some_forward:], 1)], len(forward)
+    # the longer run without one block in each pass: the last two of the forward and the last one of the backward stay
+    ahead = some_forward - few_forward
+    back = len(some) - len(few) - ahead
+    first, last = few_forward - 2 * ahead, len(some) - 2 * back
+    aligned = some[:first] + some[first + ahead : last] + some[last + back :]
+    return extrapolated(few, aligned, depth - DEPTHS[0]), few_forward
 
 
 class Tape(TorchDispatchMode):
@@ -134,10 +120,10 @@ class Tape(TorchDispatchMode):
         self._alive += made
         name = str(func)
         attention = _ATTENTION.get(name, "")
-        if attention == "forward" and _is_detached(args):
+        if attention == "forward" and (settings := settings_of(*args[len(INPUTS) :])).detached and settings.needs_grad:
             # the branch outputs are freed together with the log-sum-exp, which the backward needs as well
             self._kept += 1
-            weakref.finalize(out[1].untyped_storage(), self._free_kept)
+            weakref.finalize(out[1].untyped_storage(), self._free, 0, 1)
         if made and not attention:
             # a lookup reads the rows that it returns, not the table
             self._moved += made + (made if name == "aten.embedding.default" else _bytes_of(args))
@@ -150,11 +136,9 @@ class Tape(TorchDispatchMode):
     def _made_grad(self, parameter: torch.Tensor) -> None:
         self._grads += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
 
-    def _free(self, size: int) -> None:
+    def _free(self, size: int, kept: int = 0) -> None:
         self._alive -= size
-
-    def _free_kept(self) -> None:
-        self._kept -= 1
+        self._kept -= kept
 
 
 def _bytes_of(args: Any) -> int:
@@ -183,12 +167,6 @@ def fake_tensors() -> Iterator[None]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_detached(args: tuple[Any, ...]) -> bool:
-    """Whether a forward op has detached mixing and needs gradients."""
-    settings = settings_of(*args[len(INPUTS) :])
-    return settings.detached and settings.needs_grad
 
 
 def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
