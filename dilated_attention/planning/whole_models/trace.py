@@ -174,9 +174,9 @@ def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
         return _norm_linear(args, on_gpu)
     if name == "dilated_attention.norm_linear_backward.default":
         return _norm_linear_backward(args, out, on_gpu)
-    if name in ("dilated_attention.add_dropped.default", "dilated_attention.dropped.default") and not on_gpu:
+    if name == "dilated_attention.add_dropped.default" and not on_gpu:
         # computed in float32 or higher before it is rounded
-        y = args[1] if "add" in name else args[0]
+        y = args[1]
         wide = max(4, out.element_size())
         return y.numel() * wide * ((y.element_size() < wide) + (out.element_size() < wide))
     if name == "aten._softmax_backward_data.default" and on_gpu:
