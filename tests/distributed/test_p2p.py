@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed import members_of
+from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Traffic, Wire, traffic, wire_of
 from dilated_attention.distributed.comm.session import Session, name, names, session_of
 from dilated_attention.distributed.comm.stall_diagnosis import Wait, culprits, explain
@@ -277,6 +278,34 @@ def test_ranks_that_time_out_together_name_the_silent_one() -> None:
     assert behind.startswith("all ranks")
     ahead, _ = explain(session(3, 4, store), Wait("keys", 7, "ring forward, hop 2", (0,)), collect=0.0)
     assert "rank 2 gave up waiting for rank 3 in 'ring forward, hop 1' (keys, exchange 6), which comes earlier" in ahead
+
+
+class Taken:
+    """A connection in which another thread waits, to a server that has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} would wait forever")
+
+
+def described(rank: int, world: int) -> str:
+    members = members_of(None)
+    agree(members, {"function": "a test"}, {}, 30.0)
+    wire = wire_of(members, 30.0)
+    store, wire.session.store = wire.session.store, Taken()  # type: ignore[assignment]
+    try:
+        return wire.describe(Exchange(3, "hop 3", (1 - rank,), Pretended(), None, 0), "failed: torch logs NCCL's error")
+    finally:
+        wire.session.store = store
+
+
+def test_the_watching_thread_has_a_connection_of_its_own() -> None:
+    pool = Pool(2)
+    try:
+        told = pool.run(described)[0]
+    finally:
+        # what the ranks reported stays in the store
+        pool.close()
+    assert told.startswith("rank 0: hop 3: exchange 3 with rank 1 failed: torch logs NCCL's error; all ranks report that they wait"), told
 
 
 class Stalled:

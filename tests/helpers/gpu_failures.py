@@ -270,7 +270,7 @@ def judge(mode: str, processes: list[subprocess.Popen[str]], began: float) -> tu
             right = "HANGS" not in output
         else:
             # where messages go through a network, NCCL reports a lost connection, after which torch's watchdog ends the process
-            ends = (0, -signal.SIGABRT) if SHARED else (0,)
+            ends = (0, -signal.SIGABRT, -signal.SIGSEGV) if SHARED else (0,)
             right = process.returncode in ends and f"PASS rank {rank} {mode}" in output
         good &= right
         verdict = [line for line in output.splitlines() if line.startswith(("PASS", "FAIL"))]

@@ -50,7 +50,7 @@ class Comparison:
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
         # a connection of its own, because the calling thread may be waiting inside the other; made now, while the server answers
         clone: Any = getattr(session.store, "clone", None)
-        self._store: Store = session.store if clone is None else store_call(session, clone)
+        self.store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
 
     def wires(self) -> list[Watched]:
@@ -86,7 +86,7 @@ class Comparison:
 
     def _compare(self, session: Session) -> str | None:
         order = session.order
-        store, count = self._store, order.count
+        store, count = self.store, order.count
         mine = order.entry(count)
         if mine is not None and count > self._posted:
             store.set(self._keys[session.rank], f"{count} {mine.checksum}")

@@ -250,10 +250,9 @@ class Wire:
 
     def describe(self, exchange: Exchange, trouble: str) -> str:
         session = self.session
-        if hasattr(session.store, "clone"):
-            # a connection of its own, because the issuing thread may be waiting inside the other
-            with contextlib.suppress(RuntimeError):
-                session = replace(session, store=session.store.clone())
+        if session.comparison is not None:
+            # the issuing thread may be waiting inside the other connection, and a new one would wait for a server that has ended
+            session = replace(session, store=session.comparison.store)
         blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (

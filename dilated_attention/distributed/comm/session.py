@@ -31,9 +31,13 @@ MOST_KINDS = 4096
 
 
 class Comparing(Protocol):
-    """The interface that a session uses of its ``Comparison``, which is in turn made from the session."""
+    """The interface that is used of a session's ``Comparison``, which is in turn made from the session.
+
+    ``store`` is a connection of its own, for the thread that watches.
+    """
 
     timeout: float
+    store: Store
 
     def verdict(self) -> str | None: ...
 
