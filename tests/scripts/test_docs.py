@@ -13,6 +13,7 @@ import fnmatch
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import shlex
@@ -75,6 +76,17 @@ def page(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
+@pytest.fixture
+def log_as_before() -> Iterator[None]:
+    """What a page sets up for logging would write to its test's closed output in later tests."""
+    logger = logging.getLogger("dilated_attention")
+    handlers, level = [*logger.handlers], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("log_as_before")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(b.language == "python" and b.reason is None for b in blocks(p))], ids=lambda p: p.name
 )
