@@ -301,11 +301,11 @@ def described(rank: int, world: int) -> str:
 def test_the_watching_thread_has_a_connection_of_its_own() -> None:
     pool = Pool(2)
     try:
-        told = pool.run(described)[0]
+        message = pool.run(described)[0]
     finally:
         # what the ranks reported stays in the store
         pool.close()
-    assert told.startswith("rank 0: hop 3: exchange 3 with rank 1 failed: torch logs NCCL's error; all ranks report that they wait"), told
+    assert message.startswith("rank 0: hop 3: exchange 3 with rank 1 failed: torch logs NCCL's error; all ranks report that they wait")
 
 
 class Stalled:

@@ -1,1 +1,1 @@
-"""Checks of results against float64, and a small training by dtype."""
+"""Checks of results against float64."""

@@ -113,6 +113,10 @@ class _Sizes:
     def grads(self) -> tuple[str, int]:
         return "dq, dk, dv", self.inputs
 
+    def block_sums(self, backend: str) -> int:
+        """Returns what a backward over lists sums: dq, and dk and dv where query heads share them, or only two numbers a row."""
+        return 4 * (self.Q + 2 * self.R) + 8 * self.K * (self.K < self.Q) if backend in _SUMMING else 8 * self.R
+
     def estimate(self, problem: Problem, forward: Terms, backward: Terms, reserve: int = 0) -> MemoryEstimate:
         both = [tuple((what, int(size)) for what, size in terms if size) for terms in (forward, backward if problem.training else [])]
         return MemoryEstimate(inputs=self.inputs, forward=both[0], backward=both[1], reserve=reserve)
@@ -134,9 +138,7 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
         backward += [("lse with +inf", x.R * x.a), ("dq", x.Q * x.e), ("sums of dk, dv", 2 * x.K * x.a), ("dk, dv", copies)]
         backward += _gathered(problem, counts, backward=True)
     else:
-        sums = 4 * (x.Q + 2 * x.R) if names[-1] in _SUMMING else 8 * x.R
-        shared = 8 * x.K if names[-1] in _SUMMING and problem.num_kv_heads < problem.num_heads else 0
-        running = [("sums of the kernel in float32", sums + shared), ("lists as the kernel reads them", 8 * counts.entries)]
+        running = [("sums of the kernel in float32", x.block_sums(names[-1])), ("lists as the kernel reads them", 8 * counts.entries)]
         building = [("lists by key block, while they are sorted", _SORT_BYTES * counts.entries)]
         backward += [x.grads, *max(running, building, key=lambda terms: sum(size for _, size in terms))]
     return x.estimate(problem, forward, backward)
@@ -163,8 +165,8 @@ def _backend(problem: Problem, counts: BlockCounts, *, backward: bool) -> str:
 
 
 def _expands_keys(problem: Problem) -> bool:
-    """Whether the backward runs on PyTorch's own GPU kernels, which have dk and dv of each query head."""
-    asked = problem.training and problem.device_type == "cuda"
+    """Whether query heads share keys and the backward runs on PyTorch's own GPU kernels, which have dk and dv of each of them."""
+    asked = problem.training and problem.device_type == "cuda" and problem.num_kv_heads < problem.num_heads
     return asked and _selected(problem.request(backward=True, length=problem.num_positions)).startswith("sdpa")
 
 
@@ -224,11 +226,9 @@ def _ring_blocks(problem: Problem) -> MemoryEstimate:
     forward, backward = x.forward(lists), x.backward(lists)
     forward.append(("keys from elsewhere", exchange.held[0]))
     backward += [x.grads, ("keys from elsewhere, shares of gradients", exchange.held[1])]
-    # sums of dq, and of dk and dv where several query heads share them
-    shared = 8 * x.K if problem.num_kv_heads < problem.num_heads else 0
-    backend = _backend(problem, counts_of(problem, MOST_FOR_SIZE), backward=True) if problem.training else ""
-    sums = 4 * (x.Q + 2 * x.R) + shared if backend in _SUMMING else 8 * x.R * (problem.device_type == "cuda")
-    backward.append(("sums of kernels in float32", sums // steps))
+    if problem.training and problem.device_type == "cuda":
+        sums = x.block_sums(_backend(problem, counts_of(problem, MOST_FOR_SIZE), backward=True))
+        backward.append(("sums of kernels in float32", sums // steps))
     if steps > 1:
         forward.append(("results of a step", (x.Q * x.e + x.R * x.a) // steps))
         backward.append(("gradients of a step", x.Q * x.e // steps))

@@ -29,6 +29,7 @@ _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
 # rows over which the keys of a generated token are averaged
 _ROWS = 4096
 
+
 def plan_model(
     preset: str,
     *,
@@ -64,6 +65,7 @@ def plan_model(
 
     Raises:
         ValueError, TypeError: see ``plan_attention`` and ``create_model``.
+
     >>> print(plan_model("llama-1b", num_positions=131072, gpu="H200",
     ...                  checkpoint_activations=True))
     """
