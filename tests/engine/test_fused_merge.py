@@ -40,7 +40,7 @@ def test_equals_the_reference_in_any_chunks(on_cpu: list[str], monkeypatch: pyte
     case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
     # a backward that knows no gradient of lse goes problem by problem; every third case sees the other one, too
     case = replace(case, lse_grad=case.lse_grad and seed % 3 == 0)
-    monkeypatch.setattr(chunking, "transient_budget", lambda _: budget)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
     monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     x = inputs(case, torch.float64)
     truth, found = results(reference, case, x), results(call, case, x)
@@ -64,7 +64,7 @@ def test_the_backward_goes_through_layers_where_it_can(on_cpu: list[str]) -> Non
 def test_detached_mixing_goes_through_layers_too(
     on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, tail: str, budget: int
 ) -> None:
-    monkeypatch.setattr(chunking, "transient_budget", lambda _: budget)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
     monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     case = random_case(seed, SPACE)
     pattern = (
@@ -126,7 +126,7 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
 
 def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One head whose longest segment is the sequence: short branches in chunks of positions, then the long ones, both exact."""
-    monkeypatch.setattr(chunking, "transient_budget", lambda _: 2**11)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: 2**11)
     monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     seen = []
     original = strategy.make_tiers
@@ -142,19 +142,19 @@ def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], mon
     assert [(4, 8), (24, 200)] in lengths or [(4, 8, 24), (200,)] in lengths
 
 
-def test_budget_is_half_a_gibibyte_or_a_twentieth() -> None:
-    assert chunking.transient_budget(2**30) == 2**29
-    assert chunking.transient_budget(2**40) == 2**40 // 20
+def test_budget_is_half_a_gibibyte_one_in_the_backward_or_a_twentieth() -> None:
+    for is_backward in (False, True):
+        assert chunking.transient_budget(2**30, is_backward=is_backward) == (2**30 if is_backward else 2**29)
+        assert chunking.transient_budget(2**40, is_backward=is_backward) == 2**40 // 20
 
 
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
-    """16 heads of 128, the paper's geometric branches: parts of both passes within 5 % of q, k and v."""
+    """16 heads of 128, the paper's geometric branches: parts of the forward within 5 % of q, k and v, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
     sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
-    limit = chunking.transient_budget(sizes.input_bytes)
-    for cut, row_bytes in (
-        (chunking.forward_chunk_sizes(pattern, sizes), 260),
-        (chunking.backward_chunk_sizes(pattern, sizes), 768),
+    for cut, row_bytes, limit in (
+        (chunking.forward_chunk_sizes(pattern, sizes), 260, chunking.transient_budget(sizes.input_bytes)),
+        (chunking.backward_chunk_sizes(pattern, sizes), 768, chunking.transient_budget(sizes.input_bytes, is_backward=True)),
     ):
         layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
         assert cut.concurrent * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit

@@ -86,7 +86,7 @@ def with_twin(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("seed", range(24))
 def test_equals_the_reference(with_twin: list[int], monkeypatch: pytest.MonkeyPatch, seed: int, budget: int) -> None:
     """Nested branches, others beside them, left-over positions, grouped heads, batches, chunks: one function."""
-    monkeypatch.setattr(chunking, "transient_budget", lambda _: budget)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
     rng = random.Random(seed)
     lengths, rates = [[8, 16, 32], [4, 8], [8, 16, 12]][seed % 3], [[1, 2, 4], [1, 2], [1, 2, 3]][seed % 3]
     kv_heads = rng.choice([1, 2])

@@ -59,7 +59,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest.MonkeyPatch, which: int, n: int, cut: str) -> None:
     """However the backward is cut: its budget is another one here."""
     small = {"whole": 2**40, "chunks": 2**14, "tiers": 2**12}[cut]
-    monkeypatch.setattr(chunking, "transient_budget", lambda size: small if size else 2**40)
+    monkeypatch.setattr(chunking, "transient_budget", lambda size, is_backward=False: small if size else 2**40)
     monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
     launched = count_forwards(monkeypatch)
     pattern = PATTERNS[which]
@@ -101,7 +101,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     assert run(k[:, :, :1], v[:, :, :1], **OPTIONS) == 0
     assert run(**OPTIONS, dropout_p=0.1) == 0
     assert run(lengths=(8,), rates=(1,), **OPTIONS) == 0
-    monkeypatch.setattr(chunking, "transient_budget", lambda _: elements * 8 - 1)
+    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: elements * 8 - 1)
     assert run(**OPTIONS) == 0
 
 

@@ -19,6 +19,8 @@ from dilated_attention.pattern import DilatedPattern
 
 # a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
 TRANSIENT_BYTES = 512 * 2**20
+# a backward makes three launches where a forward makes one, so its chunks must be larger to keep the GPU from waiting for the CPU
+BACKWARD_TRANSIENT_BYTES = 2 * TRANSIENT_BYTES
 TRANSIENT_SHARE = 0.05
 # number of chunks that are computed concurrently
 CONCURRENT_CHUNKS = 2
@@ -67,8 +69,8 @@ def sizes_of(q: Tensor, k: Tensor) -> CallSizes:
     return CallSizes(B, N, H, k.shape[2], D, q.element_size())
 
 
-def transient_budget(input_bytes: int) -> int:
-    return max(TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
+def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
+    return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
 def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, waiting: DilatedPattern | None = None) -> ChunkSizes:
@@ -81,7 +83,7 @@ def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, in_buffers: 
 
     A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
     """
-    budget = transient_budget(sizes.input_bytes) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
+    budget = transient_budget(sizes.input_bytes, is_backward=True) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
     if in_buffers:
         return make_chunk_sizes(pattern, sizes, 3 * sizes.head_dim * sizes.itemsize, budget)
     # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
