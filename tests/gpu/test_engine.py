@@ -131,7 +131,8 @@ def test_transient_memory_keeps_to_the_limit(n: int, heads: int, dim: int, lengt
     out = dilated_attention(q, k, v, lengths, rates)
     forward_extra = peak_extra(forward)
     backward_extra = peak_extra(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-    print(f"N {n} {heads}x{dim}: transient {forward_extra / 2**20:.0f} / {backward_extra / 2**20:.0f} MiB, limits {limit / 2**20:.0f} / {backward_limit / 2**20:.0f}")
+    sizes = " / ".join(f"{size / 2**20:.0f}" for size in (forward_extra, backward_extra, limit, backward_limit))
+    print(f"N {n} {heads}x{dim}: transient forward / backward, limits: {sizes} MiB")
     assert forward_extra <= limit and backward_extra <= backward_limit
 
 

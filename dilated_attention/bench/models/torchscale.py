@@ -97,7 +97,20 @@ def load(name: str, kernel: str = "sdpa_cpu") -> Any:
         lengths = module.LongNetViT.get_optimal_segment_length
         # numpy ≥ 2 writes np.int64(1024), which their own parser does not know
         module.LongNetViT.get_optimal_segment_length = lambda *sizes: re.sub(r"np\.int64\((\d+)\)", r"\1", lengths(*sizes))
+        module.get_2d_sincos_pos_embed = functools.partial(_table, module.get_2d_sincos_pos_embed)
     return module
+
+
+_tables: dict[tuple[int, int, bool], Any] = {}
+
+
+def _table(make: Callable[..., Any], width: int, side: int, cls_token: bool = False) -> Any:
+    """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, and every model makes one."""
+    key = width, side, cls_token
+    if key not in _tables:
+        _tables.clear()
+        _tables[key] = make(width, side, cls_token=cls_token).astype("float32")
+    return _tables[key]
 
 
 def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None, tiles: int, grid: int) -> Iterator[Row]:
