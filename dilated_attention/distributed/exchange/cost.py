@@ -21,8 +21,8 @@ logger = logging.getLogger("dilated_attention")
 # for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
 # an exchange, bytes/s of device memory
 FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
-# received keys may take this fraction of the device's memory
-SHARE = 0.25
+# received keys may take this fraction of the device's memory, and a whole call of dense attention this one
+SHARE, CALL_SHARE = 0.25, 0.85
 # a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
 # costs additional launches; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
 # 4,096 and 8,192 tokens per GPU, and lose 2 % at 16,384)
@@ -122,7 +122,10 @@ def _imbalance(x: ExchangeRequest) -> float:
 
 
 def head_steps(question: ExchangeRequest) -> int:
-    """Returns the number of steps of an all_gather, in equal groups of key/value heads: few, unless all keys take too much memory."""
+    """Returns the number of steps of an all_gather, in equal groups of key/value heads: few, unless keys or call take too much memory.
+
+    The call counts as well as its keys, or a longer one, in more steps, could fit where a shorter one does not.
+    """
     x = question
     if x.branch_heads != "all":
         return 1
@@ -131,7 +134,8 @@ def head_steps(question: ExchangeRequest) -> int:
     if x.is_dense and total / WIRE * (x.size - 1) / x.size > STEP_SHARE * _mean_seconds(x):
         wanted = min(MOST_STEPS, max(1, total // STEP_BYTES), max(1, int(_mean_seconds(x) / STEP_SECONDS)))
     divisors = [d for d in range(1, x.num_kv_heads + 1) if x.num_kv_heads % d == 0]
-    fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory] or divisors[-1:]
+    most = CALL_SHARE * x.memory
+    fitting = [d for d in divisors if _held(x, d) <= SHARE * x.memory and (not x.is_dense or _needed(x, d) <= most)] or divisors[-1:]
     return max([d for d in fitting if d <= wanted], default=fitting[0])
 
 
@@ -139,6 +143,20 @@ def _held(x: ExchangeRequest, steps: int) -> int:
     """Returns the bytes of received keys, for two steps at a time, and in training of contributions to their gradients."""
     total = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim * x.itemsize
     return total * min(2, steps) // steps * (2 if x.needs_grad else 1)
+
+
+def _needed(x: ExchangeRequest, steps: int) -> int:
+    """Returns at least the bytes that a rank needs for a call of dense attention: its own rows, the keys of steps, and one step's work."""
+    rows, e = -(-x.seq_len // x.size) * x.batch, x.itemsize
+    lse, out = 4 * rows * x.num_heads, rows * x.num_heads * x.head_dim
+    step = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim // steps
+    held = step * e * min(steps, choose_prefetch_depth(step * e))
+    own = (out + 2 * rows * x.num_kv_heads * x.head_dim) * e
+    if not x.needs_grad:
+        return own + out * e + lse + held + (out * e + lse) // steps
+    # kernels sum dq in float32, and dk and dv that query heads share; PyTorch's own have them for each query head
+    shared = step * max(4, e * x.num_heads // x.num_kv_heads) if x.num_heads > x.num_kv_heads else 0
+    return own + 3 * out * e + lse + held + ((4 + e) * out + 3 * lse) // steps + 2 * step * e + shared
 
 
 def _mean_seconds(x: ExchangeRequest) -> float:

@@ -37,7 +37,6 @@ class Gpu:
             ``"fp8"``. The GPU does not support a missing dtype. float32 is the rate of the plain cores, without TF32. Empty where unknown.
         link: bytes/s to other GPUs of its node, in one direction. A bridge between two or four cards counts where it is the usual
             configuration (NVL; RTX 3090, A40, RTX A6000); for the A30 and the PCIe forms of A100 and H100 it does not.
-        link_name: ``"NVLink"`` or ``"PCIe"``.
         source: where the figures come from.
     """
 
@@ -47,7 +46,6 @@ class Gpu:
     bandwidth: float | None
     peaks: Mapping[str, float] = field(hash=False)
     link: float | None
-    link_name: str
     source: str
 
     def peak(self, dtype: torch.dtype | str) -> float | None:
@@ -72,7 +70,6 @@ def _read(row: dict[str, Any]) -> Gpu:
         peaks=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks if peak is not None}),
         # a datasheet states both directions together
         link=row["link_gb_per_s"] * 1e9 / 2,
-        link_name=row["link"],
         source=row["source"],
     )
 
@@ -119,6 +116,5 @@ def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
         bandwidth=None,
         peaks=MappingProxyType({}),
         link=None,
-        link_name="an unknown link",
         source="this machine; its rates are not known by its name",
     )

@@ -162,7 +162,8 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system reports it")
-    return Machine(name=found.name, memory=memory or found.memory, gpu=found, source=found.source)
+    found = replace(found, memory=memory or found.memory)
+    return Machine(name=found.name, memory=found.memory, gpu=found, source=found.source)
 
 
 def _dtype(dtype: Any, gpu: Gpu | None) -> torch.dtype:
