@@ -12,8 +12,9 @@ from dilated_attention.factory import Explanation, explain_backend
 from dilated_attention.models.summary import readable
 from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.planning.advice import rules
+from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import plan_attention
-from dilated_attention.planning.estimate.problem import Machine, kind_of
+from dilated_attention.planning.estimate.problem import kind_of
 from dilated_attention.planning.plans import seconds_text
 
 # the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
@@ -32,7 +33,7 @@ class Case:
 
     name: str
     length: int
-    machine: Machine
+    machine: Gpu
     hardware: Hardware
     here: bool
     parameters: float | None
@@ -124,14 +125,13 @@ def _explained(case: Case, chosen: dict[str, Any], hardware: Hardware) -> Explan
 def _estimated(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
     """Returns memory and time of one layer's attention; nothing for a GPU whose figures are unknown."""
     machine, context, layers = case.machine, chosen["context"], chosen.get("layers")
-    if layers is None or (machine.gpu is None and case.hardware.device_type == "cuda"):
+    if layers is None or (machine.is_cpu and case.hardware.device_type == "cuda"):
         return {}
     plan = plan_attention(
         kind_of(chosen["base"], context), num_positions=case.length, num_heads=chosen["heads"], num_kv_heads=chosen["kv_heads"],
         head_dim=chosen["head_dim"], batch_size=chosen["count"], dtype=case.dtype, world_size=context,
         layout=chosen["layout"] if context > 1 else None, is_causal=case.causal,
-        pattern=None if chosen["base"] == "dense" else chosen["pattern"], gpu=machine.gpu or "cpu", memory=machine.memory,
-        find_longest=False,
+        pattern=None if chosen["base"] == "dense" else chosen["pattern"], gpu=machine, find_longest=False,
     )  # fmt: skip
     found = {"memory": plan.peak, "fits": plan.fits}
     if plan.seconds is None:

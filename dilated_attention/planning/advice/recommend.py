@@ -18,7 +18,8 @@ from dilated_attention.pattern.checks import as_int, check_bool, check_number, o
 from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table, settings_of
 from dilated_attention.planning.advice.case import Case, arguments_of, branches_of, facts_of
-from dilated_attention.planning.estimate.problem import MOST, machine_of
+from dilated_attention.planning.estimate.gpus import machine_of
+from dilated_attention.planning.estimate.problem import MOST
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
 from dilated_attention.validation import MAX_HEAD_DIM
@@ -81,9 +82,9 @@ def recommend(
     usual = {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")}
     machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
     hardware = detect() if gpu is None else EXAMPLES["cpu"]
-    if gpu is not None and machine.gpu is not None:
-        hardware = replace(EXAMPLES["hopper"], capability=machine.gpu.capability, name=machine.gpu.name)
-    if machine.gpu is None:
+    if gpu is not None and not machine.is_cpu:
+        hardware = replace(EXAMPLES["hopper"], capability=machine.capability, name=machine.name)
+    if machine.is_cpu:
         machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
     case = Case(
         name=use_case, length=as_int("length", length, minimum=1, maximum=MOST["num_positions"]), machine=machine, hardware=hardware,
@@ -190,8 +191,8 @@ def _torchscale(case: Case) -> dict[str, Any]:
     """Existing weights: segments, offsets, tail and gradient are those that they were trained with."""
     for checkpointed in (False, True):
         plan = plan_model(
-            _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=case.dtype, gpu=case.machine.gpu or "cpu",
-            memory=case.machine.memory, find_longest=False,
+            _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=case.dtype, gpu=case.machine,
+            find_longest=False,
         )  # fmt: skip
         if plan.fits:
             break

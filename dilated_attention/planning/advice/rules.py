@@ -14,7 +14,8 @@ from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import Summary, footprint, summarise
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.planning.estimate.problem import MOST, Machine
+from dilated_attention.planning.estimate.gpus import Gpu
+from dilated_attention.planning.estimate.problem import MOST
 from dilated_attention.planning.plans import ModelPlan
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
@@ -116,7 +117,7 @@ def most_context(length: int, gpus: int) -> int:
     return next(c for c in range(most, 0, -1) if gpus % c == 0)
 
 
-def spread(model: Model, length: int, batch: int, gpus: int, dtype: torch.dtype, machine: Machine) -> ModelPlan:
+def spread(model: Model, length: int, batch: int, gpus: int, dtype: torch.dtype, machine: Gpu) -> ModelPlan:
     """Returns one GPU's plan of the first distribution that fits, or of the last one tried if none fits.
 
     ``gpus // world_size`` groups of ``world_size`` GPUs share ``batch_size`` sequences at a time; the rest of a batch follows by gradient
@@ -126,9 +127,8 @@ def spread(model: Model, length: int, batch: int, gpus: int, dtype: torch.dtype,
     """
 
     planned = functools.partial(
-        plan_model, PRESET, num_positions=length, weight_shards=gpus, dtype=dtype, gpu=machine.gpu or "cpu", memory=machine.memory,
-        **model.overrides,
-    )  # fmt: skip
+        plan_model, PRESET, num_positions=length, weight_shards=gpus, dtype=dtype, gpu=machine, **model.overrides
+    )
     most = most_context(length, gpus)
     least = min(gpus // math.gcd(batch, gpus), most)
     contexts = [c for c in range(least, most + 1) if gpus % c == 0]

@@ -6,6 +6,7 @@ Peaks are dense: where a document states only figures with 2:4 sparsity, they ar
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.pattern.checks import shown
+from dilated_attention.pattern.checks import as_int, shown
 
 GIB = 2**30
 # share of the datasheet's memory, counted in 2^30 bytes, that the driver leaves to programs
@@ -26,11 +27,11 @@ _AFTER_CODE = 15 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What a plan needs to know about a GPU.
+    """What a plan needs to know about a GPU, or about this machine's CPU, of which no rates are known.
 
     Args:
         name: the manufacturer's spelling.
-        capability: CUDA compute capability.
+        capability: CUDA compute capability; (0, 0) for a CPU.
         memory: bytes available to a program.
         bandwidth: memory bandwidth in bytes/s; None where it is not known.
         peaks: FLOP/s of dense products that accumulate in float32, without sparsity, by ``"float32"``, ``"float16"``, ``"bfloat16"`` and
@@ -47,6 +48,10 @@ class Gpu:
     peaks: Mapping[str, float] = field(hash=False)
     link: float | None
     source: str
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.capability == (0, 0)
 
     def peak(self, dtype: torch.dtype | str) -> float | None:
         """Returns the FLOP/s of dense products in this dtype, or None where it is not supported or not known."""
@@ -97,6 +102,21 @@ def find_gpu(name: str) -> Gpu:
     return found
 
 
+def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
+    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``), with ``memory`` instead of its own."""
+    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
+    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    if found is None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = _without_rates("this machine's CPU", (0, 0), ram, "its memory as the system reports it")
+    return found if memory is None else replace(found, memory=as_int("memory", memory, minimum=1))
+
+
+def _without_rates(name: str, capability: tuple[int, int], memory: int, source: str) -> Gpu:
+    none: Mapping[str, float] = MappingProxyType({})
+    return Gpu(name=name, capability=capability, memory=memory, bandwidth=None, peaks=none, link=None, source=source)
+
+
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
     """Returns this machine's GPU: its memory as PyTorch reports it, its rates by its name; without rates where the name is not known.
 
@@ -109,12 +129,5 @@ def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
     if known is not None:
         source = f"memory of this machine, rates of {known.source}"
         return replace(known, name=properties.name, memory=properties.total_memory, source=source)
-    return Gpu(
-        name=properties.name,
-        capability=(properties.major, properties.minor),
-        memory=properties.total_memory,
-        bandwidth=None,
-        peaks=MappingProxyType({}),
-        link=None,
-        source="this machine; its rates are not known by its name",
-    )
+    capability, source = (properties.major, properties.minor), "this machine; its rates are not known by its name"
+    return _without_rates(properties.name, capability, properties.total_memory, source)

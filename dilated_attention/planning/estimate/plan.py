@@ -13,7 +13,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of, memory_of
-from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, machine_of, make_problem
+from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, make_problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.planning.plans import AttentionPlan
@@ -75,19 +75,18 @@ def plan_attention(
     ...     segment_lengths=[2048, 8192], dilation_rates=[1, 4]))
     """
     check_bool("find_longest", find_longest)
-    machine = machine_of(gpu, memory)
     problem = make_problem(
         kind, num_positions=num_positions, num_heads=num_heads, head_dim=head_dim, batch_size=batch_size, num_kv_heads=num_kv_heads,
         dtype=dtype, world_size=world_size, layout=layout, exchange=exchange, is_causal=is_causal, training=training,
-        segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=machine.gpu,
+        segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=gpu, memory=memory,
     )  # fmt: skip
-    N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
+    N, H, B, machine = problem.num_positions, problem.num_heads, problem.batch_size, problem.machine
     pairs, exact = pairs_of(problem)
     flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
     least = least_bytes(problem)
     found = exchange_of(problem)
     passes, reasons_against = passes_of(problem, found, least)
-    fits, longest = fit_of(problem, _bytes_needed, machine.memory, find_longest)
+    fits, longest = fit_of(problem, _bytes_needed, find_longest)
     same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
     return AttentionPlan(
         **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
@@ -115,7 +114,7 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
-def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], memory: int, find_longest: bool) -> tuple[bool, int]:
+def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
     """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
 
     At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way. Then
@@ -123,7 +122,7 @@ def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], memory: int
     """
 
     def excess(num_positions: int) -> int:
-        return bytes_needed(problem.of_length(num_positions)) - int(USABLE * memory)
+        return bytes_needed(problem.of_length(num_positions)) - int(USABLE * problem.machine.memory)
 
     N, W = problem.num_positions, problem.world_size
     fits = excess(N) <= 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from dilated_attention.backends import AttentionRequest, Hardware, detect
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
-from dilated_attention.planning.estimate.gpus import Gpu, detected_gpu, find_gpu
+from dilated_attention.planning.estimate.gpus import Gpu, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool
 
 # a kind, and which kind of attention each process computes
@@ -47,9 +46,7 @@ class Problem:
 
     Args:
         kind: a name of ``KINDS``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        hardware: of the machine, for the choice of backends.
-        gpu: None on a CPU.
+        machine, hardware: a GPU or a CPU, for figures and for the choice of backends.
         exchange: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``.
     """
 
@@ -66,14 +63,17 @@ class Problem:
     exchange: str
     is_causal: bool
     training: bool
-    device_type: str
+    machine: Gpu
     hardware: Hardware
-    gpu: Gpu | None
 
     @property
     def computes(self) -> str:
         """Returns ``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
         return KINDS[self.kind]
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.machine.is_cpu else "cuda"
 
     @property
     def itemsize(self) -> int:
@@ -109,10 +109,12 @@ def make_problem(
     segment_lengths: Any = None,
     dilation_rates: Any = None,
     pattern: DilatedPattern | BlockPattern | None = None,
-    gpu: Gpu | None = None,
+    gpu: str | Gpu | None = "cpu",
+    memory: int | None = None,
 ) -> Problem:
     """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
+    machine = machine_of(gpu, memory)
     checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
     checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
     if checked["head_dim"] > MAX_HEAD_DIM:
@@ -138,38 +140,15 @@ def make_problem(
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
     return Problem(
         kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]), num_kv_heads=kv_heads,
-        dtype=_dtype(dtype, gpu), layout=chosen, exchange=exchange, is_causal=is_causal, training=training,
-        device_type="cpu" if gpu is None else "cuda", hardware=_hardware(gpu), gpu=gpu, **checked,
+        dtype=_dtype(dtype, machine), layout=chosen, exchange=exchange, is_causal=is_causal, training=training, machine=machine,
+        hardware=_hardware(machine), **checked,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine that a plan is for. ``gpu`` is None on a CPU."""
-
-    name: str
-    memory: int
-    gpu: Gpu | None
-    source: str
-
-
-def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Machine:
-    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``) with its memory."""
-    if memory is not None:
-        memory = as_int("memory", memory, minimum=1)
-    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
-    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    if found is None:
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(name="this machine's CPU", memory=memory or ram, gpu=None, source="its memory as the system reports it")
-    found = replace(found, memory=memory or found.memory)
-    return Machine(name=found.name, memory=found.memory, gpu=found, source=found.source)
-
-
-def _dtype(dtype: Any, gpu: Gpu | None) -> torch.dtype:
+def _dtype(dtype: Any, machine: Gpu) -> torch.dtype:
     """Checks a dtype; None means bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
     if dtype is None:
-        return torch.float32 if gpu is None else torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
+        return torch.float32 if machine.is_cpu else torch.bfloat16 if machine.capability >= (8, 0) else torch.float16
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"dtype is {shown(dtype)}; expected torch.float16, bfloat16, float32 or float64")
     assert isinstance(dtype, torch.dtype)
@@ -203,10 +182,10 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
     return pattern
 
 
-def _hardware(gpu: Gpu | None) -> Hardware:
-    if gpu is None:
+def _hardware(machine: Gpu) -> Hardware:
+    if machine.is_cpu:
         return detect("cpu")
-    if torch.cuda.is_available() and torch.cuda.get_device_name() == gpu.name:
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name:
         return detect("cuda")
     # hardware of another machine, with the packages that a user would install there
-    return replace(EXAMPLES["hopper"], capability=gpu.capability, packages=_PACKAGES, name=gpu.name)
+    return replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)

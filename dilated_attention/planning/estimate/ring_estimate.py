@@ -71,13 +71,18 @@ def _ranks(problem: Problem) -> tuple[int, ...]:
     return tuple(range(W)) if W <= 4 else (0, 1, W // 2 - 1, W // 2, W - 2, W - 1)
 
 
+def _memory_of_ranks(problem: Problem) -> int:
+    # CPUs of one machine share its memory, so their ranks assume this much (``cost.device_memory``)
+    return 2**36 if problem.machine.is_cpu else problem.machine.memory
+
+
 def _question(problem: Problem) -> cost.ExchangeRequest:
     assert isinstance(problem.pattern, DilatedPattern)
     return cost.ExchangeRequest(
         size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
         num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize,
         is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False,
-        needs_grad=problem.training, memory=2**36 if problem.gpu is None else problem.gpu.memory >> 30 << 30,
+        needs_grad=problem.training, memory=_memory_of_ranks(problem) >> 30 << 30,
     )  # fmt: skip
 
 
@@ -210,7 +215,7 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, problem.num_kv_heads, problem.is_causal)
     needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
     load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
-    way = block_cost.choose(load, 2**36 if problem.gpu is None else problem.gpu.memory)
+    way = block_cost.choose(load, _memory_of_ranks(problem))
     # rows (reader, holder) of each block, for the heads of each step
     counts = torch.zeros((W, columns.starts.shape[0]), dtype=torch.int64)
     for rank, positions in enumerate(columns.positions):

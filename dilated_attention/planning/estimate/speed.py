@@ -99,7 +99,7 @@ def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]
 
 
 def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
-    work, gpu, W = _work(problem, backward), problem.gpu, problem.world_size
+    work, gpu, W = _work(problem, backward), problem.machine, problem.world_size
     flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * pairs for pairs, _ in work]
     rates = [rate for _, rate in work]
     seconds = sum(each / rate.rate for each, rate in zip(flops, rates, strict=True))
@@ -108,7 +108,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
     links = exposed = 0.0
     if W > 1:
-        if gpu is None or gpu.link is None:
+        if gpu.link is None:
             raise _NoRate("the rate of the links between its processes is not known")
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
         links = received / (gpu.link * _LINK_SHARE)
@@ -121,7 +121,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     is_uneven = W > 1 and problem.is_causal and problem.layout == "contiguous" and problem.computes == "dense"
     return Pass(
         arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
-        memory=least_bytes / gpu.bandwidth if gpu is not None and gpu.bandwidth else 0.0,
+        memory=least_bytes / gpu.bandwidth if gpu.bandwidth else 0.0,
         host=_host(problem, backward, exchange),
         links=links,
         exposed=exposed,
@@ -181,22 +181,21 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
         measured_on = str(table.environment.get("device", ""))
         scale, where = _scale(problem, measured_on)
         return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
-    if problem.gpu is None:
+    if (gpu := problem.machine).is_cpu:
         raise _NoRate(f"nothing was measured on this CPU for such a call; {tuning_table.RERUN} measures it")
-    peak = problem.gpu.peak(problem.dtype)
+    peak = gpu.peak(problem.dtype)
     if peak is None:
-        others = ", ".join(name for name in problem.gpu.peaks if name != "fp8")
+        others = ", ".join(name for name in gpu.peaks if name != "fp8")
         dtype = str(problem.dtype).removeprefix("torch.")
-        reason = f"no peak rate of {problem.gpu.name} in {dtype} is known, and nothing was measured on it"
+        reason = f"no peak rate of {gpu.name} in {dtype} is known, and nothing was measured on it"
         raise _NoRate(reason + (f"; known are {others}" if others else ""))
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
-    return _Rate(backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {problem.gpu.name}, {peak / 1e12:,.0f} TFLOP/s")
+    return _Rate(backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s")
 
 
 def _scale(problem: Problem, measured_on: str) -> tuple[float, str]:
     """Returns the peak relative to that of the measured GPU, and a description of this scaling."""
-    assert problem.gpu is not None
-    mine, theirs = problem.gpu.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
+    mine, theirs = problem.machine.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
     if "H200" not in measured_on or mine is None or theirs is None or mine == theirs:
         return 1.0, ""
     return mine / theirs, f", times the ratio of peaks, {mine / theirs:.2f}"
@@ -219,10 +218,10 @@ def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
 
 def _standard_rate(problem: Problem, backward: bool) -> _Rate:
     """Of matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
-    gpu = problem.gpu
-    peak = None if gpu is None else gpu.peak(problem.dtype)
-    if gpu is None or peak is None or gpu.bandwidth is None:
-        raise _NoRate("its rates are not known" if gpu is not None else "nothing was measured on this CPU for plain matrix products")
+    gpu = problem.machine
+    peak = gpu.peak(problem.dtype)
+    if peak is None or gpu.bandwidth is None:
+        raise _NoRate("nothing was measured on this CPU for plain matrix products" if gpu.is_cpu else "its rates are not known")
     # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
     products, passes = (4, 10) if backward else (2, 7 + 2 * problem.is_causal)
     seconds = 2 * products * problem.head_dim / (peak * _STANDARD_SHARE) + passes * problem.itemsize / gpu.bandwidth

@@ -57,7 +57,7 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     sizes = [parameter.numel() * size for parameter in model.parameters()]
     blocks = [sum(p.numel() for p in module.parameters()) for name, module in names if name.rpartition(".")[0].endswith("blocks")]
     total, gathered = sum(sizes), 2 * max(blocks, default=0) * size if shards > 1 else 0
-    workspace = 0 if problem.gpu is None else (32 if problem.gpu.capability >= (9, 0) else 8) * 2**20
+    workspace = 0 if problem.machine.is_cpu else (32 if problem.machine.capability >= (9, 0) else 8) * 2**20
     # a workspace for each thread that runs matrix products: the caller's, and autograd's
     terms = [("weights", -(-total // shards)), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", gathered)]
     cached, at_a_time = _cache_of(run, problem, rows)

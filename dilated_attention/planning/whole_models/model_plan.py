@@ -12,7 +12,7 @@ from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of
 from dilated_attention.planning.estimate.plan import fit_of, pairs_of
-from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_sizes, kind_of, machine_of, make_problem
+from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_sizes, kind_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
@@ -72,27 +72,27 @@ def plan_model(
     flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
     for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
         check_bool(name, flag)
-    machine = machine_of(gpu, memory)
     sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
     # overrides are frozen because plans are cached by their arguments
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
     config = stack_of(model)
-    problem = _attention_of(config, machine.gpu, sizes, dtype, training)
+    problem = _attention_of(config, sizes, dtype=dtype, training=training, gpu=gpu, memory=memory)
+    machine = problem.machine
     half = problem.dtype in (torch.float16, torch.bfloat16)
     casts = (training and half) if autocast is None else autocast
     if casts and not half:
         raise ValueError(f"autocast is True and dtype is {problem.dtype}; autocast computes in float16 or bfloat16: leave it out")
     run = Run(
         preset=preset, overrides=fields, batch_size=batch_size, training=training, dtype=problem.dtype, casts=casts,
-        checkpoint_activations=checkpoint_activations, on_gpu=machine.gpu is not None,
+        checkpoint_activations=checkpoint_activations, on_gpu=not machine.is_cpu,
     )  # fmt: skip
 
     def bytes_needed(problem: Problem) -> int:
         return sum(size for _, size in peak_of_step(run, weight_shards, problem)[0])
 
     terms, moment = peak_of_step(run, weight_shards, problem)
-    fits, longest = fit_of(problem, bytes_needed, machine.memory, find_longest)
+    fits, longest = fit_of(problem, bytes_needed, find_longest)
     exchange = exchange_of(problem)
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     looked_up = 0 if config.tie_embeddings else embedding_parameters(parameters)
@@ -128,9 +128,9 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
     passes, why_not = passes_of(problem, exchange, (0, 0))
     if not passes:
         return None, "", why_not
-    gpu = problem.gpu
-    peak = None if gpu is None else gpu.peak(problem.dtype)
-    if gpu is None or peak is None or gpu.bandwidth is None:
+    gpu = problem.machine
+    peak = gpu.peak(problem.dtype)
+    if peak is None or gpu.bandwidth is None:
         return None, "", "rates of its linear layers were not measured"
     again = run.training and run.checkpoint_activations
     layers = stack_of(model_of(run.preset, run.overrides)).num_layers
@@ -152,8 +152,8 @@ def _decode_seconds(config: LongNetConfig, problem: Problem, weight_bytes: int) 
     seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known, or
     several processes share a sequence.
     """
-    gpu, kept = problem.gpu, cache_rows(config, problem.num_positions)
-    if gpu is None or gpu.bandwidth is None or problem.world_size > 1 or kept is None:
+    gpu, kept = problem.machine, cache_rows(config, problem.num_positions)
+    if gpu.bandwidth is None or problem.world_size > 1 or kept is None:
         return None, ""
     row = 2 * problem.num_kv_heads * problem.head_dim * problem.itemsize
     read = problem.batch_size * config.num_layers * row * min(kept, _keys_of_row(problem))
@@ -174,13 +174,13 @@ def _keys_of_row(problem: Problem) -> int:
     return -(-(pattern.pairs(N, H, is_causal=True) - pattern.pairs(N - rows, H, is_causal=True)) // (rows * Hk))
 
 
-def _attention_of(config: LongNetConfig, gpu: Gpu | None, sizes: dict[str, int], dtype: torch.dtype | None, training: bool) -> Problem:
+def _attention_of(config: LongNetConfig, sizes: dict[str, int], **given: Any) -> Problem:
     """Returns the attention of one layer as a separate problem."""
     kind, is_dense = kind_of(config.kind, sizes["world_size"]), config.kind == "dense"
     return make_problem(
         kind, num_positions=sizes["num_positions"], num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        batch_size=sizes["batch_size"], dtype=dtype, world_size=sizes["world_size"], layout="contiguous" if kind in RINGS else None,
-        is_causal=config.is_causal, training=training, pattern=None if is_dense else config.pattern, gpu=gpu,
+        batch_size=sizes["batch_size"], world_size=sizes["world_size"], layout="contiguous" if kind in RINGS else None,
+        is_causal=config.is_causal, pattern=None if is_dense else config.pattern, **given,
     )  # fmt: skip
 
 
