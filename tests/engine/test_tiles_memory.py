@@ -17,7 +17,7 @@ from dilated_attention.engine.kernels.tiles_layout import ranges_of, tiles_scrat
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import EXAMPLES, explain_backend
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.planning.estimate.gpus import find_gpu
+from dilated_attention.planning.estimate.gpus import find_gpu, machine_of
 from dilated_attention.planning.estimate.memory import memory_of, on_tiles
 from dilated_attention.planning.estimate.problem import make_problem
 
@@ -116,7 +116,7 @@ def test_plans_ask_what_a_call_asks() -> None:
         assert ("scratch of the tiles" in dict(found.backward)) == there == ("scratch of the tiles" in dict(found.forward))
     assert on_tiles(planned(8192, training=False)) == (True, False)
     assert on_tiles(dataclasses.replace(short, dtype=torch.float64)) == (False, False)
-    assert on_tiles(dataclasses.replace(short, device_type="cpu")) == (False, False)
+    assert on_tiles(dataclasses.replace(short, machine=machine_of("cpu"))) == (False, False)
 
 
 def test_the_choice_without_tensors_is_that_of_a_run() -> None:

@@ -22,8 +22,8 @@ from dilated_attention.models import PagedKVCache
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
 from dilated_attention.planning import find_gpu, plan_model
-from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, rule_table
+from dilated_attention.planning.advice.case import Case, Model, branches
 from dilated_attention.planning.advice.recommend import USE_CASES, recommend
 
 DOCS = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
 @pytest.mark.parametrize(("length", "heads"), [(8192, 12), (10_000, 16), (2**17 + 1, 40), (2**20, 4), (3 * 10**6, 32)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_branches_grow_to_the_whole_sequence_nest_and_reach_every_position(length: int, heads: int, is_causal: bool) -> None:
-    pattern = rules.branches(length, heads)
+    pattern = branches(length, heads)
     assert pattern.segment_lengths[0] == 2048 and pattern.dilation_rates[0] == 1
     assert pattern.segment_lengths[-1] >= length > pattern.segment_lengths[-2]
     for (w, r), (w_next, r_next) in itertools.pairwise(pattern.branches):
@@ -223,11 +223,17 @@ def test_branches_grow_to_the_whole_sequence_nest_and_reach_every_position(lengt
     assert ("leave positions out" in answer.setting("branches").reason) == (heads < 8)
 
 
+def model_of(parameters: float, base: str = "dense", longest: int | None = None, **shape: int) -> Model:
+    usual = {"name": "serving", "gpus": 1, "batch": 1, "users": 1, "causal": True, "attention": None, "heads": None, "head_dim": None}
+    machine = {"machine": find_gpu("H200"), "hardware": EXAMPLES["hopper"], "here": False}
+    return Case(length=2**17, parameters=parameters, **(usual | machine | shape)).model(base, longest)
+
+
 @pytest.mark.parametrize("parameters", [1.3e8, 3.5e8, 1.3e9, 7e9, 1.3e10, 7e10])
 def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) -> None:
-    model = rules.language_model(parameters, None, None, True, {"attention": "dense"})
+    model = model_of(parameters)
     assert 0.9 < model.summary.num_parameters / parameters < 1.1
-    chosen = rules.language_model(parameters, 24, 64, True, {"attention": "dense"}).config
+    chosen = model_of(parameters, heads=24, head_dim=64).config
     assert (chosen.num_heads, chosen.head_dim) == (24, 64)
 
 
@@ -274,8 +280,8 @@ def test_caches_decide_how_far_segments_reach() -> None:
     assert 8192 <= many.segment_lengths[-1] < 2**17 and many.fits and "No segment is longer" in many.setting("branches").reason
     assert most.kind == "block_sparse" and most.fits
     # keys and values in 16 bits of every layer and the longest segment's positions, beside the weights
-    attention = {"segment_lengths": many.segment_lengths, "dilation_rates": many.dilation_rates}
-    model = rules.language_model(1.3e9, None, None, True, attention)
+    model = model_of(1.3e9, "dilated", many.segment_lengths[-1])
+    assert model.config.segment_lengths == many.segment_lengths and model.config.dilation_rates == many.dilation_rates
     config, longest = model.config, many.segment_lengths[-1]
     assert config.num_kv_heads == 4 and many.memory is not None
     row = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -1,22 +1,40 @@
-"""The request to ``recommend``, and the facts about it, about what was chosen for it and about its machine that ``rules.json`` asks for."""
+"""The request to ``recommend``, what it chooses from, and the facts about both and the machine that ``rules.json`` asks for."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from dilated_attention.backends import Hardware
-from dilated_attention.factory import Explanation, explain_backend
-from dilated_attention.models.summary import readable
+from dilated_attention.factory import MODEL_PRESETS, Explanation, explain_backend
+from dilated_attention.models import LongNetConfig
+from dilated_attention.models.summary import Summary, readable, summarise
 from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
-from dilated_attention.planning.advice import rules
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.plan import plan_attention
-from dilated_attention.planning.estimate.problem import kind_of
+from dilated_attention.planning.estimate.problem import MOST, kind_of
 from dilated_attention.planning.plans import seconds_text
+from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 
+# docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
+SHORT, LONG = 4096, 8192
+# 2048 / 1 … : docs/performance.md, Extreme length; a problem of 2048 rows reaches most of a kernel's peak rate
+FIRST_SEGMENT, GROWTH = 2048, 4
+# lowest dilation rate of far branches, even with few heads: below it they cost more than all the others together
+LEAST_RATE = 8
+# docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
+TOKENS_PER_GPU = 4096
+# width and heads of language models with up to this many parameters
+_WIDTHS = (
+    *((2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16)),
+    *((5e9, 3072, 24), (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64)),
+)
+# the model that is varied, and its number of parameters
+PRESET, _PARAMETERS = "llama-1b", 1.24e9
+_CONFIG = cast("LongNetConfig", MODEL_PRESETS[PRESET])
 # the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
 _WINDOW, _GLOBAL = 2047, 128
 _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
@@ -25,6 +43,35 @@ _USUAL: dict[str, Any] = {
     "training": True, "count": 1, "data": 1, "context": 1, "kv_heads": None, "memory": None, "fits": None, "checkpointed": None,
     "sharded": False, "seconds": None, "implementation": "", "plain": "", "segment_lengths": (), "dilation_rates": (),
 }  # fmt: skip
+
+
+def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
+    """Returns branches with segments of 2048, 8192, … up to the whole sequence; rates 1, 4, … are limited so that heads cover every offset.
+
+    Each length and rate divides the next, so a pair that several branches share can be identified by its position; see
+    ``engine/kernels/nested.py``.
+
+    Args:
+        longest: the longest segment, if not the whole sequence.
+    """
+    whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
+    most = 1 << (max(num_heads, LEAST_RATE).bit_length() - 1)
+    lengths, rates = [min(FIRST_SEGMENT, whole)], [1]
+    while lengths[-1] < whole:
+        lengths.append(min(lengths[-1] * GROWTH, whole))
+        rates.append(min(rates[-1] * GROWTH, most))
+    return DilatedPattern(tuple(lengths), tuple(rates))
+
+
+class Model(NamedTuple):
+    """A ``PRESET`` with fields replaced, as created by ``create_model(PRESET, **overrides)``, and its figures."""
+
+    overrides: dict[str, Any]
+    summary: Summary
+
+    @property
+    def config(self) -> LongNetConfig:
+        return self.summary.config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +95,7 @@ class Case:
     @property
     def base(self) -> str:
         """Returns dense, dilated or block_sparse."""
-        return self.attention or ("dense" if self.length < rules.LONG else "dilated")
+        return self.attention or ("dense" if self.length < LONG else "dilated")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,15 +105,48 @@ class Case:
 
     def pattern(self, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
         if base == "dilated":
-            return rules.branches(self.length, heads, longest)
+            return branches(self.length, heads, longest)
         return DilatedPattern((self.length,), (1,)) if base == "dense" else GlobalLocal((_WINDOW, 0 if self.causal else _WINDOW), _GLOBAL)
 
-    def model(self, base: str, longest: int | None = None) -> rules.Model:
-        """Returns the model; its number of heads determines the dilation rates of its branches."""
-        pattern = self.pattern(base, rules.usual_shape(self.parameters, self.heads, self.head_dim)[0], longest)
-        attention = branches_of(pattern) if base == "dilated" else {"attention": base}
-        attention |= {"block_pattern": pattern} if base == "block_sparse" else {}
-        return rules.language_model(self.parameters, self.heads, self.head_dim, self.causal, attention)
+    @property
+    def most_context(self) -> int:
+        """The number of processes that can share one sequence with enough work left for each."""
+        most = min(self.gpus, max(1, self.length // TOKENS_PER_GPU), MOST["world_size"])
+        return next(c for c in range(most, 0, -1) if self.gpus % c == 0)
+
+    def model(self, base: str, longest: int | None = None) -> Model:
+        """Returns a Llama-like model with about this many parameters: heads of 128 from a billion on, four query heads per key head.
+
+        Without parameters, heads and head dim it is ``PRESET``. Its figures are those of one and two blocks, as building all blocks of a
+        large model takes seconds, even empty ones.
+        """
+        is_preset = self.parameters is None and self.heads is None and self.head_dim is None
+        wanted, heads, layers = self.parameters or _PARAMETERS, self.heads, _CONFIG.num_layers
+        embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
+        if is_preset:
+            embed, usual = _CONFIG.embed_dim, _CONFIG.num_heads
+        elif heads is None and self.head_dim is not None:
+            usual = max(1, round(embed / self.head_dim))
+        heads = heads or usual
+        # the number of heads determines the dilation rates of its branches
+        pattern = self.pattern(base, heads, longest)
+        overrides: dict[str, Any] = branches_of(pattern) if base == "dilated" else {"attention": base}
+        overrides |= {"block_pattern": pattern} if base == "block_sparse" else {}
+        overrides |= {} if self.causal else {"is_causal": False}
+        if not is_preset:
+            head_dim = self.head_dim or max(32, min(256, round(embed / heads / 32) * 32))
+            kv_heads = heads // 4 if heads % 4 == 0 else None
+            overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
+            if wanted < 1e9:
+                # with 128,256 tokens the embedding alone would be most of such a small model
+                overrides["vocab_size"] = 32768
+        made = [model_of(PRESET, tuple(sorted((overrides | {"num_layers": layers}).items()))) for layers in (1, 2)]
+        one, two = (sum(p.numel() for p in model.parameters()) for model in made)
+        outside, block = 2 * one - two, two - one
+        if not is_preset:
+            layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
+        sizes = {"embedding.weight": outside, "blocks": layers * block}
+        return Model(overrides, summarise(PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1))
 
 
 def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -86,12 +166,12 @@ def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
         "memory": readable(chosen["memory"] or 0), "processes": processes, "part": -(-length // context),
         # the class token precedes a slide's tiles
         "positions": -(-chosen["count"] * length // context) + is_slides,
-        "too_short_to_share": context == 1 and length / processes < rules.TOKENS_PER_GPU and case.batch < processes,
+        "too_short_to_share": context == 1 and length / processes < TOKENS_PER_GPU and case.batch < processes,
         "forward": explained.forward, "backward": explained.backward, "described": explained.request.describe(),
         "basis": " · ".join(dict.fromkeys(filter(None, (explained.forward_basis, explained.backward_basis)))),
         "extras": ",".join(dict.fromkeys(_EXTRAS[x] for x in (explained.forward, explained.backward) if x in _EXTRAS)),
         "nested": base == "dilated" and not is_slides and not explained.nested_reasons,
-        "SHORT": rules.SHORT, "LONG": rules.LONG, "TOKENS_PER_GPU": rules.TOKENS_PER_GPU,
+        "SHORT": SHORT, "LONG": LONG, "TOKENS_PER_GPU": TOKENS_PER_GPU,
     }  # fmt: skip
     if not case.here and facts["cuda"]:
         # of this machine the packages are known; of another one, say what only PyTorch and Triton would take
@@ -99,7 +179,7 @@ def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
         if (plain.forward, plain.backward) != (explained.forward, explained.backward):
             facts["plain"] = f"forward {plain.forward}" + (f", backward {plain.backward}" if plain.backward else "")
     if base == "dilated":
-        reach, limited = max(pattern.segment_lengths), any(w > rules.FIRST_SEGMENT * r for w, r in pattern.branches)
+        reach, limited = max(pattern.segment_lengths), any(w > FIRST_SEGMENT * r for w, r in pattern.branches)
         pairs = pattern.branch_pairs(length, heads, is_causal=case.causal)
         facts |= branches_of(pattern) | {
             "branches": ", ".join(f"{w}/{r}" for w, r in pattern.branches), "reach": reach, "is_cut": reach < length,

@@ -6,20 +6,23 @@ decide in ``rules.json`` which settings are recommended, in which words, and whi
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from dilated_attention.factory import EXAMPLES, detect
 from dilated_attention.functional import explain_decode
-from dilated_attention.models.summary import USABLE, cache_rows, readable
+from dilated_attention.models.summary import USABLE, cache_rows, footprint, readable
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
-from dilated_attention.planning.advice import rules
 from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table, settings_of
-from dilated_attention.planning.advice.case import Case, arguments_of, branches_of, facts_of
+from dilated_attention.planning.advice.case import GROWTH, LONG, PRESET, Case, Model, arguments_of, branches_of, facts_of
 from dilated_attention.planning.estimate.gpus import machine_of
 from dilated_attention.planning.estimate.problem import MOST
+from dilated_attention.planning.plans import ModelPlan
 from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
 from dilated_attention.validation import MAX_HEAD_DIM
@@ -30,6 +33,10 @@ KINDS = ("dense", "dilated", "block_sparse")
 _NUMBERS = {"parameters": 10**16, "memory": 2**30}
 _MOST = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
 _GIGAPATH = "gigapath-12l768d"
+# multiple of a device's memory above which a formula's footprint cannot fit: footprints are within a quarter of the plans
+FAR_BEYOND = 1.5
+# number of parameters from which the optimiser alone takes 16 GB
+SHARDED = 10**9
 
 
 def recommend(
@@ -122,19 +129,45 @@ def _checked(name: str, value: Any) -> Any:
 
 def _training(case: Case) -> dict[str, Any]:
     model = case.model(case.base)
-    plan = rules.spread(model, case.length, case.batch, case.gpus, case.dtype, case.machine)
+    plan = _spread(case, model)
     return _of_model(model, case.base) | {
         "what": "model", "layers": model.config.num_layers, "count": plan.batch_size, "data": case.gpus // plan.world_size,
         "context": plan.world_size, "memory": plan.peak, "fits": plan.fits, "longest": plan.longest,
-        "checkpointed": plan.checkpoint_activations, "sharded": model.summary.num_parameters > rules.SHARDED,
+        "checkpointed": plan.checkpoint_activations, "sharded": model.summary.num_parameters > SHARDED,
     }  # fmt: skip
+
+
+def _spread(case: Case, model: Model) -> ModelPlan:
+    """Returns one GPU's plan of the first distribution that fits, or of the last one tried if none fits.
+
+    ``gpus // world_size`` groups of ``world_size`` GPUs share ``batch_size`` sequences at a time; the rest of a batch follows by gradient
+    accumulation. Tried are, in this order: all sequences at the same time, then fewer at a time, then more GPUs per sequence; then the same
+    with blocks recomputed in the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over
+    all GPUs, as FSDP2 does. A distribution whose footprint, by a formula, is far too large is not traced.
+    """
+    gpus = case.gpus
+    planned = functools.partial(
+        plan_model, PRESET, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, **model.overrides
+    )
+    least = min(gpus // math.gcd(case.batch, gpus), case.most_context)
+    contexts = [c for c in range(least, case.most_context + 1) if gpus % c == 0]
+    for checkpointed, context in itertools.product((False, True), contexts):
+        needs = footprint(model.config, model.summary.num_parameters, checkpoint_activations=checkpointed)
+        for sequences in dict.fromkeys((max(1, case.batch * context // gpus), 1)):
+            tried: dict[str, Any] = {"world_size": context, "batch_size": sequences, "checkpoint_activations": checkpointed}
+            activations = needs.total(-(-sequences * case.length // context)) - needs.fixed
+            if needs.fixed // gpus + activations <= FAR_BEYOND * case.machine.memory:
+                found = planned(**tried, find_longest=False)
+                if found.fits:
+                    return found
+    return planned(**tried)
 
 
 def _layer(case: Case) -> dict[str, Any]:
     """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
     base, is_transformers = case.base, case.name == "huggingface"
     heads, head_dim = case.heads or (32 if is_transformers else 16), case.head_dim or (128 if is_transformers else 64)
-    context = 1 if is_transformers and base == "block_sparse" else rules.most_context(case.length, case.gpus)
+    context = 1 if is_transformers and base == "block_sparse" else case.most_context
     data, pattern = case.gpus // context, case.pattern(base, heads)
     # dense attention is one segment of the whole sequence
     arguments: dict[str, Any] = branches_of(pattern) if isinstance(pattern, DilatedPattern) else {"pattern": pattern}
@@ -165,8 +198,8 @@ def _decoding(case: Case) -> dict[str, Any]:
         # nothing can be shortened if the segments were given or the weights alone do not fit
         if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
             break
-        longest //= rules.GROWTH
-        base = "dilated" if longest >= rules.LONG else "block_sparse"
+        longest //= GROWTH
+        base = "dilated" if longest >= LONG else "block_sparse"
     config = model.config
     decoder = explain_decode(
         hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=config.head_dim, num_heads=config.num_heads,
@@ -178,11 +211,11 @@ def _decoding(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_model(model: rules.Model, base: str) -> dict[str, Any]:
+def _of_model(model: Model, base: str) -> dict[str, Any]:
     config, number = model.config, model.summary.num_parameters
     return {
         "base": base, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
-        "arguments": arguments_of(rules.PRESET, model.overrides),
+        "arguments": arguments_of(PRESET, model.overrides),
         "parameters": f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million",
     }  # fmt: skip
 
