@@ -21,7 +21,8 @@ logger = logging.getLogger("dilated_attention")
 # for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
 # an exchange, bytes/s of device memory
 FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
-# received keys may take this fraction of the device's memory, and a whole call of dense attention this one
+# received keys may take this fraction of the device's memory, and a whole call of dense attention this one, which is less than the 90 %
+# that plans count as usable
 SHARE, CALL_SHARE = 0.25, 0.85
 # a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
 # costs additional launches; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at
@@ -146,7 +147,7 @@ def _held(x: ExchangeRequest, steps: int) -> int:
 
 
 def _needed(x: ExchangeRequest, steps: int) -> int:
-    """Returns at least the bytes that a rank needs for a call of dense attention: its own rows, the keys of steps, and one step's work."""
+    """Returns an upper bound of what a rank needs for a call of dense attention: its rows, the keys of steps, and one step's work."""
     rows, e = -(-x.seq_len // x.size) * x.batch, x.itemsize
     lse, out = 4 * rows * x.num_heads, rows * x.num_heads * x.head_dim
     step = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim // steps
