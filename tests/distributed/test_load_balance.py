@@ -64,6 +64,14 @@ def test_pairs_are_those_of_the_masks(data: st.DataObject, bounds: list[int], he
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_pairs_of_dense_documents_do_not_overflow_with_many_heads(is_causal: bool) -> None:
+    """The pairs of DENSE's whole segment, summed over 64 heads, are beyond float32."""
+    work = BranchWork(DENSE, Documents(((0, 100), (100, 400))), 64, is_causal=is_causal)
+    want = [5050.0, 5050.0 + 45150.0] if is_causal else [10000.0, 100000.0]
+    assert work.pairs_before(torch.tensor([100, 400])).tolist() == want
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     "pattern", [LocalWindow(100, block_size=64), BigBird(70, 1, 2, block_size=(64, 128)), RandomBlocks(0.5, block_size=(128, 64)), Causal()]
 )

@@ -11,7 +11,11 @@ from torch import Tensor
 from dilated_attention.backends.base import AttentionRequest, Options
 from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
+from dilated_attention.backends.streams import Streams
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+# launches over parts of the columns that run side by side; each additional one takes memory for its dq
+_MOST_CONCURRENT = 3
 
 
 def block_reasons(request: AttentionRequest) -> list[str]:
@@ -37,18 +41,21 @@ def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: Block
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     mask_mod, interval = _interval(lists)
-    for table in row_tables(lists, q.shape[2] // k.shape[2]):
+    tables = row_tables(lists, q.shape[2] // k.shape[2])
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None)
+    parts: list[tuple[slice, slice, Tensor]] = []
+    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    for table in tables:
         rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
         heads, kv_heads = _heads(table, lists, q, k)
-        tensors = [q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]]
-        whole = rows.stop - rows.start == q.shape[1] and heads == slice(0, q.shape[2])
+        tensors = q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]
         # the kernel requires a dense lse
-        part = (
-            lse if whole else torch.empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start), dtype=lse.dtype, device=q.device)
-        )
-        sparse = _tensors(interface, table, lists, tensors[0].shape[0], heads.stop - heads.start)
+        part = lse
+        if len(tables) > 1:
+            part = lse.new_empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start))
+            parts.append((heads, rows, part))
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
         aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
-
         call = functools.partial(
             interface._flash_attn_fwd,
             *tensors[:3],
@@ -61,10 +68,14 @@ def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: Block
             aux_tensors=aux,
             block_sparse_tensors=sparse,
         )
-        given = (*tensors, part, *sparse[:4], *(aux or ()))
-        replay_forward(interface, given, (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None), call)
-        if part is not lse:
-            lse[:, heads, rows] = part
+        launches.append(((*tensors, part, *sparse[:4], *(aux or ())), call))
+    # a few rows of many blocks, as those of global tokens, would leave most of the GPU idle for as long as all others take
+    with Streams(q.device, min(2, len(tables))) as streams:
+        for index, (given, call) in enumerate(launches):
+            with streams.stream(index):
+                replay_forward(interface, given, settings, call)
+    for heads, rows, part in parts:
+        lse[:, heads, rows] = part
     return out, lse
 
 
@@ -75,15 +86,20 @@ def backward_blocks(
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
     cut = len({table.start for table in tables}) > 1
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # those of a few columns of many blocks run beside the others, each with a dq of its own
+    concurrent = cut and len(tables) <= _MOST_CONCURRENT
+    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in (tables if concurrent else tables[:1])]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut else None
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
     mask_mod, interval = _interval(lists)
-    for table in tables:
+    replay = replay_backward(q, k)
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
+    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    for index, table in enumerate(tables):
         rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
         heads, kv_heads = _heads(table, lists, q, k)
         mine = [q[:, :, heads], k[:, rows, kv_heads], v[:, rows, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads].contiguous()]
-        grads = [dq[:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
+        grads = [dqs[index if concurrent else 0][:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
         more = [] if dlse is None else [dlse[:, heads].contiguous()]
         sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
         # the kernel counts keys from the first key of the launch
@@ -102,11 +118,22 @@ def backward_blocks(
             aux_tensors=aux,
             block_sparse_tensors=sparse,
         )
-        settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, bool(more))
-        replay_backward(q, k)(interface, (*mine, *grads, *more, *sparse[:4], *(aux or ())), settings, call)
+        given = (*mine, *grads, *more, *sparse[:4], *(aux or ()))
+        if concurrent:
+            launches.append((given, call))
+            continue
+        replay(interface, given, settings, call)
         if total is not None:
             total[:, :, heads] += grads[0]
-    return dq if total is None else total, dk, dv
+    if concurrent:
+        with Streams(q.device, 2) as streams:
+            for index, (given, call) in enumerate(launches):
+                with streams.stream(index):
+                    replay(interface, given, settings, call)
+        total = dqs[0].float()
+        for dq in dqs[1:]:
+            total += dq
+    return dqs[0] if total is None else total, dk, dv
 
 
 def _heads(table: BlockTable, lists: BlockLists, q: Tensor, k: Tensor) -> tuple[slice, slice]:

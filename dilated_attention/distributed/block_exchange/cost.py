@@ -34,6 +34,9 @@ class TransferLane:
     rate: float
 
 
+# seconds until the host has issued a forward, and for each step of it: measured on H100s, in 3 steps of 16 heads 3.0 ms, and 0.5 of a ring
+# without them (bench scaling, random blocks)
+HOST, HOST_STEP = 0.5e-3, 0.7e-3
 # measured on four H200s; with few multiprocessors each brings about 15 GB/s
 LANES = (TransferLane(None, 24, 235e9), TransferLane(FEW_CTAS, FEW_CTAS, 60e9))
 
@@ -127,9 +130,12 @@ def _grown(load: TransferLoad, lane: TransferLane, first: int) -> tuple[int, ...
 
 
 def seconds(load: TransferLoad, way: TransferPlan) -> float:
-    """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it."""
+    """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it.
+
+    Short calls last until the host has issued them.
+    """
     wire = load.brought / way.lane.rate
     end = 0.0
     for count, total in zip(way.steps, itertools.accumulate(way.steps), strict=True):
         end = max(end, LATENCY + wire * total) + load.compute * count + load.launch
-    return end + wire * (load.heads - way.steps[0]) * way.lane.takes / PROCESSORS
+    return max(end + wire * (load.heads - way.steps[0]) * way.lane.takes / PROCESSORS, HOST + HOST_STEP * len(way.steps))

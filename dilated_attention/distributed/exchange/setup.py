@@ -142,7 +142,8 @@ def make_setup(
         depth=cost.choose_prefetch_depth(held),
         # the kernels that copy rows have tables as large as the messages'
         nbytes=2 * sum(units.nbytes for units in tables),
-        lanes=LANES[not merges and not problem.is_dense] if exchanges else None,
+        # few multiprocessors suffice beside a computation; what a rank waits for has all of them. Both are alike on all ranks
+        lanes=LANES[crossing is not None or (len(steps) > 1 and not problem.is_dense and not merges)] if exchanges else None,
         compute=functools.partial(Computation, StepParts(parts, merges, q)),
         sharding=None if sharding.stays else sharding,
         by_branch=mixes and sharding.exchange == "ring",

@@ -122,6 +122,7 @@ class _Balance:
         ends = torch.tensor([cuts.seq_len])
         # a pattern that keeps nothing is balanced anyhow
         totals = [float(work.pairs_before(ends)) for work in works]
+        assert all(map(math.isfinite, totals)), "pairs overflow"
         self._kinds = [(work, total / size) for work, total in zip(works, totals, strict=True) if total]
         self.least = sum(mean for _, mean in self._kinds)
 

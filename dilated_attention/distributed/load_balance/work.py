@@ -86,11 +86,12 @@ class BranchWork:
         for branch in self._branches:
             full = torch.div(x, branch.length, rounding_mode="floor")
             rest = x - full * branch.length
+            # an int64 tensor times a number is float32, in which the pairs of a dense pattern overflow
             if self.is_causal:
-                total += full * branch.causal_pairs + branch.causal(rest)
+                total += full.double() * branch.causal_pairs + branch.causal(rest)
             else:
                 last = (length - full * branch.length).clamp(max=branch.length)
-                total += full * branch.pairs + branch.product(rest, last)
+                total += full.double() * branch.pairs + branch.product(rest, last)
         return total / self.num_heads
 
     def rows_received(self, shards: Shards) -> list[float]:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.backends.merge import zero_key_share
+from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers
 from dilated_attention.engine.branches.launch_views import Call, Launch, Layout, launches_of, masked, masks_of
 from dilated_attention.engine.branches.plan import Plan
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.branches.streams import Streams
 
 Tensors = tuple[Tensor, ...]
 # number of launches that run concurrently where no other chunk runs

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
+from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches import chunking, fused_merge, packed, sequential
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
 from dilated_attention.engine.branches.chunking import (
@@ -25,7 +26,6 @@ from dilated_attention.engine.branches.chunking import (
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
-from dilated_attention.engine.branches.streams import Streams
 from dilated_attention.engine.branches.views import extent
 from dilated_attention.engine.kernels.nested import NestedFamily
 from dilated_attention.engine.kernels.nested_selection import SequencePiece, chunk_family, make_pieces

@@ -27,6 +27,8 @@ NAME = "tiles"
 # on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.12}
 _CALL_MS = {False: 0.2, True: 0.5}
+# the same of a call that is one launch on q, k and v as they lie: not more than that of the tiles, so their kernels decide
+_LAUNCH_MS = 0.09
 # measured time of the tiles under causality over that of their rate, for self-attention of one sequence: LongNet's segments, 12 x 64
 # and 16 x 128, 32,768 to 1,048,576 positions, on an H200
 _CAUSAL = 1.3
@@ -115,6 +117,27 @@ def tiles_passes(
     return found[0].tiles, needs_grad and found[-1].tiles
 
 
+def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, preferred: str) -> str:
+    """Returns the library for a call over documents or a part of the queries.
+
+    It is the preferred one, which computes problem by problem, unless one that takes boundaries in place of problems is faster.
+    """
+    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not (shape.is_cut or len(shape.documents) > 1):
+        return preferred
+    return _packed_library(pattern, shape, replace(request, extent=0), batch, preferred, tuning_table.generation)
+
+
+@functools.lru_cache(maxsize=4096)
+def _packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, preferred: str, _: int) -> str:
+    for name, reasons in registry.table(request):
+        capabilities = registry.get(name).capabilities
+        size = (batch, request.head_dim, request.dtype, request.needs_grad)
+        if not reasons and capabilities.documents and is_packed(pattern, shape, capabilities, *size):
+            mine, theirs = (_library_ms(pattern, shape, request, batch, which, False) for which in (name, preferred))
+            return name if mine <= theirs else preferred
+    return preferred
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_faster(
     pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
@@ -140,7 +163,12 @@ def _is_faster(
 
 def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
     pairs = sum(pattern.pairs(end - start, shape.num_heads, is_causal=shape.is_causal) for start, end in shape.documents)
-    pairs = pairs * (shape.queries[1] - shape.queries[0]) // max(1, shape.keys[1])
+    (first, last), num_keys = shape.queries, max(1, shape.keys[1])
+    if shape.is_causal and len(shape.documents) == 1 and min(pattern.segment_lengths) >= num_keys:
+        # later queries see more keys
+        pairs = pairs * (last * (last + 1) - first * (first + 1)) // (num_keys * (num_keys + 1))
+    else:
+        pairs = pairs * (last - first) // num_keys
     if shape.window is not None and None not in shape.window:
         left, right = shape.window
         assert left is not None and right is not None
@@ -163,13 +191,17 @@ def _library_ms(
     capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
     masked = request.key_mask or request.dropout
     if not masked and is_packed(pattern, shape, capabilities, *size, request.needs_grad):
-        return max(kernels if reads_in_place(pattern, shape) else kernels * _GATHERED, _PACKED_MS[request.needs_grad] + host_ms)
+        if reads_in_place(pattern, shape):
+            return max(kernels, _LAUNCH_MS + host_ms)
+        return max(kernels * _GATHERED, _PACKED_MS[request.needs_grad] + host_ms)
     launches = _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
         kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
+    if launches == 1 and shape.is_cut:
+        return max(kernels, _LAUNCH_MS + host_ms)
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
 
 

@@ -22,6 +22,7 @@ from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.kernels import nested_selection
+from dilated_attention.engine.kernels.tiles_choice import packed_library
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
 
@@ -73,10 +74,12 @@ def prepare(
         documents=documents,
         is_causal=settings.is_causal,
         window=settings.window_sides,
-        window_block=None if chosen.capabilities.native_window else WINDOW_BLOCK,
         shifted_heads=padding is None and settings.dropout_p == 0,
-        aligned_last=chosen.capabilities.aligned_last,
     )
+    if settings.backend == "auto":
+        chosen = registry.get(packed_library(pattern, shape, request, q.shape[0], chosen.name))
+    can = chosen.capabilities
+    shape = replace(shape, window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
     call = Call(
         backend=chosen,
         options=Options(scale=settings.scale, deterministic=request.deterministic, softcap=settings.softcap),
