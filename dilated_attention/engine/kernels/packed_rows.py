@@ -33,14 +33,18 @@ _ROWS = 64
 
 @triton.jit
 def gather_kernel(x_ptr, rows_ptr, table_ptr, x_n, x_h, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Copies rows first, first + rate, … of a head to consecutive places; a row of the table is (head, first, rate, place, rows)."""
-    at = table_ptr + tl.program_id(0) * 5
+    """Copies rows first, first + rate, … of a head to consecutive places, and fills the places after them with zeros.
+
+    A row of the table is (head, first, rate, place, rows, places).
+    """
+    at = table_ptr + tl.program_id(0) * 6
     head, first, rate, place, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < D)[None, :]
+    kept = (row < tl.load(at + 5))[:, None] & (column < D)[None, :]
     read = x_ptr + (first + row * rate).to(tl.int64)[:, None] * x_n + head.to(tl.int64) * x_h + column[None, :]
     written = rows_ptr + (place + row).to(tl.int64)[:, None] * D + column[None, :]
-    tl.store(written, tl.load(read, mask=inside), mask=inside)
+    tl.store(written, tl.load(read, mask=inside, other=0.0), mask=kept)
 
 
 class _Rows:
@@ -53,21 +57,25 @@ class _Rows:
 
     def __init__(self, columns: tuple[Tensor, ...], places: int, device: torch.device) -> None:
         head, first, rate, place, count = columns
-        owner, tile = expand(torch.zeros_like(count), -(-count // _ROWS))
-        before = tile * _ROWS
-        made = (head[owner], first[owner] + before * rate[owner], rate[owner], place[owner] + before, count[owner] - before)
-        self.table = torch.stack(made, -1).int().contiguous().to(device)
-        self.bounds = torch.cat([place, torch.tensor([places])]).int().to(device)
+        bounds = torch.cat([place, torch.tensor([places])])
+        self.bounds = bounds.int().to(device)
         self.used, self.most, self.places = count.int().to(device), int(count.max()), places
         self.has_gaps = int(count.sum()) < places
+        # a kernel reads whole tiles, so places that belong to no sequence must be finite. Those before the first are one without rows
+        if int(place[0]) > 0:
+            head, first, rate, place, count = (torch.cat([x.new_tensor([y]), x]) for x, y in zip(columns, (0, 0, 1, 0, 0), strict=True))
+            bounds = torch.cat([bounds.new_tensor([0]), bounds])
+        owner, tile = expand(torch.zeros_like(count), -(-bounds.diff() // _ROWS))
+        done = tile * _ROWS
+        ends = (place[owner] + done, count[owner] - done, bounds.diff()[owner] - done)
+        made = (head[owner], first[owner] + done * rate[owner], rate[owner], *ends)
+        self.table = torch.stack(made, -1).int().contiguous().to(device)
         self._launches: dict[Hashable, KernelLaunch] = {}
 
     def gather(self, x: Tensor, index: int) -> Tensor:
         """Returns the rows (1, places, 1, D) of x (1, N, H, D), of any strides whose last one is 1."""
         D = x.shape[3]
-        # a kernel reads whole tiles, so rows that belong to no sequence must be finite
-        make = torch.zeros if self.has_gaps else torch.empty
-        rows = make((1, self.places, 1, D), dtype=x.dtype, device=x.device)
+        rows = torch.empty((1, self.places, 1, D), dtype=x.dtype, device=x.device)
         key = x.stride(), x.dtype
         if key not in self._launches:
             constants = {"D": D, "COLUMNS": triton.next_power_of_2(D), "ROWS": _ROWS}
@@ -128,7 +136,7 @@ class GatheredHeads:
             dout, q = (self.queries.gather(x, p.index) for x in (dout, q))
             k, v = (self.keys.gather(x, p.index) for x in (k, v))
             if own:
-                # a kernel reads whole tiles, as in _Rows.gather
+                # a kernel reads whole tiles, as in _Rows
                 out = torch.zeros_like(q)
                 backend.forward_packed(q, k, v, self.bounds, options, out)
             else:
