@@ -13,7 +13,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Hardware, Options, registry, tuning_table
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
+from dilated_attention.engine.kernels.tiles_choice import packed_library, runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -153,3 +153,28 @@ def test_a_part_of_the_queries(first: int, is_backward: bool, gathers: bool, mon
     call = Call(registry.select(request), Options(scale=0.125), request=request)
     q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 25000, 16, 48))
     assert runs_on_tiles(pattern, shape, q, call, is_backward) is not gathers
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_documents_take_the_library_that_computes_them_in_one_launch(is_backward: bool) -> None:
+    """FlashAttention-4 is preferred at D = 128 in the backward, but takes a launch for each document; 21 ms were 9 (64/8 heads)."""
+    request = replace(REQUEST, hardware=machine("flash-attn-4", "flash-attn-3"), head_dim=128, num_heads=64, num_kv_heads=8)
+    request = replace(request, causal=True, needs_grad=is_backward, length=1000)
+    documents = tuple((i * 1000, (i + 1) * 1000) for i in range(60))
+    dense, whole = DilatedPattern((2**40,), (1,), "zero"), (0, 60_000)
+    packed = Shape(64, 8, (30_000, 60_000), whole, documents, True)
+    for preferred in ("flash4", "flash3"):
+        assert packed_library(dense, packed, request, 1, preferred) == "flash3"
+    one = Shape(64, 8, whole, whole, (whole,), True)
+    assert packed_library(dense, one, request, 1, "flash4") == "flash4"
+    # masks by position need problems
+    assert packed_library(dense, packed, replace(request, dropout=True), 1, "flash4") == "flash4"
+
+
+def test_a_rank_of_a_dense_ring_takes_the_library_where_it_is_one_launch() -> None:
+    """The last quarter of 8,192 positions, 32/8 heads: 0.33 ms on FlashAttention-3 and 0.49 on the tiles (H100)."""
+    request = replace(REQUEST, hardware=machine("flash-attn-3"), head_dim=128, num_heads=32, num_kv_heads=8, causal=True, length=8192)
+    shape = Shape(32, 8, (6144, 8192), (0, 8192), ((0, 8192),), True, aligned_last=True)
+    call = Call(registry.select(request), Options(scale=0.1), request=request, host_ms=0.6)
+    q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 2048, 32, 128))
+    assert not runs_on_tiles(DilatedPattern((8192,), (1,)), shape, q, call, False)
