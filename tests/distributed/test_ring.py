@@ -10,9 +10,12 @@ import torch
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.distributed import spans
+from dilated_attention.distributed.comm.call_consistency import ring_call
+from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange import cost, crossing, setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     RESULTS,
@@ -153,6 +156,23 @@ def test_branches_that_cross_ranks_are_computed_on_every_gth_row(world: int) -> 
         check(world, spreads)
     finally:
         pool_of(world).run(separate_from, crossing.SMALL_BYTES)
+
+
+@pytest.mark.parametrize(("lengths", "rates", "lanes"), [((16, 64), (1, 4), setup.LANES[1]), ((24, 64), (1, 4), setup.LANES[0])])
+def test_only_exchanges_beside_a_computation_leave_multiprocessors_to_it(
+    lengths: tuple[int, ...], rates: tuple[int, ...], lanes: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of 16 stay within ranks, and are computed meanwhile; those of 24 do not, so a rank waits for all keys."""
+    monkeypatch.setattr(crossing, "SMALL_BYTES", 0)
+    pattern, N = DilatedPattern(lengths, rates, "zero"), 64
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
+    sharding = ("", "contiguous", "all_gather", 1, 60.0, False, 0)
+    plain = {"window": (), "is_causal": False, "detached": False, "deterministic": False, "needs_grad": True, "backend": "auto"}
+    of_kernels = {"precision": "native", "strategy": "auto", "softcap": 0.0, "has_sinks": False, "scale": 1.0, "dropout_p": 0.0}
+    settings = CallSettings(branches=branches, blocks="", sharding=sharding, seq_len=N, **plain, **of_kernels)  # type: ignore[arg-type]
+    x = torch.zeros(1, N // 2, 2, 8)
+    made = setup.make_setup(Members(None, 0, 2), (x, x, x), ((0, N),), settings, ring_call(settings), None)
+    assert made.lanes == lanes and (made.home is None) == (lanes == setup.LANES[0])
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
