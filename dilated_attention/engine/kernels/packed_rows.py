@@ -57,17 +57,18 @@ class _Rows:
 
     def __init__(self, columns: tuple[Tensor, ...], places: int, device: torch.device) -> None:
         head, first, rate, place, count = columns
-        bounds = torch.cat([place, torch.tensor([places])])
-        self.bounds = bounds.int().to(device)
+        self.bounds = torch.cat([place, torch.tensor([places])]).int().to(device)
         self.used, self.most, self.places = count.int().to(device), int(count.max()), places
         self.has_gaps = int(count.sum()) < places
         # a kernel reads whole tiles, so places that belong to no sequence must be finite. Those before the first are one without rows
-        if int(place[0]) > 0:
+        if int(place.min()) > 0:
             head, first, rate, place, count = (torch.cat([x.new_tensor([y]), x]) for x, y in zip(columns, (0, 0, 1, 0, 0), strict=True))
-            bounds = torch.cat([bounds.new_tensor([0]), bounds])
-        owner, tile = expand(torch.zeros_like(count), -(-bounds.diff() // _ROWS))
+        order = place.argsort()
+        filled = torch.empty_like(place)
+        filled[order] = torch.cat([place[order], place.new_tensor([places])]).diff()
+        owner, tile = expand(torch.zeros_like(count), -(-filled // _ROWS))
         done = tile * _ROWS
-        ends = (place[owner] + done, count[owner] - done, bounds.diff()[owner] - done)
+        ends = (place[owner] + done, count[owner] - done, filled[owner] - done)
         made = (head[owner], first[owner] + done * rate[owner], rate[owner], *ends)
         self.table = torch.stack(made, -1).int().contiguous().to(device)
         self._launches: dict[Hashable, KernelLaunch] = {}

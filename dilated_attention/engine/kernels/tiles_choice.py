@@ -124,7 +124,10 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
     """
     if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not (shape.is_cut or len(shape.documents) > 1):
         return preferred
-    return _packed_library(pattern, shape, replace(request, extent=0), batch, preferred, tuning_table.generation)
+    found = _packed_library(pattern, shape, request, batch, preferred, tuning_table.generation)
+    if found != preferred:
+        registry.tell_once(f"backend {found} (in place of {preferred}: one launch in place of many) for {request.describe()}")
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
