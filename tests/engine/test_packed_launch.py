@@ -39,16 +39,23 @@ class ByBounds(MathBackend):
         return list(zip(queries, keys, strict=True))
 
     def forward_packed(self, q: Any, k: Any, v: Any, bounds: Bounds, options: Options, out: torch.Tensor) -> torch.Tensor:
+        _assert_finite(q, k, v)
         lse = torch.full((1, q.shape[2], q.shape[1]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
         for a, b in self._documents(bounds):
             out[:, a], lse[:, :, a] = self.forward(q[:, a], k[:, b], v[:, b], options)
         return lse
 
     def backward_packed(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Bounds, options: Options, grads: Any) -> None:
+        _assert_finite(dout, q, k, v, out)
         for a, b in self._documents(bounds):
             shares = self.backward(dout[:, a], q[:, a], k[:, b], v[:, b], out[:, a], lse[:, :, a], options)
             for grad, rows, share in zip(grads, (a, b, b), shares, strict=True):
                 grad[:, rows] = share
+
+
+def _assert_finite(*tensors: torch.Tensor) -> None:
+    """The library reads whole tiles, so rows between sequences, too."""
+    assert all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _slices(starts: torch.Tensor, used: torch.Tensor | None) -> list[slice]:
