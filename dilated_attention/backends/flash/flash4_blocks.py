@@ -86,7 +86,7 @@ def backward_blocks(
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
     cut = len({table.start for table in tables}) > 1
-    # those of a few columns of many blocks run beside the others, each with a dq of its own
+    # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
     concurrent = cut and len(tables) <= _MOST_CONCURRENT
     dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in (tables if concurrent else tables[:1])]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))

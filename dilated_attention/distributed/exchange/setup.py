@@ -142,7 +142,7 @@ def make_setup(
         depth=cost.choose_prefetch_depth(held),
         # the kernels that copy rows have tables as large as the messages'
         nbytes=2 * sum(units.nbytes for units in tables),
-        # few multiprocessors suffice beside a computation; what a rank waits for has all of them. Both are alike on all ranks
+        # few multiprocessors suffice during a computation; what a rank waits for has all of them. Both are alike on all ranks
         lanes=LANES[crossing is not None or (len(steps) > 1 and not problem.is_dense and not merges)] if exchanges else None,
         compute=functools.partial(Computation, StepParts(parts, merges, q)),
         sharding=None if sharding.stays else sharding,

@@ -27,7 +27,7 @@ NAME = "tiles"
 # on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.12}
 _CALL_MS = {False: 0.2, True: 0.5}
-# the same of a call that is one launch on q, k and v as they lie: not more than that of the tiles, so their kernels decide
+# the same of a call that is one launch without copies of q, k and v: not more than that of the tiles, so their kernels decide
 _LAUNCH_MS = 0.09
 # measured time of the tiles under causality over that of their rate, for self-attention of one sequence: LongNet's segments, 12 x 64
 # and 16 x 128, 32,768 to 1,048,576 positions, on an H200
@@ -124,20 +124,15 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
     """
     if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not (shape.is_cut or len(shape.documents) > 1):
         return preferred
-    found = _packed_library(pattern, shape, request, batch, preferred, tuning_table.generation)
-    if found != preferred:
-        registry.tell_once(f"backend {found} (in place of {preferred}: one launch in place of many) for {request.describe()}")
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, preferred: str, _: int) -> str:
-    for name, reasons in registry.table(request):
-        capabilities = registry.get(name).capabilities
-        size = (batch, request.head_dim, request.dtype, request.needs_grad)
-        if not reasons and capabilities.documents and is_packed(pattern, shape, capabilities, *size):
-            mine, theirs = (_library_ms(pattern, shape, request, batch, which, False) for which in (name, preferred))
-            return name if mine <= theirs else preferred
+    for name in registry.order(request):
+        backend, size = registry.get(name), (batch, request.head_dim, request.dtype, request.needs_grad)
+        if not is_packed(pattern, shape, backend.capabilities, *size) or backend.reasons_against(request):
+            continue
+        mine, theirs = (_library_ms(pattern, shape, request, batch, which, False) for which in (name, preferred))
+        if name == preferred or mine > theirs:
+            return preferred
+        registry.tell_once(f"backend {name} (in place of {preferred}, estimated to take longer or as long) for {request.describe()}")
+        return name
     return preferred
 
 
