@@ -123,16 +123,18 @@ def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -
     shape, call = prepare(False, (mine[1], *keys), WHOLE, settings, None, documents, None, 60)
     assert isinstance(shape, Shape) and shape.queries == (first, last)
     run = strategy.choose_forward(WHOLE, shape, (mine[1], *keys), call)
-    some_out, some_lse = run(mine[1], *keys, call, None)
-    assert by_bounds.launches == 1
+    place = torch.full_like(mine[1], torch.nan)
+    some_out, some_lse = run(mine[1], *keys, call, None, (place,))
+    assert by_bounds.launches == 1 and some_out is place
     torch.testing.assert_close(some_out, out[:, first:last], atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(some_lse, lse[:, :, first:last], atol=1e-12, rtol=1e-12)
 
     views = mine[0], mine[1], *keys, mine[2]
     shape, call = prepare(True, (mine[1], *keys, mine[0]), WHOLE, settings, None, documents, None, 60)
     backward = strategy.choose_backward(WHOLE, shape, views, call)
-    dq, dk, dv = backward((*views, lse[:, :, first:last].detach().contiguous()), call, None, None)
-    assert by_bounds.launches == 2
+    places = tuple(torch.full_like(x, torch.nan) for x in views[1:4])
+    dq, dk, dv = backward((*views, lse[:, :, first:last].detach().contiguous()), call, None, None, places)
+    assert by_bounds.launches == 2 and dq is places[0] and dk is places[1] and dv is places[2]
     for a, b in zip((dq, dk, dv), (wanted[0][:, first:last], *wanted[1:]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 

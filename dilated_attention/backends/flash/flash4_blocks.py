@@ -130,6 +130,9 @@ def backward_blocks(
             for index, (given, call) in enumerate(launches):
                 with streams.stream(index):
                     replay(interface, given, settings, call)
+        if len(dqs) == 2:
+            # rounded once
+            return dqs[0].add_(dqs[1]), dk, dv
         total = dqs[0].float()
         for dq in dqs[1:]:
             total += dq

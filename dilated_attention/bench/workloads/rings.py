@@ -87,6 +87,7 @@ class Sharded:
         return rows
 
 
+@functools.lru_cache(maxsize=64)
 def pattern_of(problem: Problem) -> DilatedPattern | BlockPattern | None:
     """Returns what the problem states: its blocks, its branches, or None for dense attention."""
     return problem.blocks or (None if problem.given_branches is None else dilated_pattern(problem))

@@ -16,13 +16,15 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
-from dilated_attention.distributed.exchange.parts import Computation, Masks, Pair, Part, StepParts, Tensors
+from dilated_attention.distributed.exchange.computation import Computation, StepParts
+from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, Tensors
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
 from dilated_attention.engine.blocks.documents import request_of, select_backend
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
+from dilated_attention.engine.branches.launch_views import Into
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -45,13 +47,13 @@ class BlockPart(Part):
     lists: BlockLists
     exchanges: bool
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into = (None,)) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
         backend = self.backend(q, k, masks.padding is not None, False)
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks))  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into = (None,) * 3) -> Tensors:
         dout, q, k, v, out, lse = tensors
         # for rows that the rank does not hold, weights and gradients are 0
         dout, q, out = (self._launched(x, 1) for x in (dout, q, out))

@@ -13,8 +13,9 @@ from dilated_attention.distributed.block_exchange.parts import BlockPart, Blocks
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, needs_of
 from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.comm.group import Members
+from dilated_attention.distributed.exchange.computation import Computation, StepParts
 from dilated_attention.distributed.exchange.cost import FEW_CTAS, choose_prefetch_depth, device_memory
-from dilated_attention.distributed.exchange.parts import Computation, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.parts import Tensors, parts_of
 from dilated_attention.distributed.exchange.plan import RingProblem
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup

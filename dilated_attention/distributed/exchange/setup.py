@@ -13,8 +13,9 @@ from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Lanes
 from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.exchange.computation import Computation, StepParts
 from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
-from dilated_attention.distributed.exchange.parts import Computation, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.parts import Tensors, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.rows.messages import Needed, StepPlan, gathering, hop
 from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows

@@ -24,6 +24,8 @@ PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
 # plans of more problems, such as those of many documents, are not kept whole
 _MOST_PROBLEMS = 64
 Shapes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+# where a pass writes out, or dq, dk and dv: views of any strides whose last one is 1. Where there is None, it makes a tensor
+Into = tuple[Tensor | None, ...]
 
 
 class Limits(NamedTuple):
@@ -32,6 +34,16 @@ class Limits(NamedTuple):
     max_batch: int | None
     max_extent: int | None
     part_bytes: int | None
+
+
+def result_like(x: Tensor, into: Tensor | None) -> Tensor:
+    """Returns where a result of x's shape and dtype goes: ``into``, or a new tensor."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+
+
+def copied_into(results: tuple[Tensor, ...], into: Into) -> tuple[Tensor, ...]:
+    """Returns results, those with a place in ``into`` copied there."""
+    return tuple([x if place is None else place.copy_(x) for x, place in zip(results, into, strict=True)])
 
 
 @dataclass(frozen=True)

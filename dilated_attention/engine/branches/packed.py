@@ -24,7 +24,7 @@ from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.branches.chunking import transient_budget
-from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.launch_views import Call, Into, result_like
 from dilated_attention.engine.branches.plan import Range, Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import layout_of
 from dilated_attention.pattern import DilatedPattern
@@ -136,11 +136,13 @@ def _direct_of(shape: Shape, length: int, device: torch.device) -> Direct | None
     return Direct(Bounds(of_queries, of_keys, *longest), slice(low, seen[-1]))
 
 
-def forward(launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)
+) -> tuple[Tensor, Tensor]:
     """Returns (out (1, Nq, H, D), lse (1, H, Nq)), contiguous."""
     assert saved is None
     _, n, H, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = result_like(q, into[0])
     if launches.direct is None:
         lse = torch.empty((1, H, n), dtype=torch.float32, device=q.device)
     else:
@@ -151,22 +153,24 @@ def forward(launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Cal
     return out, lse
 
 
-def backward(launches: PackedLaunches, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> tuple[Tensor, ...]:
+def backward(
+    launches: PackedLaunches, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3
+) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``.
 
     With detached mixing each branch has its own output in place of the merged one, which is recomputed.
     """
     if dlse is not None:
         # its share of the gradients is computed problem by problem
-        return sequential.backward(make_plan(launches.pattern, launches.shape), tensors, call, dlse, saved)
+        return sequential.backward(make_plan(launches.pattern, launches.shape), tensors, call, dlse, saved, into)
     assert saved is None
     dout, q, k, v, out, lse = tensors
     direct, own = launches.direct, call.detached and launches.pattern.num_branches > 1
-    # rows that no query of the direct branch sees
-    make = torch.empty if direct is None or (direct.rows.start, direct.rows.stop) == (0, k.shape[1]) else torch.zeros
-    dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
     if direct is not None:
+        if (direct.rows.start, direct.rows.stop) != (0, k.shape[1]):
+            # rows that no query of the direct branch sees
+            dk.zero_(), dv.zero_()
         k_, v_, dk_, dv_ = (x[:, direct.rows] for x in (k, v, dk, dv))
         if own:
             out = torch.empty_like(out)

@@ -16,42 +16,58 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options
+from dilated_attention.backends.base import Backend, Options, accumulation_dtype
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
-from dilated_attention.engine.branches.launch_views import Call, Layout, launches_of, masked, masks_of
+from dilated_attention.engine.branches.launch_views import Call, Into, Layout, copied_into, launches_of, masked, masks_of, result_like
 from dilated_attention.engine.branches.plan import Plan, branch_plans
 
 Tensors = tuple[Tensor, ...]
 
 
-def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) of a whole call, contiguous; nothing is saved per branch."""
     assert saved is None
     out, lse = run_forward(plan, q, k, v, call)
-    return out, lse.transpose(1, 2).contiguous()
+    return copied_into((out,), into)[0], lse.transpose(1, 2).contiguous()
 
 
-def backward(plan: Plan, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3) -> Tensors:
     """Returns (dq, dk, dv) of a whole call. ``tensors``: dout, q, k, v, out and lse (B, H, Nq), as is ``dlse``."""
     assert saved is None
     dout, q, k, v, out, lse = tensors
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    return run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse)
+    return copied_into(run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse), into)
 
 
-def forward_at_once(options: Options, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward_at_once(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)
+) -> tuple[Tensor, Tensor]:
     """``forward`` of a call that is one dense problem: a launch's results are those of the call."""
     assert saved is None
+    if into[0] is not None:
+        B, n, H, _ = q.shape
+        lse = torch.empty((B, H, n), dtype=accumulation_dtype(q.dtype), device=q.device)
+        call.backend.forward_into(q, k, v, options, into[0], lse)
+        return into[0], lse
     out, lse = call.backend.forward(q, k, v, options)
     return out.contiguous(), lse.contiguous()
 
 
-def backward_at_once(options: Options, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None) -> Tensors:
+def backward_at_once(
+    options: Options, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3
+) -> Tensors:
     """``backward`` of a call that is one dense problem."""
     assert saved is None
-    *views, lse = tensors
-    parts = shares(call.backend, (*views, lse.transpose(1, 2)), options, None if dlse is None else dlse.transpose(1, 2))
-    return tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, tensors[1:4], strict=True))
+    dout, q, k, v, out, lse = tensors
+    can = call.backend.capabilities
+    if can.writes_views and (dlse is None or can.lse_grad):
+        dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
+        call.backend.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
+        return dq, dk, dv
+    views = dout, q, k, v, out, lse.transpose(1, 2)
+    parts = shares(call.backend, views, options, None if dlse is None else dlse.transpose(1, 2))
+    parts = tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
+    return copied_into(parts, into)
 
 
 def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -104,9 +120,7 @@ def run_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _add_shares(
-    plan: Plan, grads: tuple[Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...], call: Call, dlse: Tensor | None
-) -> None:
+def _add_shares(plan: Plan, grads: tuple[Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...], call: Call, dlse: Tensor | None) -> None:
     _, q, k, *_ = tensors
     some = () if dlse is None else (dlse,)
     given = [*tensors, *grads, *some, *masks_of(call, q, k)]

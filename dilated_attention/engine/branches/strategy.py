@@ -23,7 +23,7 @@ from dilated_attention.engine.branches.chunking import (
     make_tiers,
     sizes_of,
 )
-from dilated_attention.engine.branches.launch_views import Call
+from dilated_attention.engine.branches.launch_views import Call, Into, copied_into
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.views import extent
@@ -36,10 +36,11 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[Tensor, ...]
 
 
-# how a whole pass runs: (q, k, v, call, saved) -> (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype)
-Forward = Callable[[Tensor, Tensor, Tensor, Call, Tensor | None], tuple[Tensor, Tensor]]
-# (dout, q, k, v, out and lse, call, dlse (B, H, Nq), saved) -> (dq, dk, dv) in the inputs' dtype. All results are contiguous
-Backward = Callable[[Tensors, Call, Tensor | None, Tensor | None], Tensors]
+# how a whole pass runs: (q, k, v, call, saved, into) -> (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype)
+Forward = Callable[..., tuple[Tensor, Tensor]]
+# (dout, q, k, v, out and lse, call, dlse (B, H, Nq), saved, into) -> (dq, dk, dv) in the inputs' dtype. Results that ``into`` names no
+# place for are contiguous
+Backward = Callable[..., Tensors]
 
 
 def choose_forward(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, saves: bool = False) -> Forward:
@@ -78,8 +79,9 @@ def _choose(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call,
 
 
 def _fused_forward(
-    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None,
+    into: Into = (None,),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -93,12 +95,12 @@ def _fused_forward(
             call,
             saved_branch_outputs=saved_branch_outputs,
         )
-        return out, lse
+        return copied_into((out,), into)[0], lse
     for piece in make_pieces(pattern, H, N) if call.nested else (SequencePiece(0, N, None),):
         where = slice(piece.start, piece.start + piece.length)
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
         _forward_piece(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
-    return out, lse
+    return copied_into((out,), into)[0], lse
 
 
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
@@ -193,8 +195,9 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Te
 
 
 def _fused_backward(
-    pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None
-) -> Tensors:
+    pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None,
+    into: Into = (None,) * 3,
+) -> Tensors:  # fmt: skip
     dout, q, k, v, out, lse = tensors
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     in_buffers = has_own_keys(pattern, shape) and (dlse is None or call.backend.capabilities.lse_grad)
@@ -228,7 +231,7 @@ def _fused_backward(
     tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_chunk_sizes(tier, sizes)) if in_buffers else [pattern]
     for tier, branches in enumerate(tiers):
         run_tier(branches, onto=tier > 0)
-    return grads
+    return copied_into(grads, into)
 
 
 def _own_of(

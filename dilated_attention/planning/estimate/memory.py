@@ -15,7 +15,6 @@ from dilated_attention.backends import AttentionRequest, BackendUnavailable, rea
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
 from dilated_attention.backends.selection import NESTED_CAPABILITIES
-from dilated_attention.distributed.exchange.parts import JOINED_BYTES
 from dilated_attention.engine.branches.strategy import is_fused
 from dilated_attention.engine.kernels.nested_selection import is_worth_it, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
@@ -191,12 +190,11 @@ def _ring(problem: Problem) -> MemoryEstimate:
     keys = ("keys from elsewhere", exchange.held[0])
     received = 2 * problem.batch_size * Hk * D * exchange.rows
     if problem.computes == "dense" and exchange.name == "all_gather":
-        # each step computes each range of the rows in one launch, whose results are copied to those of the call
+        # each step computes each range of the rows in one launch; on a GPU it writes out and dq where they belong
         launches = exchange.steps * exchange.parts
-        joined = exchange.steps == 1 and x.Q * x.e <= JOINED_BYTES
-        part = (x.Q * x.e + x.R * x.a) // (1 if joined else launches) * (launches > 1)
-        forward = x.forward(keys, ("results of a part", part))
-        of_part = x.Q * x.e // launches * (launches > 1) + received * x.e // exchange.steps * (exchange.parts > 1)
+        copied = x.Q * x.e // launches * (launches > 1 and not on_gpu)
+        forward = x.forward(keys, ("results of a part", copied + x.R * x.a // launches * (launches > 1)))
+        of_part = copied + received * x.e // exchange.steps * (exchange.parts > 1)
         backward = x.backward(keys, ("lse with +inf", x.R * x.a // launches), ("dq", x.Q * x.e), ("gradients of a part", of_part))
         backward.append(("dk, dv of all keys in memory", received * x.e // exchange.steps))
         if on_gpu:

@@ -1,0 +1,193 @@
+"""What a pass over the steps of an exchange computes: the parts of each step, and where their results go.
+
+A part writes its rows of out and dq where they belong, and the gradients of keys that no part before it had; what remains is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
+from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, narrow
+from dilated_attention.engine.branches.plan import Range
+
+
+@dataclass(frozen=True)
+class KeyShares:
+    """How the parts of a step, one after another, contribute to the gradients of its keys.
+
+    Args:
+        new, known: for each part the rows of the memory that no part before it had, and the others.
+        gaps: the rows that no part has.
+        most: the most parts that have a row.
+    """
+
+    new: tuple[tuple[Range, ...], ...]
+    known: tuple[tuple[Range, ...], ...]
+    gaps: tuple[Range, ...]
+    most: int
+
+
+def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
+    """Returns the shares of parts with these rows of the memory, of ``rows`` rows."""
+    bounds = sorted({0, rows, *[bound for part in parts for bound in part]})
+    pieces = [(a, b) for a, b in itertools.pairwise(bounds)]
+    holders = [[i for i, (start, end) in enumerate(parts) if start <= a and b <= end] for a, b in pieces]
+
+    def where(keep: Any) -> tuple[Range, ...]:
+        found: list[Range] = []
+        for (start, end), held in zip(pieces, holders, strict=True):
+            if keep(held) and found and found[-1][1] == start:
+                found[-1] = (found[-1][0], end)
+            elif keep(held):
+                found.append((start, end))
+        return tuple(found)
+
+    new = tuple(where(lambda held, i=i: held[:1] == [i]) for i in range(len(parts)))
+    known = tuple(where(lambda held, i=i: i in held[1:]) for i in range(len(parts)))
+    return KeyShares(new, known, where(lambda held: not held), max(map(len, holders), default=0))
+
+
+class StepParts:
+    """What a rank computes in each step, for calls alike.
+
+    Args:
+        parts: of each step.
+        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        q: the queries of a call, (B, n, H, D).
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Part]], merges: bool, q: torch.Tensor) -> None:
+        self.parts, self.merges, self.acc = parts, merges, accumulation_dtype(q.dtype)
+        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 and not merges else None
+        # whether one part's results are all there are
+        self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
+        self._shares: dict[tuple[int, int], KeyShares] = {}
+
+    def shares(self, index: int, rows: int) -> KeyShares:
+        """Returns the shares of step ``index`` in the gradients of its keys, which are those of ``rows`` rows."""
+        found = self._shares.get((index, rows))
+        if found is None:
+            of = [(part.key_rows.start, part.key_rows.stop) for part in self.parts[index]]
+            found = self._shares[index, rows] = key_shares(of, rows)
+        return found
+
+
+class Computation:
+    """What a pass computes on the keys of its steps, and its results.
+
+    Args:
+        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
+    """
+
+    def __init__(self, of: StepParts, masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
+        self.of, self.masks, self.q, self.rest = of, masks, q, rest
+        self._done: set[tuple[int, int]] = set()
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def dq(self) -> torch.Tensor:
+        """Returns dq of all parts, or in a forward out."""
+        if self._out is None:
+            self._out = torch.empty(self.q.shape, dtype=self.of.acc if self.of.merges else self.q.dtype, device=self.q.device)
+        return self._out
+
+    def results(self) -> Pair:
+        return self.dq().to(self.q.dtype), self._all_lse()
+
+    def _all_lse(self) -> torch.Tensor:
+        if self._lse is None:
+            B, n, H, _ = self.q.shape
+            self._lse = torch.empty((B, H, n), dtype=self.of.acc, device=self.q.device)
+        return self._lse
+
+    def _place(self, part: Part) -> torch.Tensor | None:
+        """Returns where a part may write its rows of out or dq; None if they must be put there."""
+        if self.of.merges or not isinstance(part.rows, slice):
+            return None
+        return narrow(part.rows, 1, *narrow(slice(*part.heads), 2, self.dq()))[0]
+
+    def _put(self, to: torch.Tensor, dim: int, part: Part, x: torch.Tensor) -> None:
+        if isinstance(part.rows, slice):
+            to.narrow(dim, part.rows.start, x.shape[dim]).copy_(x)
+        else:
+            to.index_copy_(dim, part.rows, x.to(to.dtype))
+
+    def _is_first(self, part: Part) -> bool:
+        """Whether no earlier step had these rows."""
+        if not self.of.merges:
+            return True
+        assert isinstance(part.rows, slice)
+        key = (part.rows.start, part.heads[0])
+        first = key not in self._done
+        self._done.add(key)
+        return first
+
+    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
+        parts = self.of.parts[index]
+        if self.of.is_one:
+            self._out, self._lse = parts[0].forward(self.q, keys, values, self.masks)
+            return
+        for part in parts:
+            heads, place = slice(*part.heads), self._place(part)
+            out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
+            all_lse = narrow(heads, 1, self._all_lse())[0]
+            if self._is_first(part):
+                if out is not place:
+                    self._put(self.dq()[:, :, heads], 1, part, out)
+                self._put(all_lse, 2, part, lse)
+            else:
+                merge_onto(self.dq()[:, part.rows, heads], all_lse[:, :, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+            # before memory for the next part's is allocated
+            del out, lse
+
+    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
+        parts, rows = self.of.parts[index], keys.shape[1]
+        if not parts:
+            return None
+        shares = self.of.shares(index, rows)
+        if len(parts) == 1 and not shares.gaps:
+            return self._backward(parts[0], keys, values, (None, None))
+        # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
+        dtype = self.of.acc if shares.most > 2 else keys.dtype
+        grads = tuple([torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2)])
+        for total in grads:
+            for start, end in shares.gaps:
+                total[:, start:end].zero_()
+        for part, new, known in zip(parts, shares.new, shares.known, strict=True):
+            writes = not known and dtype is keys.dtype
+            mine = narrow(part.key_rows, 1, *grads) if writes else (None, None)
+            for total, place, share in zip(grads, mine, self._backward(part, keys, values, mine), strict=True):
+                if share is place:
+                    continue
+                for some, is_new in ((new, True), (known, False)):
+                    for start, end in some:
+                        to, given = total[:, start:end], share[:, start - part.key_rows.start : end - part.key_rows.start]
+                        to.copy_(given) if is_new else to.add_(given)
+        return grads[0], grads[1]
+
+    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: tuple[torch.Tensor | None, ...]) -> Pair:
+        """Computes a part, adds its dq to that of all and returns (dk, dv)."""
+        dout, out, lse, dlse = self.rest
+        if self.of.is_one:
+            self._out, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks, (None, *into))
+            return dk, dv
+        heads, place = slice(*part.heads), self._place(part)
+        dout, q, out = narrow(heads, 2, dout, self.q, out)
+        lse, dlse = narrow(heads, 1, lse)[0], None if dlse is None else narrow(heads, 1, dlse)[0]
+        dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, *into))
+        if dq is place:
+            return dk, dv
+        if self._is_first(part):
+            self._put(self.dq()[:, :, heads], 1, part, dq)
+        else:
+            self.dq()[:, part.rows, heads].add_(dq)
+        return dk, dv
