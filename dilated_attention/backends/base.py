@@ -269,6 +269,21 @@ class Backend(ABC):
         """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
         raise AssertionError(f"{self.name} takes no lists of blocks")
 
+    def forward_blocks_into(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor) -> Tensor:
+        """``forward_blocks`` that writes out into a view of any strides (the last one 1), and returns lse."""
+        part_out, lse = self.forward_blocks(q, k, v, lists, options)
+        out.copy_(part_out)
+        return lse
+
+    def backward_blocks_into(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
+        dq: Tensor, dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """``backward_blocks`` that writes dq into a view of any strides (the last one 1), and returns (dk, dv)."""
+        part_dq, dk, dv = self.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
+        dq.copy_(part_dq)
+        return dk, dv
+
 
 def warn_renamed(old: str, new: str, stacklevel: int) -> None:
     """Warns about a former name, at ``stacklevel`` as seen by the caller."""

@@ -155,6 +155,20 @@ def test_a_part_of_the_queries(first: int, is_backward: bool, gathers: bool, mon
     assert runs_on_tiles(pattern, shape, q, call, is_backward) is not gathers
 
 
+@pytest.mark.parametrize("packages", [("flash-attn-3",), ("flash-attn-4", "flash-attn-3")], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_detached_part_takes_the_library_that_gathers(packages: tuple[str, ...], is_backward: bool) -> None:
+    """Half of 100,000 tiles of GigaPath's slide encoder. FlashAttention-4, preferred where both are, computes problem by problem."""
+    pattern = DilatedPattern((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+    request = replace(REQUEST, hardware=machine(*packages), head_dim=48, num_heads=16, num_kv_heads=16, needs_grad=is_backward)
+    request = replace(request, length=25000)
+    shape = Shape(16, 16, (50_000, 100_000), (0, 100_000), ((0, 100_000),), False)
+    options = {"request": request, "detached": True, "needs_grad": True, "host_ms": 0.6}
+    call = Call(registry.get(packed_library(pattern, shape, request, 1, registry.select(request).name)), Options(scale=0.125), **options)
+    q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 50_000, 16, 48))
+    assert call.backend.name == "flash3" and not runs_on_tiles(pattern, shape, q, call, is_backward)
+
+
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_documents_take_the_library_that_computes_them_in_one_launch(is_backward: bool) -> None:
     """FlashAttention-4 is preferred at D = 128 in the backward, but takes a launch for each document; 21 ms were 9 (64/8 heads)."""

@@ -76,6 +76,15 @@ class Flash4Backend(WritingBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
 
+    def forward_blocks_into(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor) -> Tensor:
+        return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options, out)[1]
+
+    def backward_blocks_into(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
+        dq: Tensor, dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse, dq)[1:]
+
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel requires lse rows with stride 1

@@ -37,8 +37,11 @@ def block_reasons(request: AttentionRequest) -> list[str]:
     return reasons
 
 
-def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def forward_blocks(
+    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse). ``out``: a view to write to."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     mask_mod, interval = _interval(lists)
     tables = row_tables(lists, q.shape[2] // k.shape[2])
@@ -80,15 +83,21 @@ def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: Block
 
 
 def backward_blocks(
-    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None
+    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (dq, dk, dv). ``tensors`` are dout, q, k, v, out, lse. dq is float32 where it is the sum of several launches."""
+    """Computes (dq, dk, dv).
+
+    Args:
+        tensors: dout, q, k, v, out, lse.
+        into: a view that dq is written to. Without it, dq is float32 where it is the sum of more than two launches.
+    """
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
     cut = len({table.start for table in tables}) > 1
     # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
     concurrent = cut and len(tables) <= _MOST_CONCURRENT
-    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in (tables if concurrent else tables[:1])]
+    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in (tables if concurrent else tables[:1])[into is not None :]]
+    dqs = dqs if into is None else [into, *dqs]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
     mask_mod, interval = _interval(lists)
@@ -136,6 +145,8 @@ def backward_blocks(
         total = dqs[0].float()
         for dq in dqs[1:]:
             total += dq
+    if total is not None and into is not None:
+        into.copy_(total)
     return dqs[0] if total is None else total, dk, dv
 
 

@@ -21,11 +21,12 @@ Tensors = tuple[Tensor, ...]
 
 
 def forward_lists(
-    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0
+    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
+        into: where out goes if one launch computes it; otherwise it is another tensor.
         options: options of the whole batch; causality is in the lists.
         front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
     """
@@ -34,22 +35,23 @@ def forward_lists(
     if not lists.num_entries or not q.shape[0]:
         out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
     else:
-        parts = [
-            backend.forward_blocks(q[where], k[where], v[where], some, some_options)
-            for where, some, some_options in _launches(backend.capabilities, lists, (q, k, v), options)
-        ]
+        cuts = list(_launches(backend.capabilities, lists, (q, k, v), options))
+        if into is not None and len(cuts) == 1:
+            return into, backend.forward_blocks_into(q, k, v, lists, options, into)
+        parts = [backend.forward_blocks(q[where], k[where], v[where], some, some_options) for where, some, some_options in cuts]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
 
 
 def backward_lists(
-    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0
-) -> Tensors:
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0,
+    into: Tensor | None = None,
+) -> Tensors:  # fmt: skip
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
 
     Args:
         tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
-        options, front: same as in ``forward_lists``.
+        options, front: same as in ``forward_lists``; so is ``into``, for dq.
     """
     dout, q, k, v, out, lse = tensors
     if options.mask.padding is not None or not lists.fills_every_row:
@@ -61,7 +63,9 @@ def backward_lists(
     if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
-        cuts = _launches(backend.capabilities, lists, (dout, q, k, v, out), options)
+        cuts = list(_launches(backend.capabilities, lists, (dout, q, k, v, out), options))
+        if into is not None and len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
+            return into, *backend.backward_blocks_into(dout, q, k, v, out, lse, lists, options, into, dlse)
         parts = [
             _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
             for where, some, some_options in cuts

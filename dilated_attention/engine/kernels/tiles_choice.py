@@ -150,7 +150,7 @@ def _is_faster(
         return False
     mine = theirs = 0.0
     for request in passes:
-        name = library or registry.select(request).name
+        name = library or packed_library(pattern, shape, request, batch, registry.select(request).name)
         if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
             return True
         own = _tiles_ms(pattern, shape, request, batch, host_ms)
