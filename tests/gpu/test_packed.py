@@ -48,12 +48,14 @@ def test_a_range_of_queries(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     H, D, N = rng.choice((4, 6, 16)), rng.choice((48, 64, 128)), rng.randint(300, 4000)
     lengths, rates = BRANCHES[seed % len(BRANCHES)]
-    pattern, is_causal = DilatedPattern(lengths, rates, rng.choice(("cyclic", "zero"))), rng.random() < 0.5
+    tail = rng.choice(("mask", "zero_keys"))
+    pattern, is_causal = DilatedPattern(lengths, rates, rng.choice(("cyclic", "zero")), "all", tail), rng.random() < 0.5
     first = rng.randrange(1, N)
     last = rng.randint(first + 1, N)
     q, k, v, dout = drawn(*[(1, N, H, D)] * 4)
     x = [y.double().requires_grad_() for y in (q, k, v)]
     options: dict[str, Any] = {"is_causal": is_causal, "head_offsets": pattern.head_offsets, "return_lse": True, "backend": "math"}
+    options["tail"] = tail
     options["mixture_grad"] = mixing = rng.choice(("exact", "detached"))
     out, lse = dilated_attention(*x, list(lengths), list(rates), **options)
     wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), x)

@@ -46,10 +46,10 @@ def environment(caches: Path) -> dict[str, str]:
 def phases(several: bool, processes: int) -> dict[str, list[str]]:
     """Arguments of pytest, by the name of the phase."""
     if several:
-        # each world's pool of processes lives in one worker; failures and examples start processes of their own
+        # pools of processes live in workers (tests/gpus/machine.py); failures and examples start processes of their own
         own = [f"tests/gpus/test_{name}.py" for name in ("failures", "examples")]
         pools = [str(path) for path in sorted((ROOT / "tests/gpus").glob("test_*.py")) if f"tests/gpus/{path.name}" not in own]
-        return {"pools": ["-m", "gpus", "-n", "3", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "3", *own]}
+        return {"pools": ["-m", "gpus", "-n", "6", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "3", *own]}
     # the others need not even be imported, a dozen times
     files = [str(path) for path in sorted((ROOT / "tests").glob("*/test_*.py")) if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
     beside = ["-n", str(processes), "--dist", "loadgroup"] if processes > 1 else []

@@ -8,6 +8,7 @@ The library computes all of them at once:
   are merged into those of the direct branch, or summed, by the kernels of the tiles.
 
 If a call is causal, a segment's keys end with its last query: that is how these libraries align causality where there are more keys.
+The zero keys of ``tail="zero_keys"`` are not there: they are added to the merged log-sum-exp, or to a branch's own with detached mixing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Bounds, Capabilities, Options
 from dilated_attention.backends.hardware import has_kernels
+from dilated_attention.backends.merge import scale_by_zero_keys, zero_key_share
 from dilated_attention.backends.tiles.table import Walk, make_spans
+from dilated_attention.engine.attention_rows import zero_keys
 from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launch_views import Call, Into, result_like
@@ -48,13 +51,20 @@ class Direct:
 
 @dataclass(frozen=True, eq=False)
 class PackedLaunches:
-    """What the launches of calls alike have in common: of the direct branch, and of groups of heads of the others, if any."""
+    """What the launches of calls alike have in common: of the direct branch, and of groups of heads of the others, if any.
+
+    Args:
+        zeros: (1, H, Nq), the logarithm of each query's number of zero keys in all branches; None if there are none.
+        direct_zeros: (first row, number) of the zero keys in the direct branch, whose last segment alone has some.
+    """
 
     pattern: DilatedPattern
     shape: Shape
     options: Options
     direct: Direct | None
     gathered: tuple[GatheredHeads, ...]
+    zeros: Tensor | None = None
+    direct_zeros: tuple[int, int] = (0, 0)
 
 
 def reads_in_place(pattern: DilatedPattern, shape: Shape) -> bool:
@@ -68,7 +78,7 @@ def is_packed(
     """Whether a call runs here if it has no mask by position, no saved outputs of its branches, and its backward no gradient of lse."""
     if not capabilities.documents or batch != 1 or shape.window is not None or shape.heads is not None:
         return False
-    if pattern.tail != "mask" and not shape.is_causal:
+    if pattern.tail != "mask" and not shape.is_causal and len(shape.documents) > 1:
         return False
     # keys of a part of the sequence, like those of one rank, have other positions; self-attention of one document is folded into a batch
     if shape.keys != (0, shape.documents[-1][1]) or shape.queries[1] > shape.keys[1] or (len(shape.documents) < 2 and not shape.is_cut):
@@ -92,8 +102,9 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     options = replace(call.options, causal=shape.is_causal)
     walk = _walk(pattern, shape)
     direct = _direct_of(shape, pattern.segment_lengths[walk.direct], q.device) if walk.direct >= 0 else None
+    zeros, direct_zeros = (None, (0, 0)) if pattern.tail == "mask" or shape.is_causal else _zeros_of(pattern, shape, walk.direct, q.device)
     if reads_in_place(pattern, shape):
-        return None if direct is None else PackedLaunches(pattern, shape, options, direct, ())
+        return None if direct is None else PackedLaunches(pattern, shape, options, direct, (), zeros, direct_zeros)
     if not has_kernels(q):
         return None
     from dilated_attention.engine.kernels.packed_rows import gathered_heads
@@ -103,7 +114,21 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     gathered = [gathered_heads(pattern, shape, options.scale, heads, D, q.dtype, q.device) for heads in groups]
     some = tuple(x for x in gathered if x is not None)
     # rows of heads without a sequence are written by nothing here, unless the direct branch has them
-    return PackedLaunches(pattern, shape, options, direct, some) if direct is not None or len(some) == len(gathered) else None
+    every = direct is not None or len(some) == len(gathered)
+    return PackedLaunches(pattern, shape, options, direct, some, zeros, direct_zeros) if every else None
+
+
+def _zeros_of(pattern: DilatedPattern, shape: Shape, direct: int, device: torch.device) -> tuple[Tensor | None, tuple[int, int]]:
+    """Returns ``zeros`` and ``direct_zeros`` of one document."""
+    (start, num_positions), (first, last) = shape.documents[0], shape.queries
+    assert start == 0
+    found = zero_keys(pattern, torch.arange(first, last), shape.num_heads, num_positions)
+    of_direct = 0, 0
+    if direct >= 0:
+        length = min(pattern.segment_lengths[direct], num_positions)
+        ragged = num_positions % length
+        of_direct = max(0, num_positions - ragged - first), (length - ragged) * (ragged > 0)
+    return found.log()[None].float().to(device) if found.any() else None, of_direct
 
 
 def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:
@@ -150,6 +175,9 @@ def forward(
         lse = call.backend.forward_packed(q, k[:, rows], v[:, rows], bounds, launches.options, out).contiguous()
     for heads in launches.gathered:
         heads.forward(call.backend, launches.options, q, k, v, out, lse)
+    if launches.zeros is not None:
+        scale_by_zero_keys(out, lse, launches.zeros)
+        lse = lse.logaddexp(launches.zeros)
     return out, lse
 
 
@@ -174,7 +202,9 @@ def backward(
         k_, v_, dk_, dv_ = (x[:, direct.rows] for x in (k, v, dk, dv))
         if own:
             out = torch.empty_like(out)
-            call.backend.forward_packed(q, k_, v_, direct.bounds, launches.options, out)
+            own_lse = call.backend.forward_packed(q, k_, v_, direct.bounds, launches.options, out)
+            if (count := launches.direct_zeros[1]) and (first := launches.direct_zeros[0]) < q.shape[1]:
+                out[:, first:].mul_(zero_key_share(own_lse[:, :, first:], count).transpose(1, 2)[..., None])
         call.backend.backward_packed(dout, q, k_, v_, out, lse, direct.bounds, launches.options, (dq, dk_, dv_))
     for heads in launches.gathered:
         heads.backward(call.backend, launches.options, tensors, (dq, dk, dv), own)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Bounds, Options
 from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.merge import scale_by_zero_keys
 from dilated_attention.backends.tiles.call import Prepared, prepared
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.run import merge_launch, sum_launch
@@ -91,12 +92,19 @@ class GatheredHeads:
 
     def __init__(self, heads: Range, prepared_call: Prepared, sequences: tuple[Tensor, ...]) -> None:
         self.prepared, self.heads = prepared_call, heads
-        head, first, rate, place, count, first_key, key_place, seen = sequences
+        head, first, rate, place, count, first_key, key_place, seen, zeros = sequences
         num_heads, device = prepared_call.num_heads, prepared_call.device
         self.queries = _Rows((head, first, rate, place, count), prepared_call.part_rows * num_heads, device)
         self.keys = _Rows((head, first_key, rate, key_place, seen), prepared_call.key_part_rows * num_heads, device)
         of_queries, of_keys = self.queries, self.keys
         self.bounds = Bounds(of_queries.bounds, of_keys.bounds, of_queries.most, of_keys.most, of_queries.used, of_keys.used)
+        # (1, 1, places): the logarithm of the number of zero keys that a place's query sees in its branch; None if there are none
+        self.zeros: Tensor | None = None
+        if bool(zeros.any()):
+            of_places = torch.zeros(self.queries.places)
+            owner, row = expand(torch.zeros_like(count), count)
+            of_places[place[owner] + row] = zeros[owner].float()
+            self.zeros = of_places.log()[None, None].to(device)
         self._launches: dict[Hashable, KernelLaunch] = {}
 
     def _narrow(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -139,7 +147,9 @@ class GatheredHeads:
             if own:
                 # a kernel reads whole tiles, as in _Rows
                 out = torch.zeros_like(q)
-                backend.forward_packed(q, k, v, self.bounds, options, out)
+                own_lse = backend.forward_packed(q, k, v, self.bounds, options, out)
+                if self.zeros is not None:
+                    scale_by_zero_keys(out, own_lse, self.zeros)
             else:
                 out = self.queries.gather(out, p.index)
             # (1, H, n) → (1, n, H, 1)
@@ -154,7 +164,10 @@ class GatheredHeads:
 
 
 def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[Tensor, ...]:
-    """Returns of each sequence, ordered by place: head, first query row, rate, place, queries; first key row, place, keys that are seen."""
+    """Returns of each sequence, ordered by place.
+
+    They are its head, first query row, rate, place, queries; first key row, place, keys that are seen, and zero keys.
+    """
     walk, (first, last) = p.call.walk, shape.queries
     queries, keys = make_spans(walk, False), make_spans(walk, True)
     document = shape.documents[0]
@@ -178,7 +191,8 @@ def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[Tens
         key_place = keys.bases[0, branch] + segment * keys.places[0, branch] + offsets // rate
         head = torch.arange(len(offsets))[:, None]
         columns = (head, low - first, torch.tensor(rate), place + head * p.part_rows, count)
-        more = (start + offsets, key_place + head * p.key_part_rows, seen)
+        zeros = (pattern.zero_keys(branch, document[1], 0) - seen) * (p.call.zero_keys)
+        more = (start + offsets, key_place + head * p.key_part_rows, seen, zeros)
         found.append(torch.broadcast_tensors(*columns, *more))
     together = [torch.cat(columns, 1).flatten() for columns in zip(*found, strict=True)]
     kept = together[4] > 0
