@@ -26,18 +26,19 @@ class Drawn:
     results: tuple[torch.Tensor, ...]
     writes: bool
 
-    def forward(self, q: torch.Tensor, k: Any, v: Any, masks: Any, into: Any = (None,)) -> Any:
+    def forward(self, q: torch.Tensor, k: Any, v: Any, masks: Any, into: Any = None) -> Any:
         assert q.shape[2] == self.heads[1] - self.heads[0]
         out, lse = self.results[:2]
         return self._put((out,), into)[0], lse
 
-    def backward(self, tensors: Any, dlse: Any, masks: Any, into: Any = (None,) * 3) -> Any:
+    def backward(self, tensors: Any, dlse: Any, masks: Any, into: Any = None) -> Any:
         dout, q, _, _, out, lse = tensors
         assert dout.shape == q.shape == out.shape and lse.shape[1] == q.shape[2] == self.heads[1] - self.heads[0]
         return self._put(self.results[2:], into)
 
     def _put(self, results: Any, into: Any) -> Any:
-        return tuple(place.copy_(x) if self.writes and place is not None else x for x, place in zip(results, into, strict=True))
+        places = (None,) * len(results) if into is None else into
+        return tuple(place.copy_(x) if self.writes and place is not None else x for x, place in zip(results, places, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -47,14 +47,14 @@ class BlockPart(Part):
     lists: BlockLists
     exchanges: bool
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into = (None,)) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
         backend = self.backend(q, k, masks.padding is not None, False)
-        place = into[0] if self.place is None else None
+        place = into[0] if into is not None and self.place is None else None
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=place)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into = (None,) * 3) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         # for rows that the rank does not hold, weights and gradients are 0
         dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
@@ -62,7 +62,7 @@ class BlockPart(Part):
         dlse = None if dlse is None else self._launched(dlse, 2)
         backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
         tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        place = into[0] if self.place is None else None
+        place = into[0] if into is not None and self.place is None else None
         dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=place)  # type: ignore[arg-type]
         return dq if self.place is None else dq.index_select(1, self.place), dk, dv
 

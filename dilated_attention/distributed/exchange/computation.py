@@ -15,6 +15,7 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, narrow
+from dilated_attention.engine.branches.launch_views import Into
 from dilated_attention.engine.branches.plan import Range
 
 
@@ -155,7 +156,7 @@ class Computation:
             return None
         shares = self.of.shares(index, rows)
         if len(parts) == 1 and not shares.gaps:
-            return self._backward(parts[0], keys, values, (None, None))
+            return self._backward(parts[0], keys, values)
         # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
         dtype = self.of.acc if shares.most > 2 else keys.dtype
         grads = tuple([torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2)])
@@ -163,7 +164,7 @@ class Computation:
             for start, end in shares.gaps:
                 total[:, start:end].zero_()
         for part, new, known in zip(parts, shares.new, shares.known, strict=True):
-            writes = not known and dtype is keys.dtype
+            writes = not (known or self.of.is_one) and dtype is keys.dtype
             mine = narrow(part.key_rows, 1, *grads) if writes else (None, None)
             for total, place, share in zip(grads, mine, self._backward(part, keys, values, mine), strict=True):
                 if share is place:
@@ -174,11 +175,11 @@ class Computation:
                         to.copy_(given) if is_new else to.add_(given)
         return grads[0], grads[1]
 
-    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: tuple[torch.Tensor | None, ...]) -> Pair:
+    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
         """Computes a part, adds its dq to that of all and returns (dk, dv)."""
         dout, out, lse, dlse = self.rest
         if self.of.is_one:
-            self._out, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks, (None, *into))
+            self._out, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks)
             return dk, dv
         heads, place = slice(*part.heads), self._place(part)
         dout, q, out = narrow(heads, 2, dout, self.q, out)

@@ -53,7 +53,7 @@ class Part(ABC):
     passes: dict[Any, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into = (None,)) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's.
 
         Args:
@@ -61,7 +61,7 @@ class Part(ABC):
         """
 
     @abstractmethod
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into = (None,) * 3) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
         """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``; ``into`` as in ``forward``."""
 
 
@@ -82,13 +82,13 @@ class QueryPart(Part):
     span: KeySpan | None
     first_head: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into = (None,)) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         views = narrow(self.rows, 1, q)[0], *narrow(self.key_rows, 1, k, v)
         run, call = self._resolved(views, masks, strategy.choose_forward)
         out, lse = run(*views, call, None, into)
         return out, lse
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into = (None,) * 3) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         dout, q, out = narrow(self.rows, 1, dout, q, out)
         views = dout, q, *narrow(self.key_rows, 1, k, v), out

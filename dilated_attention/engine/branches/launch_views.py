@@ -42,7 +42,7 @@ def result_like(x: Tensor, into: Tensor | None) -> Tensor:
 
 
 def copied_into(results: tuple[Tensor, ...], into: Into) -> tuple[Tensor, ...]:
-    """Returns results, those with a place in ``into`` copied there."""
+    """Returns results, those with a place in ``into`` copied there. Calls that ask for no place do without it."""
     return tuple([x if place is None else place.copy_(x) for x, place in zip(results, into, strict=True)])
 
 

@@ -162,12 +162,12 @@ def _direct_of(shape: Shape, length: int, device: torch.device) -> Direct | None
 
 
 def forward(
-    launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)
+    launches: PackedLaunches, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (out (1, Nq, H, D), lse (1, H, Nq)), contiguous."""
     assert saved is None
     _, n, H, _ = q.shape
-    out = result_like(q, into[0])
+    out = result_like(q, None if into is None else into[0])
     if launches.direct is None:
         lse = torch.empty((1, H, n), dtype=torch.float32, device=q.device)
     else:
@@ -182,7 +182,7 @@ def forward(
 
 
 def backward(
-    launches: PackedLaunches, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3
+    launches: PackedLaunches, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse (1, H, Nq), as is ``dlse``.
 
@@ -194,7 +194,7 @@ def backward(
     assert saved is None
     dout, q, k, v, out, lse = tensors
     direct, own = launches.direct, call.detached and launches.pattern.num_branches > 1
-    dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
+    dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into or (None, None, None), strict=True))
     if direct is not None:
         if (direct.rows.start, direct.rows.stop) != (0, k.shape[1]):
             # rows that no query of the direct branch sees

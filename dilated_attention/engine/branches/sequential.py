@@ -24,27 +24,31 @@ from dilated_attention.engine.branches.plan import Plan, branch_plans
 Tensors = tuple[Tensor, ...]
 
 
-def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)) -> tuple[Tensor, Tensor]:
+def forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) of a whole call, contiguous; nothing is saved per branch."""
     assert saved is None
     out, lse = run_forward(plan, q, k, v, call)
-    return copied_into((out,), into)[0], lse.transpose(1, 2).contiguous()
+    out = out if into is None else copied_into((out,), into)[0]
+    return out, lse.transpose(1, 2).contiguous()
 
 
-def backward(plan: Plan, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
     """Returns (dq, dk, dv) of a whole call. ``tensors``: dout, q, k, v, out and lse (B, H, Nq), as is ``dlse``."""
     assert saved is None
     dout, q, k, v, out, lse = tensors
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    return copied_into(run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse), into)
+    grads = run_backward(plan, dout, q, k, v, out, lse.transpose(1, 2).contiguous(), call, dlse)
+    return grads if into is None else copied_into(grads, into)
 
 
 def forward_at_once(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into = (None,)
+    options: Options, q: Tensor, k: Tensor, v: Tensor, call: Call, saved: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, Tensor]:
     """``forward`` of a call that is one dense problem: a launch's results are those of the call."""
     assert saved is None
-    if into[0] is not None:
+    if into is not None and into[0] is not None:
         B, n, H, _ = q.shape
         lse = torch.empty((B, H, n), dtype=accumulation_dtype(q.dtype), device=q.device)
         call.backend.forward_into(q, k, v, options, into[0], lse)
@@ -54,20 +58,20 @@ def forward_at_once(
 
 
 def backward_at_once(
-    options: Options, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into = (None,) * 3
+    options: Options, tensors: Tensors, call: Call, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None
 ) -> Tensors:
     """``backward`` of a call that is one dense problem."""
     assert saved is None
     dout, q, k, v, out, lse = tensors
     can = call.backend.capabilities
-    if can.writes_views and (dlse is None or can.lse_grad):
+    if into is not None and can.writes_views and (dlse is None or can.lse_grad):
         dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
         call.backend.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
         return dq, dk, dv
     views = dout, q, k, v, out, lse.transpose(1, 2)
     parts = shares(call.backend, views, options, None if dlse is None else dlse.transpose(1, 2))
     parts = tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
-    return copied_into(parts, into)
+    return parts if into is None else copied_into(parts, into)
 
 
 def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

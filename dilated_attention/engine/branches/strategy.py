@@ -80,7 +80,7 @@ def _choose(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call,
 
 def _fused_forward(
     pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None,
-    into: Into = (None,),
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -95,12 +95,12 @@ def _fused_forward(
             call,
             saved_branch_outputs=saved_branch_outputs,
         )
-        return copied_into((out,), into)[0], lse
+        return out if into is None else copied_into((out,), into)[0], lse
     for piece in make_pieces(pattern, H, N) if call.nested else (SequencePiece(0, N, None),):
         where = slice(piece.start, piece.start + piece.length)
         tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
         _forward_piece(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
-    return copied_into((out,), into)[0], lse
+    return out if into is None else copied_into((out,), into)[0], lse
 
 
 def _one_launch(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call) -> Options | None:
@@ -196,7 +196,7 @@ def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Te
 
 def _fused_backward(
     pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None,
-    into: Into = (None,) * 3,
+    into: Into | None = None,
 ) -> Tensors:  # fmt: skip
     dout, q, k, v, out, lse = tensors
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -231,7 +231,7 @@ def _fused_backward(
     tiers = make_tiers(pattern, shape.num_heads, lambda tier: backward_chunk_sizes(tier, sizes)) if in_buffers else [pattern]
     for tier, branches in enumerate(tiers):
         run_tier(branches, onto=tier > 0)
-    return copied_into(grads, into)
+    return grads if into is None else copied_into(grads, into)
 
 
 def _own_of(

@@ -68,11 +68,11 @@ def make_shares(
 
 
 def forward(
-    shares: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None, into: Into = (None,)
+    shares: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``saved_branch_outputs`` receives the branches' outputs for ``backward``."""
     k, v = without_padding(k, v, call.padding)
-    out = result_like(q, into[0])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else result_like(q, into[0])
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in shares:
         _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, saved_branch_outputs)
@@ -81,7 +81,7 @@ def forward(
 
 def backward(
     shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None,
-    into: Into = (None,) * 3,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (dq, dk, dv) in the inputs' dtype.
 
@@ -92,7 +92,10 @@ def backward(
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
-    grads = tuple(result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
+    if into is None:
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    else:
+        grads = tuple(result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
     for share in shares:
         p = share.prepared
         dout_, q_, k_, v_, out_, dq, dk, dv = _narrow(share, q.shape[2], dout, q, k, v, out, *grads)
