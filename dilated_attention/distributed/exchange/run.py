@@ -1,6 +1,6 @@
 """Runs the steps of a call on a sharded sequence, forward and backward, while the keys of the next steps are in flight.
 
-What the steps compute is a ``Computation`` (``parts.py``), or that of a block pattern and of branches together.
+What the steps compute is a ``Computation`` (``computation.py``), or that of a block pattern and of branches together.
 """
 
 from __future__ import annotations
