@@ -149,7 +149,7 @@ BRANCHES = (
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpu/test_packed.py")
 # each of the four kinds of branches with each third seed, whose heads are grouped
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All segments of branches with dilation take one launch, in one group of heads or in several."""
     monkeypatch.setattr(packed, "has_kernels", lambda q: True)
