@@ -122,13 +122,13 @@ def _zeros_of(pattern: DilatedPattern, shape: Shape, direct: int, device: torch.
     """Returns ``zeros`` and ``direct_zeros`` of one document."""
     (start, num_positions), (first, last) = shape.documents[0], shape.queries
     assert start == 0
-    found = zero_keys(pattern, torch.arange(first, last), shape.num_heads, num_positions)
+    found = zero_keys(pattern, torch.arange(first, last, device=device), shape.num_heads, num_positions)
     of_direct = 0, 0
     if direct >= 0:
         length = min(pattern.segment_lengths[direct], num_positions)
         ragged = num_positions % length
         of_direct = max(0, num_positions - ragged - first), (length - ragged) * (ragged > 0)
-    return found.log()[None].float().to(device) if found.any() else None, of_direct
+    return found.log()[None].float() if found.any() else None, of_direct
 
 
 def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:

@@ -101,10 +101,11 @@ class GatheredHeads:
         # (1, 1, places): the logarithm of the number of zero keys that a place's query sees in its branch; None if there are none
         self.zeros: Tensor | None = None
         if bool(zeros.any()):
-            of_places = torch.zeros(self.queries.places)
+            place, count, zeros = place.to(device), count.to(device), zeros.to(device)
+            of_places = torch.zeros(self.queries.places, device=device)
             owner, row = expand(torch.zeros_like(count), count)
             of_places[place[owner] + row] = zeros[owner].float()
-            self.zeros = of_places.log()[None, None].to(device)
+            self.zeros = of_places.log()[None, None]
         self._launches: dict[Hashable, KernelLaunch] = {}
 
     def _narrow(self, *tensors: Tensor) -> tuple[Tensor, ...]:
