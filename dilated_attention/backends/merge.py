@@ -48,7 +48,10 @@ def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
 
 
 def scale_by_zero_keys(out: Tensor, lse: Tensor, log_counts: Tensor) -> None:
-    """Scales out (B, n, H, D) by ``zero_key_share`` of lse (B, H, n) and e^``log_counts`` zero keys, in place; rows of none stay."""
+    """Scales out (B, n, H, D) by ``zero_key_share`` of lse (B, H, n) and e^``log_counts`` zero keys, in place; rows of none stay.
+
+    Out in half precision is rounded once more.
+    """
     share = torch.where(log_counts == -torch.inf, 1.0, (lse - log_counts).sigmoid_())
     out.mul_(share.transpose(1, 2)[..., None])
 

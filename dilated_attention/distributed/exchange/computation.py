@@ -157,16 +157,24 @@ class Computation:
         shares = self.of.shares(index, rows)
         if len(parts) == 1 and not shares.gaps:
             return self._backward(parts[0], keys, values)
-        # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
-        dtype = self.of.acc if shares.most > 2 else keys.dtype
-        grads = tuple([torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2)])
-        for total in grads:
-            for start, end in shares.gaps:
-                total[:, start:end].zero_()
+        grads: tuple[torch.Tensor, ...] = ()
+
+        def make(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            made = tuple([torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2)])
+            for total in made:
+                for start, end in shares.gaps:
+                    total[:, start:end].zero_()
+            return made
+
         for part, new, known in zip(parts, shares.new, shares.known, strict=True):
-            writes = not (known or self.of.is_one) and dtype is keys.dtype
-            mine = narrow(part.key_rows, 1, *grads) if writes else (None, None)
-            for total, place, share in zip(grads, mine, self._backward(part, keys, values, mine), strict=True):
+            mine: Into = (None, None)
+            # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
+            if part.writes_keys and not known and shares.most <= 2 and not self.of.is_one:
+                grads = grads or make(keys.dtype)
+                mine = narrow(part.key_rows, 1, *grads)
+            found = self._backward(part, keys, values, mine)
+            grads = grads or make(self.of.acc if shares.most > 2 else found[0].dtype)
+            for total, place, share in zip(grads, mine, found, strict=True):
                 if share is place:
                     continue
                 for some, is_new in ((new, True), (known, False)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -51,6 +51,8 @@ class Part(ABC):
     heads: Range
     key_rows: slice
     passes: dict[Any, Any] = field(default_factory=dict)
+    # whether it writes dk and dv where it is asked to, in the keys' dtype
+    writes_keys: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
@@ -81,6 +83,7 @@ class QueryPart(Part):
     keys: Range
     span: KeySpan | None
     first_head: int
+    writes_keys = True
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         views = narrow(self.rows, 1, q)[0], *narrow(self.key_rows, 1, k, v)

@@ -54,7 +54,7 @@ class PackedLaunches:
     """What the launches of calls alike have in common: of the direct branch, and of groups of heads of the others, if any.
 
     Args:
-        zeros: (1, H, Nq), the logarithm of each query's number of zero keys in all branches; None if there are none.
+        zeros: in a forward, (1, H, Nq), the logarithm of each query's number of zero keys in all branches; None if there are none.
         direct_zeros: (first row, number) of the zero keys in the direct branch, whose last segment alone has some.
     """
 
@@ -102,7 +102,10 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     options = replace(call.options, causal=shape.is_causal)
     walk = _walk(pattern, shape)
     direct = _direct_of(shape, pattern.segment_lengths[walk.direct], q.device) if walk.direct >= 0 else None
-    zeros, direct_zeros = (None, (0, 0)) if pattern.tail == "mask" or shape.is_causal else _zeros_of(pattern, shape, walk.direct, q.device)
+    zeros, direct_zeros = None, (0, 0)
+    if pattern.tail != "mask" and not shape.is_causal:
+        zeros = None if is_backward else _zeros_of(pattern, shape, q.device)
+        direct_zeros = _zeros_of_direct(pattern, shape, walk.direct)
     if reads_in_place(pattern, shape):
         return None if direct is None else PackedLaunches(pattern, shape, options, direct, (), zeros, direct_zeros)
     if not has_kernels(q):
@@ -118,17 +121,18 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     return PackedLaunches(pattern, shape, options, direct, some, zeros, direct_zeros) if every else None
 
 
-def _zeros_of(pattern: DilatedPattern, shape: Shape, direct: int, device: torch.device) -> tuple[Tensor | None, tuple[int, int]]:
-    """Returns ``zeros`` and ``direct_zeros`` of one document."""
-    (start, num_positions), (first, last) = shape.documents[0], shape.queries
+def _zeros_of(pattern: DilatedPattern, shape: Shape, device: torch.device) -> Tensor | None:
+    (start, num_positions), queries = shape.documents[0], torch.arange(*shape.queries, device=device)
     assert start == 0
-    found = zero_keys(pattern, torch.arange(first, last, device=device), shape.num_heads, num_positions)
-    of_direct = 0, 0
-    if direct >= 0:
-        length = min(pattern.segment_lengths[direct], num_positions)
-        ragged = num_positions % length
-        of_direct = max(0, num_positions - ragged - first), (length - ragged) * (ragged > 0)
-    return found.log()[None].float() if found.any() else None, of_direct
+    found = zero_keys(pattern, queries, shape.num_heads, num_positions)
+    return found.log()[None].float() if found.any() else None
+
+
+def _zeros_of_direct(pattern: DilatedPattern, shape: Shape, direct: int) -> tuple[int, int]:
+    num_positions = shape.documents[0][1]
+    length = min(pattern.segment_lengths[direct], num_positions)
+    ragged = num_positions % length
+    return (max(0, num_positions - ragged - shape.queries[0]), length - ragged) if direct >= 0 and ragged else (0, 0)
 
 
 def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:
