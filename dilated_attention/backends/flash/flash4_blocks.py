@@ -96,8 +96,8 @@ def backward_blocks(
     cut = len({table.start for table in tables}) > 1
     # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
     concurrent = cut and len(tables) <= _MOST_CONCURRENT
-    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in (tables if concurrent else tables[:1])[into is not None :]]
-    dqs = dqs if into is None else [into, *dqs]
+    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into]
+    dqs += [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in tables[1:] if concurrent]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
     mask_mod, interval = _interval(lists)

@@ -50,8 +50,9 @@ class BlockPart(Part):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
         backend = self.backend(q, k, masks.padding is not None, False)
-        place = into[0] if into is not None and self.place is None else None
-        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=place)  # type: ignore[arg-type]
+        to = None if into is None else into[0]
+        assert to is None or self.place is None, "rows that are not adjacent have no view"
+        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
@@ -62,8 +63,8 @@ class BlockPart(Part):
         dlse = None if dlse is None else self._launched(dlse, 2)
         backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
         tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        place = into[0] if into is not None and self.place is None else None
-        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=place)  # type: ignore[arg-type]
+        to = None if into is None else into[0]
+        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
         return dq if self.place is None else dq.index_select(1, self.place), dk, dv
 
     def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:

@@ -158,29 +158,17 @@ class Computation:
         if len(parts) == 1 and not shares.gaps:
             return self._backward(parts[0], keys, values)
         grads: tuple[torch.Tensor, ...] = ()
-
-        def make(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-            made = tuple([torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2)])
-            for total in made:
-                for start, end in shares.gaps:
-                    total[:, start:end].zero_()
-            return made
-
         for part, new, known in zip(parts, shares.new, shares.known, strict=True):
             mine: Into = (None, None)
             # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
             if part.writes_keys and not known and shares.most <= 2 and not self.of.is_one:
-                grads = grads or make(keys.dtype)
+                grads = grads or _new_grads(keys, keys.dtype, shares.gaps)
                 mine = narrow(part.key_rows, 1, *grads)
             found = self._backward(part, keys, values, mine)
-            grads = grads or make(self.of.acc if shares.most > 2 else found[0].dtype)
+            grads = grads or _new_grads(keys, self.of.acc if shares.most > 2 else found[0].dtype, shares.gaps)
             for total, place, share in zip(grads, mine, found, strict=True):
-                if share is place:
-                    continue
-                for some, is_new in ((new, True), (known, False)):
-                    for start, end in some:
-                        to, given = total[:, start:end], share[:, start - part.key_rows.start : end - part.key_rows.start]
-                        to.copy_(given) if is_new else to.add_(given)
+                if share is not place:
+                    _contribute(total, share, part.key_rows.start, new, known)
         return grads[0], grads[1]
 
     def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
@@ -200,3 +188,20 @@ class Computation:
         else:
             self.dq()[:, part.rows, heads].add_(dq)
         return dk, dv
+
+
+def _new_grads(keys: torch.Tensor, dtype: torch.dtype, gaps: tuple[Range, ...]) -> Pair:
+    """Returns memory for the gradients of keys and values, with zeros in the rows that no part has."""
+    dk, dv = (torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2))
+    for start, end in gaps:
+        dk[:, start:end].zero_()
+        dv[:, start:end].zero_()
+    return dk, dv
+
+
+def _contribute(total: torch.Tensor, share: torch.Tensor, first: int, new: tuple[Range, ...], known: tuple[Range, ...]) -> None:
+    """Puts a part's share, whose first row is row ``first``, into the new rows of the total, and adds it to the known ones."""
+    for start, end in new:
+        total[:, start:end].copy_(share[:, start - first : end - first])
+    for start, end in known:
+        total[:, start:end].add_(share[:, start - first : end - first])

@@ -36,9 +36,12 @@ class Limits(NamedTuple):
     part_bytes: int | None
 
 
-def result_like(x: Tensor, into: Tensor | None) -> Tensor:
-    """Returns where a result of x's shape and dtype goes: ``into``, or a new tensor."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+def results_like(tensors: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
+    """Returns where results of these tensors' shapes and dtypes go: their places, or new tensors."""
+    places = (None,) * len(tensors) if into is None else into
+    return tuple(
+        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to for x, to in zip(tensors, places, strict=True)]
+    )
 
 
 def copied_into(results: tuple[Tensor, ...], into: Into) -> tuple[Tensor, ...]:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Bounds, Capabilities, Options
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.backends.merge import scale_by_zero_keys, zero_key_share
+from dilated_attention.backends.merge import scale_by_zero_keys
 from dilated_attention.backends.tiles.table import Walk, make_spans
 from dilated_attention.engine.attention_rows import zero_keys
 from dilated_attention.engine.branches import sequential
 from dilated_attention.engine.branches.chunking import transient_budget
-from dilated_attention.engine.branches.launch_views import Call, Into, result_like
+from dilated_attention.engine.branches.launch_views import Call, Into, results_like
 from dilated_attention.engine.branches.plan import Range, Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import layout_of
 from dilated_attention.pattern import DilatedPattern
@@ -54,8 +54,8 @@ class PackedLaunches:
     """What the launches of calls alike have in common: of the direct branch, and of groups of heads of the others, if any.
 
     Args:
-        zeros: in a forward, (1, H, Nq), the logarithm of each query's number of zero keys in all branches; None if there are none.
-        direct_zeros: (first row, number) of the zero keys in the direct branch, whose last segment alone has some.
+        zeros: (1, H, Nq), the logarithm of each query's number of zero keys, in a forward those of all branches, in a backward those of
+            the direct one, whose own output detached mixing asks for; None if there are none.
     """
 
     pattern: DilatedPattern
@@ -64,7 +64,6 @@ class PackedLaunches:
     direct: Direct | None
     gathered: tuple[GatheredHeads, ...]
     zeros: Tensor | None = None
-    direct_zeros: tuple[int, int] = (0, 0)
 
 
 def reads_in_place(pattern: DilatedPattern, shape: Shape) -> bool:
@@ -102,12 +101,13 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     options = replace(call.options, causal=shape.is_causal)
     walk = _walk(pattern, shape)
     direct = _direct_of(shape, pattern.segment_lengths[walk.direct], q.device) if walk.direct >= 0 else None
-    zeros, direct_zeros = None, (0, 0)
-    if pattern.tail != "mask" and not shape.is_causal:
-        zeros = None if is_backward else _zeros_of(pattern, shape, q.device)
-        direct_zeros = _zeros_of_direct(pattern, shape, walk.direct)
+    zeros = None
+    if not is_backward:
+        zeros = _zeros_of(pattern, shape, q.device)
+    elif walk.direct >= 0 and call.detached and pattern.num_branches > 1:
+        zeros = _zeros_of(pattern.with_branches([walk.direct], H), shape, q.device)
     if reads_in_place(pattern, shape):
-        return None if direct is None else PackedLaunches(pattern, shape, options, direct, (), zeros, direct_zeros)
+        return None if direct is None else PackedLaunches(pattern, shape, options, direct, (), zeros)
     if not has_kernels(q):
         return None
     from dilated_attention.engine.kernels.packed_rows import gathered_heads
@@ -118,21 +118,17 @@ def packed_launches(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call
     some = tuple(x for x in gathered if x is not None)
     # rows of heads without a sequence are written by nothing here, unless the direct branch has them
     every = direct is not None or len(some) == len(gathered)
-    return PackedLaunches(pattern, shape, options, direct, some, zeros, direct_zeros) if every else None
+    return PackedLaunches(pattern, shape, options, direct, some, zeros) if every else None
 
 
 def _zeros_of(pattern: DilatedPattern, shape: Shape, device: torch.device) -> Tensor | None:
+    """Returns (1, H, Nq), the logarithm of each query's number of zero keys in these branches; None if there are none."""
+    if pattern.tail == "mask" or shape.is_causal:
+        return None
     (start, num_positions), queries = shape.documents[0], torch.arange(*shape.queries, device=device)
     assert start == 0
     found = zero_keys(pattern, queries, shape.num_heads, num_positions)
     return found.log()[None].float() if found.any() else None
-
-
-def _zeros_of_direct(pattern: DilatedPattern, shape: Shape, direct: int) -> tuple[int, int]:
-    num_positions = shape.documents[0][1]
-    length = min(pattern.segment_lengths[direct], num_positions)
-    ragged = num_positions % length
-    return (max(0, num_positions - ragged - shape.queries[0]), length - ragged) if direct >= 0 and ragged else (0, 0)
 
 
 def _walk(pattern: DilatedPattern, shape: Shape) -> Walk:
@@ -171,7 +167,7 @@ def forward(
     """Returns (out (1, Nq, H, D), lse (1, H, Nq)), contiguous."""
     assert saved is None
     _, n, H, _ = q.shape
-    out = result_like(q, None if into is None else into[0])
+    (out,) = results_like((q,), into)
     if launches.direct is None:
         lse = torch.empty((1, H, n), dtype=torch.float32, device=q.device)
     else:
@@ -198,7 +194,7 @@ def backward(
     assert saved is None
     dout, q, k, v, out, lse = tensors
     direct, own = launches.direct, call.detached and launches.pattern.num_branches > 1
-    dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into or (None, None, None), strict=True))
+    dq, dk, dv = results_like((q, k, v), into)
     if direct is not None:
         if (direct.rows.start, direct.rows.stop) != (0, k.shape[1]):
             # rows that no query of the direct branch sees
@@ -207,8 +203,8 @@ def backward(
         if own:
             out = torch.empty_like(out)
             own_lse = call.backend.forward_packed(q, k_, v_, direct.bounds, launches.options, out)
-            if (count := launches.direct_zeros[1]) and (first := launches.direct_zeros[0]) < q.shape[1]:
-                out[:, first:].mul_(zero_key_share(own_lse[:, :, first:], count).transpose(1, 2)[..., None])
+            if launches.zeros is not None:
+                scale_by_zero_keys(out, own_lse, launches.zeros)
         call.backend.backward_packed(dout, q, k_, v_, out, lse, direct.bounds, launches.options, (dq, dk_, dv_))
     for heads in launches.gathered:
         heads.backward(call.backend, launches.options, tensors, (dq, dk, dv), own)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Options, accumulation_dtype
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
-from dilated_attention.engine.branches.launch_views import Call, Into, Layout, copied_into, launches_of, masked, masks_of, result_like
+from dilated_attention.engine.branches.launch_views import Call, Into, Layout, copied_into, launches_of, masked, masks_of, results_like
 from dilated_attention.engine.branches.plan import Plan, branch_plans
 
 Tensors = tuple[Tensor, ...]
@@ -65,7 +65,7 @@ def backward_at_once(
     dout, q, k, v, out, lse = tensors
     can = call.backend.capabilities
     if into is not None and can.writes_views and (dlse is None or can.lse_grad):
-        dq, dk, dv = (result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
+        dq, dk, dv = results_like((q, k, v), into)
         call.backend.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
         return dq, dk, dv
     views = dout, q, k, v, out, lse.transpose(1, 2)

@@ -192,7 +192,7 @@ def _sequences(pattern: DilatedPattern, shape: Shape, p: Prepared) -> tuple[Tens
         key_place = keys.bases[0, branch] + segment * keys.places[0, branch] + offsets // rate
         head = torch.arange(len(offsets))[:, None]
         columns = (head, low - first, torch.tensor(rate), place + head * p.part_rows, count)
-        zeros = (pattern.zero_keys(branch, document[1], 0) - seen) * (p.call.zero_keys)
+        zeros = (pattern.zero_keys(branch, document[1], 0) - seen) * p.call.zero_keys
         more = (start + offsets, key_place + head * p.key_part_rows, seen, zeros)
         found.append(torch.broadcast_tensors(*columns, *more))
     together = [torch.cat(columns, 1).flatten() for columns in zip(*found, strict=True)]

@@ -13,7 +13,7 @@ from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.tiles import run as tiles
 from dilated_attention.backends.tiles.backend import float32_precision
 from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
-from dilated_attention.engine.branches.launch_views import Call, Into, result_like
+from dilated_attention.engine.branches.launch_views import Call, Into, results_like
 from dilated_attention.engine.branches.plan import Range, Shape
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.kernels.tiles_layout import layout_of, ranges_of
@@ -72,7 +72,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``saved_branch_outputs`` receives the branches' outputs for ``backward``."""
     k, v = without_padding(k, v, call.padding)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else result_like(q, into[0])
+    (out,) = results_like((q,), into)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in shares:
         _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, saved_branch_outputs)
@@ -92,10 +92,7 @@ def backward(
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, call.padding)
-    if into is None:
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    else:
-        grads = tuple(result_like(x, place) for x, place in zip((q, k, v), into, strict=True))
+    grads = results_like((q, k, v), into)
     for share in shares:
         p = share.prepared
         dout_, q_, k_, v_, out_, dq, dk, dv = _narrow(share, q.shape[2], dout, q, k, v, out, *grads)
