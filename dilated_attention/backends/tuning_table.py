@@ -229,6 +229,16 @@ def shipped(architecture: str) -> TuningTable | None:
     return load(path) if path.is_file() else None
 
 
+def timing_of(backend: str, request: AttentionRequest) -> tuple[TuningTable, Timing] | None:
+    """Returns how fast a backend computes such a request, and the table that says so: this machine's own, else the shipped one."""
+    for table in (measured_here(request.hardware), shipped(request.hardware.architecture)):
+        row = None if table is None else table.row_for(request)
+        timing = None if row is None else next((timing for timing in row.timings if timing.backend == backend), None)
+        if table is not None and timing is not None:
+            return table, timing
+    return None
+
+
 def rank(request: AttentionRequest, by_architecture: tuple[str, ...], registered: tuple[str, ...]) -> Ranking:
     """Ranks each name once: by this machine's table, then the shipped table, the architecture's order and the order of registration."""
     groups: list[tuple[tuple[str, ...], str]] = []

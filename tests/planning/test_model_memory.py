@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.bench.workloads.standard import standard_attention
 from dilated_attention.factory import create_model
 from dilated_attention.models import loss
 from dilated_attention.models.summary import USABLE
 from dilated_attention.planning import find_gpu, plan_attention, plan_model
-from dilated_attention.planning.estimate.memory import memory_of, standard_attention
+from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import make_problem
 from dilated_attention.planning.whole_models import model_memory
 from dilated_attention.planning.whole_models.trace import Tape, fake_tensors

@@ -17,10 +17,10 @@ import torch
 from dilated_attention.bench.accuracy.truth import BOUNDS, Pattern, our_call
 from dilated_attention.bench.measure.skip import Refused
 from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.standard import standard_attention
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
 from dilated_attention.pattern.blocks.kept_blocks import count_pairs
-from dilated_attention.planning.estimate.memory import standard_attention
 
 Attend = Callable[..., torch.Tensor]
 # a materialised score matrix larger than this is not a meaningful contender

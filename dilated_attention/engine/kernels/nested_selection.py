@@ -12,6 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dilated_attention.backends import NESTED_CAPABILITIES, AttentionRequest, reasons_of
@@ -66,24 +67,37 @@ def reasons_against(
     """Returns every reason why the nested kernel cannot run the forward of q, k, v; an empty list if it can."""
     q, k, v = tensors
     num_heads, num_positions = q.shape[2], q.shape[1]
-    reasons = reasons_of(NESTED_CAPABILITIES, request)
-    if num_documents != 1:
-        reasons.append("takes one document per call, not packed ones")
+    reasons = [] if num_documents == 1 else ["takes one document per call, not packed ones"]
     if k.shape[1] != num_positions:
-        return [*reasons, "visits each pair once only where queries and keys are one whole sequence"]
-    if pattern.tail == "zero_keys" and not request.causal:
-        reasons.append("does not support zero keys")
+        more = "visits each pair once only where queries and keys are one whole sequence"
+        return [*reasons_of(NESTED_CAPABILITIES, request), *reasons, more]
+    reasons += _reasons_against_sequence(request, pattern, num_heads, num_positions)
     piece = make_pieces(pattern, num_heads, num_positions)[0]
-    if piece.split is None:
-        return [
-            *reasons,
-            f"no two branches nest on {num_positions} positions: each length and rate must divide the next, offsets must agree, the first "
-            f"rate must be 1, the shortest segment must hold {_TILE} positions of the largest rate, and the sequence only whole segments",
-        ]
-    if "triton" not in request.hardware.packages:
+    if piece.split is None or "triton" not in request.hardware.packages:
         return reasons
     family = chunk_family(pattern, piece.split, (0, num_heads), num_heads, piece.length)
     return reasons + reasons_against_tensors(family, q, k, v, scale)
+
+
+def is_chosen(pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int) -> bool:
+    """Predicts, without its tensors, whether the forward of a sequence's self-attention visits shared pairs once with backend="auto"."""
+    if _reasons_against_sequence(request, pattern, request.num_heads, num_positions):
+        return False
+    q = torch.empty((batch, num_positions, request.num_heads, request.head_dim), device="meta")
+    return is_worth_it(pattern, q, request.causal)
+
+
+def _reasons_against_sequence(request: AttentionRequest, pattern: DilatedPattern, num_heads: int, num_positions: int) -> list[str]:
+    """Returns every reason against the self-attention of one sequence that does not depend on its tensors."""
+    reasons = reasons_of(NESTED_CAPABILITIES, request)
+    if pattern.tail == "zero_keys" and not request.causal:
+        reasons.append("does not support zero keys")
+    if make_pieces(pattern, num_heads, num_positions)[0].split is None:
+        reasons.append(
+            f"no two branches nest on {num_positions} positions: each length and rate must divide the next, offsets must agree, the first "
+            f"rate must be 1, the shortest segment must hold {_TILE} positions of the largest rate, and the sequence only whole segments"
+        )
+    return reasons
 
 
 def reasons_against_tensors(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[str]:

@@ -104,9 +104,7 @@ def whole_shape(request: AttentionRequest, num_positions: int) -> Shape:
     return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
 
 
-def tiles_passes(
-    pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool
-) -> tuple[bool, bool]:
+def tiles_passes(pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool) -> tuple[bool, bool]:
     """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
     length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
     shape = whole_shape(request, num_positions)
@@ -221,10 +219,5 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
 
 def _rate(name: str, request: AttentionRequest) -> float | None:
     """Returns the TFLOP/s measured on this machine, or else the shipped figure, or None."""
-    tables = (tuning_table.measured_here(request.hardware), tuning_table.shipped(request.hardware.architecture))
-    for table in tables:
-        row = table.row_for(request) if table is not None else None
-        found = [timing.tflops for timing in row.timings if timing.backend == name] if row is not None else []
-        if found:
-            return found[0]
-    return None
+    found = tuning_table.timing_of(name, request)
+    return None if found is None else found[1].tflops

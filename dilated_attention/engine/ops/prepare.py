@@ -164,20 +164,24 @@ def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_
     """
     if not (settings.detached and settings.needs_grad):
         return 0
-    pattern = settings.pattern
-    if pattern.num_branches == 1 or pattern.branch_heads == "split":
-        return 0
     if not strategy.is_fused(q.device.type, settings.strategy) or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
-    (B, N, H, D), own_keys = q.shape, q.shape[2] == k.shape[2]
     # the nested kernel has no per-branch outputs; such calls use it only if it was named
-    if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED or not own_keys:
+    if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED:
         return 0
-    if settings.query_offset != 0 or k.shape[1] != N:
+    if settings.query_offset != 0 or k.shape[1] != q.shape[1]:
+        return 0
+    return saved_elements_of_sequence(settings.pattern, q.shape, k.shape[2], q.element_size())
+
+
+def saved_elements_of_sequence(pattern: DilatedPattern, shape: tuple[int, ...], num_kv_heads: int, itemsize: int) -> Any:
+    """The same for a detached call on one whole sequence that is fused, from the shape of q, (B, N, H, D)."""
+    B, N, H, D = shape
+    if pattern.num_branches == 1 or pattern.branch_heads == "split" or num_kv_heads != H:
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
-    return elements if elements * q.element_size() <= strategy.saved_budget() else 0
+    return elements if elements * itemsize <= strategy.saved_budget() else 0
 
 
 def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:

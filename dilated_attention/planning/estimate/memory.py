@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from dilated_attention.backends import AttentionRequest, BackendUnavailable, reasons_of, registry
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
-from dilated_attention.backends.selection import NESTED_CAPABILITIES
 from dilated_attention.engine.branches.strategy import is_fused
-from dilated_attention.engine.kernels.nested_selection import is_worth_it, make_pieces
+from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -71,14 +67,9 @@ def on_tiles(problem: Problem) -> tuple[bool, bool]:
 
 def is_nested(problem: Problem) -> bool:
     """Whether the forward visits pairs shared by nested branches only once, following the choice of ``backend="auto"``."""
-    if (pattern := _fused_branches(problem)) is None or reasons_of(NESTED_CAPABILITIES, problem.request(backward=False, length=0)):
+    if (pattern := _fused_branches(problem)) is None:
         return False
-    if pattern.tail == "zero_keys" and not problem.is_causal:
-        return False
-    if make_pieces(pattern, problem.num_heads, problem.num_positions)[0].split is None:
-        return False
-    queries = torch.empty((problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim), device="meta")
-    return is_worth_it(pattern, queries, problem.is_causal)
+    return nested_selection.is_chosen(pattern, problem.request(backward=False, length=0), problem.batch_size, problem.num_positions)
 
 
 def _fused_branches(problem: Problem) -> DilatedPattern | None:
@@ -241,31 +232,10 @@ def _sdpa_cpu(problem: Problem) -> MemoryEstimate:
     return x.estimate(problem, x.forward(("k, v of each query head", copies)), backward)
 
 
-def standard_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, hidden: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Computes softmax(q·kᵀ/√D)·v as in textbooks, with all N² scores in memory: the baseline of plans and benchmarks.
-
-    q (B, N, H, D), k and v (B, N, Hk, D) → (B, N, H, D). ``hidden`` is an (N, N) mask, true where a query does not see a key, for calls
-    that share one; None builds it here from ``is_causal``.
-    """
-    if is_causal and hidden is None:
-        # allocated before the scores: after them it would take the memory of a freed matrix, and no other matrix would fit there again
-        hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    # reusing the name keeps at most two matrices alive at a time
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return (F.softmax(scores, dim=-1) @ v).transpose(1, 2)
-
-
 def _standard(problem: Problem) -> MemoryEstimate:
-    """``standard_attention``: at most two matrices of all pairs forward and three backward, a fourth in torch's CUDA kernel of softmax.
+    """At most two matrices of all pairs forward and three backward, a fourth in torch's CUDA kernel of softmax.
 
-    With them live the mask, and copies of q, k, v, out and dout as the matrix products read and write them.
+    With them live the mask, and copies of q, k, v, out and dout as the products of ``bench/workloads/standard.py`` read and write them.
     """
     x, B, on_gpu = _Sizes(problem), problem.batch_size, problem.device_type == "cuda"
     matrix = B * problem.num_heads * problem.num_positions**2 * x.e

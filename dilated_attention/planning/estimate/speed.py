@@ -170,13 +170,9 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
     except BackendUnavailable as error:
         raise _NoRate(str(error).splitlines()[0]) from error
     kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
-    here, shipped = tuning_table.measured_here(problem.hardware), tuning_table.shipped(problem.hardware.architecture)
-    for table in (here, shipped):
-        row = None if table is None else table.row_for(request)
-        timing = None if row is None else next((x for x in row.timings if x.backend == backend), None)
-        if table is None or timing is None:
-            continue
-        if table is here:
+    if (measured := tuning_table.timing_of(backend, request)) is not None:
+        table, timing = measured
+        if table is tuning_table.measured_here(problem.hardware):
             return _Rate(backend, timing.tflops * 1e12 * kept, f"measured here on {table.date}")
         measured_on = str(table.environment.get("device", ""))
         scale, where = _scale(problem, measured_on)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.branches.strategy import saved_budget
+from dilated_attention.engine.ops.prepare import saved_elements_of_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
 from dilated_attention.models.loss import CHUNK_BYTES, summed_cross_entropy
@@ -109,14 +109,10 @@ def insides(problem: Problem) -> dict[str, int]:
 
 def _kept_bytes(problem: Problem) -> int:
     """Returns the bytes of branch outputs that a call with detached mixing saves on a GPU (engine/ops/prepare.py)."""
-    pattern, N = problem.pattern, problem.num_positions
-    if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(pattern, DilatedPattern) or pattern.num_branches == 1:
+    if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
         return 0
-    if pattern.branch_heads == "split" or problem.num_kv_heads != problem.num_heads:
-        return 0
-    rows = sum(-(-N // w) * -(-min(N, w) // r) for w, r in pattern.branches)
-    size = problem.batch_size * problem.num_heads * problem.head_dim * rows * problem.itemsize
-    return size if size <= saved_budget() else 0
+    shape = problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim
+    return problem.itemsize * int(saved_elements_of_sequence(problem.pattern, shape, problem.num_kv_heads, problem.itemsize))
 
 
 @functools.lru_cache(maxsize=16)
