@@ -79,6 +79,13 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
     return min(num_positions, keys.num_needed)
 
 
+def cache_bytes(config: LongNetConfig, num_positions: int, itemsize: int) -> int | None:
+    """Returns the bytes of one sequence's cached keys and values in all blocks; None if decoding has no cache."""
+    kept = cache_rows(config, num_positions)
+    row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
+    return None if kept is None else config.num_layers * row * kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """Figures of a model; ``str`` formats them, ``as_dict`` returns them."""
@@ -108,12 +115,7 @@ class Summary:
 
     def cache_bytes(self, num_positions: int, itemsize: int | None = None) -> int | None:
         """Returns the bytes of one sequence's keys and values; None if decoding has no cache. ``itemsize``: None for the activations'."""
-        itemsize = self.activation_bytes if itemsize is None else itemsize
-        config, kept = self.config, cache_rows(self.config, num_positions)
-        if kept is None:
-            return None
-        row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
-        return config.num_layers * row * kept
+        return cache_bytes(self.config, num_positions, self.activation_bytes if itemsize is None else itemsize)
 
     def as_dict(self) -> dict[str, Any]:
         rows = [

@@ -64,8 +64,9 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
 
 
 class Model(NamedTuple):
-    """A ``PRESET`` with fields replaced, as created by ``create_model(PRESET, **overrides)``, and its figures."""
+    """A model as created by ``create_model(preset, **overrides)``, and its figures."""
 
+    preset: str
     overrides: dict[str, Any]
     summary: Summary
 
@@ -146,7 +147,7 @@ class Case:
         if not is_preset:
             layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
         sizes = {"embedding.weight": outside, "blocks": layers * block}
-        return Model(overrides, summarise(PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1))
+        return Model(PRESET, overrides, summarise(PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1))
 
 
 def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from dilated_attention.models.summary import USABLE, cache_rows, footprint, read
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
 from dilated_attention.planning.advice.answer import Recommendation, filled, holds, rule_table, settings_of
-from dilated_attention.planning.advice.case import GROWTH, LONG, PRESET, Case, Model, arguments_of, branches_of, facts_of
+from dilated_attention.planning.advice.case import GROWTH, LONG, Case, Model, arguments_of, branches_of, facts_of
 from dilated_attention.planning.estimate.gpus import machine_of
 from dilated_attention.planning.estimate.problem import MOST
 from dilated_attention.planning.plans import ModelPlan
-from dilated_attention.planning.whole_models.model_memory import model_of, stack_of
+from dilated_attention.planning.whole_models.model_memory import model_of
 from dilated_attention.planning.whole_models.model_plan import plan_model
 from dilated_attention.validation import MAX_HEAD_DIM
 
@@ -129,11 +129,19 @@ def _checked(name: str, value: Any) -> Any:
 
 def _training(case: Case) -> dict[str, Any]:
     model = case.model(case.base)
+    return _trained(case, model) | {"what": "model", "layers": model.config.num_layers}
+
+
+def _torchscale(case: Case) -> dict[str, Any]:
+    """Existing weights: segments, offsets, tail and gradient are those that they were trained with."""
+    return _trained(case, Model(_GIGAPATH, {}, model_of(_GIGAPATH, ()).summary())) | {"what": "slide"}
+
+
+def _trained(case: Case, model: Model) -> dict[str, Any]:
     plan = _spread(case, model)
-    return _of_model(model, case.base) | {
-        "what": "model", "layers": model.config.num_layers, "count": plan.batch_size, "data": case.gpus // plan.world_size,
-        "context": plan.world_size, "memory": plan.peak, "fits": plan.fits, "longest": plan.longest,
-        "checkpointed": plan.checkpoint_activations, "sharded": model.summary.num_parameters > SHARDED,
+    return _of_model(model) | {
+        "count": plan.batch_size, "data": case.gpus // plan.world_size, "context": plan.world_size, "memory": plan.peak, "fits": plan.fits,
+        "longest": plan.longest, "checkpointed": plan.checkpoint_activations, "sharded": model.summary.num_parameters > SHARDED,
     }  # fmt: skip
 
 
@@ -147,7 +155,7 @@ def _spread(case: Case, model: Model) -> ModelPlan:
     """
     gpus = case.gpus
     planned = functools.partial(
-        plan_model, PRESET, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, **model.overrides
+        plan_model, model.preset, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, **model.overrides
     )
     least = min(gpus // math.gcd(case.batch, gpus), case.most_context)
     contexts = [c for c in range(least, case.most_context + 1) if gpus % c == 0]
@@ -205,32 +213,16 @@ def _decoding(case: Case) -> dict[str, Any]:
         hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=config.head_dim, num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
     )  # fmt: skip
-    return _of_model(model, base) | {
+    return _of_model(model) | {
         "what": "decoding", "training": False, "count": requests, "memory": needed, "fits": needed <= usable, "cache": readable(each),
         "fitting": max(0, usable - weights) // each, "rows": cache_rows(config, case.length), "decoder": decoder.chosen,
     }  # fmt: skip
 
 
-def _of_model(model: Model, base: str) -> dict[str, Any]:
+def _of_model(model: Model) -> dict[str, Any]:
     config, number = model.config, model.summary.num_parameters
     return {
-        "base": base, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
-        "arguments": arguments_of(PRESET, model.overrides),
+        "base": config.kind, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "arguments": arguments_of(model.preset, model.overrides),
         "parameters": f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million",
-    }  # fmt: skip
-
-
-def _torchscale(case: Case) -> dict[str, Any]:
-    """Existing weights: segments, offsets, tail and gradient are those that they were trained with."""
-    for checkpointed in (False, True):
-        plan = plan_model(
-            _GIGAPATH, num_positions=case.length, checkpoint_activations=checkpointed, dtype=case.dtype, gpu=case.machine,
-            find_longest=False,
-        )  # fmt: skip
-        if plan.fits:
-            break
-    config = stack_of(model_of(_GIGAPATH, ()))
-    return {
-        "what": "slide", "base": "dilated", "pattern": config.pattern, "heads": config.num_heads, "head_dim": config.head_dim,
-        "arguments": arguments_of(_GIGAPATH, {}), "memory": plan.peak, "fits": plan.fits, "checkpointed": checkpointed,
     }  # fmt: skip

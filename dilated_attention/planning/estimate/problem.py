@@ -35,11 +35,6 @@ def kind_of(computes: str, world_size: int) -> str:
     return computes if world_size == 1 else RINGS[("dense", "dilated", "block_sparse").index(computes)]
 
 
-def checked_sizes(**sizes: Any) -> dict[str, int]:
-    """Checks sizes by their names in ``MOST``."""
-    return {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One call, checked and completed by ``make_problem``.
@@ -115,7 +110,8 @@ def make_problem(
     """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
     machine = machine_of(gpu, memory)
-    checked = checked_sizes(num_positions=num_positions, num_heads=num_heads, batch_size=batch_size, world_size=world_size)
+    sizes = {"num_positions": num_positions, "num_heads": num_heads, "batch_size": batch_size, "world_size": world_size}
+    checked = {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
     checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
     if checked["head_dim"] > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of a smaller dimension")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -72,8 +73,8 @@ def _ranks(problem: Problem) -> tuple[int, ...]:
 
 
 def _memory_of_ranks(problem: Problem) -> int:
-    # CPUs of one machine share its memory, so their ranks assume this much (``cost.device_memory``)
-    return 2**36 if problem.machine.is_cpu else problem.machine.memory
+    # in whole GiB, as in ``cost.device_memory``
+    return cost.device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
 
 
 def _question(problem: Problem) -> cost.ExchangeRequest:
@@ -82,7 +83,7 @@ def _question(problem: Problem) -> cost.ExchangeRequest:
         size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
         num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize,
         is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False,
-        needs_grad=problem.training, memory=_memory_of_ranks(problem) >> 30 << 30,
+        needs_grad=problem.training, memory=_memory_of_ranks(problem),
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def _of_branches(problem: Problem) -> Exchange:
     is_exact = W * N * (1 if is_dense else Hk) <= _MOST_MASKED
     seen = [_seen(ring_problem, reader, is_exact) for reader in range(W)]
     row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
-    most = _most([_bytes(sum(other[rank] for other in seen) * row, sum(seen[rank]) * row) for rank in _ranks(problem)])
+    most = _most_of_keys(seen, row, _ranks(problem))
     if not sharding.stays:
         # striped rows are put in order and back; the number of bytes is the same for every rank
         most = Bytes(*(x + y for x, y in zip(astuple(most), _in_order(problem), strict=True)))
@@ -119,11 +120,6 @@ def _of_branches(problem: Problem) -> Exchange:
         home=pattern if not any(map(any, seen)) else None if crossing is None else crossing.home,
         rows=max(span.end - span.start for span in spans),
     )  # fmt: skip
-
-
-def _bytes(sent: int, received: int) -> Bytes:
-    """Returns the bytes of a forward that exchanges keys; its backward exchanges them again, and gradients the other way round."""
-    return Bytes(sent, received, sent + received, sent + received)
 
 
 def _seen(ring_problem: RingProblem, reader: int, is_exact: bool) -> list[int]:
@@ -182,6 +178,12 @@ def _in_order(problem: Problem) -> tuple[int, int, int, int]:
     return forward, forward, backward, backward
 
 
+def _most_of_keys(seen: list[list[int]], row: int, ranks: Iterable[int]) -> Bytes:
+    """Returns the most bytes of a rank from the units [reader][holder]: a backward exchanges keys again, and gradients the other way."""
+    moved = [(sum(other[rank] for other in seen) * row, sum(seen[rank]) * row) for rank in ranks]
+    return _most([Bytes(sent, received, sent + received, sent + received) for sent, received in moved])
+
+
 def _most(found: list[Bytes]) -> Bytes:
     return max(found, key=lambda x: (x.forward_received, x.backward_received, x.forward_sent))
 
@@ -216,24 +218,20 @@ def _of_listed_blocks(problem: Problem) -> Exchange:
     needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
     load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
     way = block_cost.choose(load, _memory_of_ranks(problem))
-    # rows (reader, holder) of each block, for the heads of each step
-    counts = torch.zeros((W, columns.starts.shape[0]), dtype=torch.int64)
-    for rank, positions in enumerate(columns.positions):
-        counts[rank] = torch.bincount(columns.of_position[positions], minlength=counts.shape[1])
+    # rows (holder, block)
+    counts = torch.stack([columns.of_position[held].bincount(minlength=len(columns.starts)) for held in columns.positions])
     row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
-    matrix = torch.zeros((W, W), dtype=torch.int64)
+    seen = torch.zeros((W, W), dtype=torch.int64)
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_span(ring_problem, needs, rank) for rank in range(W))])
     held, shares, first = [], [], 0
     for heads in way.steps:
-        rows = needs.of_heads((first, first + heads)).long() @ counts.T
+        rows = (needs.of_heads((first, first + heads)).long() @ counts.T).fill_diagonal_(0)
         first += heads
-        matrix += rows * heads
-        brought, sent_rows = rows.sum(1) - rows.diagonal(), rows.sum(0) - rows.diagonal()
-        spanned = lengths * (brought > 0)
+        seen += rows * heads
+        spanned = lengths * (rows.sum(1) > 0)
         held.append(int((spanned * heads).max()) * row)
-        shares.append(int(((2 * spanned + sent_rows) * heads).max()) * row)
-    received, sent = ((matrix.sum(dim) - matrix.diagonal()).tolist() for dim in (1, 0))
+        shares.append(int(((2 * spanned + rows.sum(0)) * heads).max()) * row)
     depth = min(len(way.steps), cost.choose_prefetch_depth(load.held * max(way.steps)))
-    most = _most([_bytes(s * row, r * row) for s, r in zip(sent, received, strict=True)])
+    most = _most_of_keys(seen.tolist(), row, range(W))
     return Exchange(name="blocks", bytes=most, steps=len(way.steps), held=_together(held, shares, depth))

@@ -18,7 +18,7 @@ from dilated_attention.engine.ops.prepare import saved_elements_of_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
 from dilated_attention.models.loss import CHUNK_BYTES, summed_cross_entropy
-from dilated_attention.models.summary import cache_rows
+from dilated_attention.models.summary import cache_bytes
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import Problem
@@ -60,7 +60,8 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     workspace = 0 if problem.machine.is_cpu else (32 if problem.machine.capability >= (9, 0) else 8) * 2**20
     # a workspace for each thread that runs matrix products: the caller's, and autograd's
     terms = [("weights", -(-total // shards)), ("cuBLAS's workspaces", (1 + run.training) * workspace), ("two unsharded blocks", gathered)]
-    cached, at_a_time = _cache_of(run, problem, rows)
+    cached = cache_of(run, problem)
+    at_a_time = rows if cached is None else min(rows, PREFILL)
     inside, kept = insides(problem.of_length(at_a_time) if at_a_time < rows else problem), _kept_bytes(problem)
     moments, num_forward = moments_of(run, at_a_time)
     found: list[tuple[Terms, str]] = []
@@ -84,18 +85,16 @@ def peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
         )
         found.append((parts, "in the backward" if is_backward else "in the forward"))
     highest, moment = max(found, key=lambda one: sum(size for _, size in one[0]))
-    return tuple(term for term in (*terms, ("keys and values of the cache", cached), *highest) if term[1]), moment
+    return tuple(term for term in (*terms, ("keys and values of the cache", cached or 0), *highest) if term[1]), moment
 
 
-def _cache_of(run: Run, problem: Problem, rows: int) -> tuple[int, int]:
-    """Returns (bytes of cached keys and values, positions that a forward computes at a time)."""
+def cache_of(run: Run, problem: Problem) -> int | None:
+    """Returns the bytes of the keys and values that generation caches; None where a run does not generate from a cache."""
     model = model_of(run.preset, run.overrides)
-    config, generates = stack_of(model), isinstance(model, LongNetLM) and not run.training and problem.world_size == 1
-    kept = cache_rows(config, problem.num_positions) if generates else None
-    if kept is None:
-        return 0, rows
-    row = 2 * problem.num_kv_heads * config.head_dim * run.dtype.itemsize
-    return run.batch_size * config.num_layers * row * kept, min(rows, PREFILL)
+    if run.training or problem.world_size > 1 or not isinstance(model, LongNetLM):
+        return None
+    each = cache_bytes(stack_of(model), problem.num_positions, run.dtype.itemsize)
+    return None if each is None else run.batch_size * each
 
 
 def insides(problem: Problem) -> dict[str, int]:

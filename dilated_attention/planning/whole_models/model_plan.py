@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.models.summary import cache_rows, embedding_parameters
+from dilated_attention.models.summary import embedding_parameters
 from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.estimate.gpus import Gpu
 from dilated_attention.planning.estimate.memory import counts_of
 from dilated_attention.planning.estimate.plan import fit_of, pairs_of
-from dilated_attention.planning.estimate.problem import RINGS, Problem, checked_sizes, kind_of, make_problem
+from dilated_attention.planning.estimate.problem import MOST, Problem, kind_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
 from dilated_attention.planning.estimate.speed import passes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
-from dilated_attention.planning.whole_models.model_memory import Run, model_of, moments_of, peak_of_step, stack_of
+from dilated_attention.planning.whole_models.model_memory import Run, cache_of, model_of, moments_of, peak_of_step, stack_of
 from dilated_attention.validation import check_bool
 
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
@@ -72,12 +72,18 @@ def plan_model(
     flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
     for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
         check_bool(name, flag)
-    sizes = checked_sizes(num_positions=num_positions, batch_size=batch_size, world_size=world_size, weight_shards=weight_shards)
+    as_int("weight_shards", weight_shards, minimum=1, maximum=MOST["weight_shards"])
     # overrides are frozen because plans are cached by their arguments
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
     config = stack_of(model)
-    problem = _attention_of(config, sizes, dtype=dtype, training=training, gpu=gpu, memory=memory)
+    # one layer's attention
+    problem = make_problem(
+        kind_of(config.kind, world_size), num_positions=num_positions, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, batch_size=batch_size, dtype=dtype, world_size=world_size, is_causal=config.is_causal, training=training,
+        layout=None if world_size == 1 else "contiguous", pattern=None if config.kind == "dense" else config.pattern, gpu=gpu,
+        memory=memory,
+    )  # fmt: skip
     machine = problem.machine
     half = problem.dtype in (torch.float16, torch.bfloat16)
     casts = (training and half) if autocast is None else autocast
@@ -99,17 +105,17 @@ def plan_model(
     # 2 per matrix parameter and position, and 4·E per pair of a layer and head; the backward twice that
     flops = (6 if training else 2) * (sum(parameters.values()) - looked_up) * batch_size * num_positions
     attended = (12 if training else 4) * config.embed_dim * config.num_layers * pairs_of(problem)[0] / config.num_heads
-    generates = isinstance(model, LongNetLM) and not training
+    cached = cache_of(run, problem)
     seconds: float | None = None
-    if generates and world_size == 1 and cache_rows(config, num_positions) is not None:
+    if cached is not None:
         # the GPU's time alone is far too short where chunks wait for the CPU
         source, why_not = "", "a prompt enters the cache in chunks and mostly waits for the CPU; bench train-infer measures it"
     else:
         seconds, source, why_not = _step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""
-    if generates and weight_shards == 1:
-        read = (sum(parameters.values()) - looked_up) * run.weight_dtype.itemsize
-        per_token, token_source = _decode_seconds(config, problem, read)
+    if cached is not None and weight_shards == 1:
+        weights = (sum(parameters.values()) - looked_up) * run.weight_dtype.itemsize
+        per_token, token_source = _decode_seconds(config.num_layers, problem, cached, weights)
     return ModelPlan(
         preset=preset, num_positions=num_positions, batch_size=batch_size, training=training,
         dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
@@ -146,18 +152,20 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
     return attention + linear + moved, source, ""
 
 
-def _decode_seconds(config: LongNetConfig, problem: Problem, weight_bytes: int) -> tuple[float | None, str]:
+def _decode_seconds(blocks: int, problem: Problem, cached: int, weight_bytes: int) -> tuple[float | None, str]:
     """Returns (seconds of a step that adds one token to each of B sequences of N positions, what it is based on).
 
-    seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known, or
-    several processes share a sequence.
+    seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
+
+    Args:
+        cached: bytes of all cached keys and values, the most that can be read.
     """
-    gpu, kept = problem.machine, cache_rows(config, problem.num_positions)
-    if gpu.bandwidth is None or problem.world_size > 1 or kept is None:
+    bandwidth = problem.machine.bandwidth
+    if bandwidth is None:
         return None, ""
     row = 2 * problem.num_kv_heads * problem.head_dim * problem.itemsize
-    read = problem.batch_size * config.num_layers * row * min(kept, _keys_of_row(problem))
-    seconds = config.num_layers * _DECODE_SECONDS + (weight_bytes + read) / (gpu.bandwidth * _READ_SHARE)
+    read = min(cached, problem.batch_size * blocks * row * _keys_of_row(problem))
+    seconds = blocks * _DECODE_SECONDS + (weight_bytes + read) / (bandwidth * _READ_SHARE)
     return seconds, f"{_DECODE_SECONDS * 1e6:.0f} µs a block, as on an H200; weights and cached keys at {_READ_SHARE:.0%} of the bandwidth"
 
 
@@ -172,16 +180,6 @@ def _keys_of_row(problem: Problem) -> int:
         return -(-counts_of(problem).pairs // (N * Hk))
     rows = min(_ROWS, N)
     return -(-(pattern.pairs(N, H, is_causal=True) - pattern.pairs(N - rows, H, is_causal=True)) // (rows * Hk))
-
-
-def _attention_of(config: LongNetConfig, sizes: dict[str, int], **given: Any) -> Problem:
-    """Returns the attention of one layer as a separate problem."""
-    kind, is_dense = kind_of(config.kind, sizes["world_size"]), config.kind == "dense"
-    return make_problem(
-        kind, num_positions=sizes["num_positions"], num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        batch_size=sizes["batch_size"], world_size=sizes["world_size"], layout="contiguous" if kind in RINGS else None,
-        is_causal=config.is_causal, pattern=None if is_dense else config.pattern, **given,
-    )  # fmt: skip
 
 
 def _frozen(value: Any) -> Any:

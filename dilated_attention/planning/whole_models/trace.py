@@ -1,7 +1,7 @@
 """Measures what is alive while a function runs, without running it: fake tensors under a dispatch mode that counts their storages.
 
-A fake run does not show what this library's custom ops allocate internally. For norms and linear layers, this module computes it from their
-shapes. For attention, the tape only records the position, and its reader adds the figure (``estimate/memory.py``).
+A fake run does not show what this library's custom ops allocate internally. For norms and linear layers, ``functional/workspaces.py`` has
+formulas. For attention, the tape only records the position, and its reader adds the figure (``estimate/memory.py``).
 
 A step is traced at two lengths and with three and four blocks. Its operations are the same at every length, so the bytes of every tensor
 are linear in the length; each further block repeats them once more, so they are linear in the depth.
@@ -9,7 +9,6 @@ are linear in the length; each further block repeats them once more, so they are
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import settings_of
+from dilated_attention.functional.workspaces import LAYER_WORKSPACES
 
-# rows that the CPU's norms and linear layers process at a time (functional/fused_norm_linear_torch.py)
-_CHUNK_ROWS = 1024
 _ATTENTION = {
     "dilated_attention.dilated_attention.default": "forward",
     "dilated_attention.dilated_attention_backward.default": "backward",
@@ -170,46 +167,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
-    if name == "dilated_attention.norm_linear.default":
-        return _norm_linear(args, on_gpu)
-    if name == "dilated_attention.norm_linear_backward.default":
-        return _norm_linear_backward(args, out, on_gpu)
-    if name == "dilated_attention.add_dropped.default" and not on_gpu:
-        # computed in float32 or higher before it is rounded
-        y = args[1]
-        wide = max(4, out.element_size())
-        return y.numel() * wide * ((y.element_size() < wide) + (out.element_size() < wide))
     if name == "aten._softmax_backward_data.default" and on_gpu:
         # torch's CUDA kernel takes grad · output as a separate tensor (aten/native/cuda/SoftMax.cu)
         return args[0].numel() * args[0].element_size()
-    return 0
-
-
-def _norm_linear(args: tuple[Any, ...], on_gpu: bool) -> int:
-    x, _, _, _, weights, _, _, _, _, dtype, _ = args
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    cast = sum(w.numel() for w in weights) * dtype.itemsize if weights[0].dtype is not dtype else 0
-    if on_gpu:
-        # the rows in the dtype of the matrix product
-        return cast + rows * columns * dtype.itemsize
-    wide = accumulation_dtype(x.dtype).itemsize
-    return cast + min(rows, _CHUNK_ROWS) * columns * (2 * wide + dtype.itemsize)
-
-
-def _norm_linear_backward(args: tuple[Any, ...], out: list[torch.Tensor], on_gpu: bool) -> int:
-    dys, x, _, _, _, weights, _, stats, needs, *_, dtype, wide = args
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    size, width = dtype.itemsize, sum(w.shape[0] for w in weights)
-    joined = width * columns * size if len(weights) > 1 or weights[0].dtype is not dtype else 0
-    dy = rows * width * size if len(dys) > 1 or dys[0].dtype is not dtype else 0
-    # gradients of several weights are computed together and then copied into separate tensors
-    apart = width * columns * (size if on_gpu else stats.element_size()) if needs[2] else 0
-    copied = apart if len(weights) > 1 or (weights[0].dtype.itemsize != (size if on_gpu else stats.element_size())) else 0
-    if not on_gpu:
-        chunk = min(rows, _CHUNK_ROWS) * (columns * 5 + width) * stats.element_size()
-        return joined + dy + copied + chunk
-    z = rows * columns * size if needs[2] else 0
-    # dx reuses the memory of dz where the dtypes match
-    dz = rows * columns * size if (wide or x.dtype) is not dtype else 0
-    weight_grads = sum(w.numel() * w.element_size() for w in weights) if needs[2] else 0
-    return joined + dy + max(z + dz + apart - weight_grads, copied)
+    return LAYER_WORKSPACES[name](args, out, on_gpu) if name in LAYER_WORKSPACES else 0
