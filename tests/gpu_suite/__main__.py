@@ -1,6 +1,6 @@
 """Run every test that needs one GPU, or several, to the end, and write what came of each of them under build/.
 
-    python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one after another.
+    python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one by one.
                                            A machine's other GPUs take their share, each test sees one
     python -m tests.gpu_suite --several    2 to 4 GPUs: tests marked ``gpus``; DILATED_GPUS_SHARED=2: two processes share one GPU
 
