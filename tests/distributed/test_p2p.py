@@ -18,7 +18,7 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Traffic, Wire, traffic, wire_of
 from dilated_attention.distributed.comm.session import Session, name, names, session_of
 from dilated_attention.distributed.comm.stall_diagnosis import Wait, culprits, explain
-from dilated_attention.distributed.comm.watchdog import Exchange, Monitor, Queue, raise_in
+from dilated_attention.distributed.comm.watchdog import AHEAD, Exchange, Monitor, Queue, raise_in
 from dilated_attention.distributed.errors import RingError
 from tests.helpers.pool import Pool, PoolError, pool_of
 
@@ -207,6 +207,31 @@ def test_clock_starts_when_the_exchange_can_run() -> None:
     assert found is not None and found[0].number == 2 and found[1] == "is not done 5.5 s after it could run"
     second.done = True
     assert queue.stuck(2000.0, 5.0) is None and not queue.pending
+
+
+def test_the_thread_that_issues_stays_near_the_gpu() -> None:
+    queue, reached = Queue(), [Pretended() for _ in range(AHEAD)]
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 3:
+            # the GPU comes to the first exchange
+            reached[0].done = True
+        if checks == 9:
+            raise RingError("the group has failed")
+
+    for number, ready in enumerate(reached):
+        queue.wait_for_gpu(check)
+        assert not checks
+        queue.append(exchange(number, Pretended(), ready))
+    queue.wait_for_gpu(check)
+    assert checks == 3
+    queue.append(exchange(AHEAD, Pretended(), Pretended()))
+    with pytest.raises(RingError, match="the group has failed"):
+        queue.wait_for_gpu(check)
+    assert len(queue.pending) == AHEAD + 1
 
 
 def test_exchanges_that_torch_calls_completed_because_they_failed() -> None:

@@ -104,6 +104,9 @@ class Wire:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
+        watched = self._on_gpu and not torch.cuda.is_current_stream_capturing()
+        if watched:
+            self.queue.wait_for_gpu(self.session.check)
         tag = self._tag()
         message: Message | None = None
         coming = True
@@ -121,7 +124,7 @@ class Wire:
             peers = _peers(incoming + outgoing) if message is None else (message[0],)
             act = "starting" if message is None else self._act(message, coming)
             raise self.broken(what, self._number, act, peers, 0.0, error) from error
-        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
+        if watched:
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
@@ -201,7 +204,7 @@ class Wire:
         ready = torch.cuda.Event()
         ready.record(_current_stream(self._device))
         peers = _peers(incoming + outgoing)
-        self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
+        self.queue.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
     def finish(self, works: list[Any], messages: list[Message], received: int, what: str, number: int) -> None:
         """Blocks until the messages of an exchange on the CPU are done; the first ``received`` of them are the incoming ones."""

@@ -11,6 +11,9 @@ communicator reports an error, as between machines when a peer's connection clos
 
 So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
 
+A thread that went on issuing work behind an exchange that never ends would fill the driver's queue, and then wait inside the driver with
+Python's lock held, so that nothing of this could run. Therefore it stays at most AHEAD exchanges ahead of the GPU (``Queue.wait_for_gpu``).
+
 The same thread compares the calls that ranks make (compare_calls.py). If they differ, everything that waits for a message on the group
 is ended in the same way, also on a CPU.
 """
@@ -36,6 +39,10 @@ from dilated_attention.fork import ForkSafeLock, in_child
 POLL = 0.5
 COLLECT = 2.0
 GRACE = 10.0
+# exchanges whose work may be queued on the GPU: a few hundred launches in a model, where the driver takes a thousand, and enough to keep
+# the GPU busy
+AHEAD = 8
+NAP = 50e-6
 # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
 _RELAXED = 2
 
@@ -76,6 +83,20 @@ class Queue:
         self.pending: deque[Exchange] = deque()
         self._head: Exchange | None = None
         self._since: float | None = None
+        # events of the last exchanges: each completes once the GPU has reached its exchange
+        self._last: deque[Any] = deque(maxlen=AHEAD)
+
+    def append(self, exchange: Exchange) -> None:
+        self.pending.append(exchange)
+        self._last.append(exchange.ready)
+
+    def wait_for_gpu(self, check: Callable[[], None]) -> None:
+        """Waits until the GPU has reached all but the last ``AHEAD - 1`` exchanges. ``check`` raises once the group has failed."""
+        if len(self._last) == AHEAD:
+            oldest = self._last[0]
+            while not oldest.query():
+                check()
+                time.sleep(NAP)
 
     def stuck(self, now: float, timeout: float) -> tuple[Exchange, str] | None:
         """Returns the exchange that failed, or has been able to run for longer than the timeout, and what became of it; None if none has.
