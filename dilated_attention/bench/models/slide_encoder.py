@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.peak import counted, within
-from dilated_attention.bench.measure.skip import Attempt
+from dilated_attention.bench.measure.skip import Attempt, Refused
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
 from dilated_attention.bench.report.rows import Row
+from dilated_attention.distributed import shard_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.integrations.torchscale import from_torchscale
+from dilated_attention.models.sharded import average_gradients
 
 _AUTOCAST, _HALF = {"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -138,3 +141,43 @@ def _timed(
     values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"]
     # a graph's memory is its own, and not counted
     return values if is_graph else values | {"peak_bytes": peak.bytes}
+
+
+def sharded_step(is_shared: bool, tiles: int, device: torch.device, bound: float) -> Callable[[], None]:
+    """Returns a training step on one slide over all processes, or on one: without dropout, under bf16 autocast on a GPU.
+
+    The gradients' mean over the processes is part of it. The slide's vector of shared tiles is compared with one process's first.
+
+    Raises:
+        Refused: that vector is off by more than ``bound``.
+    """
+    is_shared = is_shared and dist.is_initialized()
+    options: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device}
+    # one layer for a try
+    options |= {"num_layers": 1} if device.type == "cpu" else {}
+    x: Sequence[torch.Tensor] = slide(tiles, device)
+
+    def made(**group: Any) -> Any:
+        torch.manual_seed(0)
+        return create_model("gigapath-12l768d", **options, **group).train()
+
+    def vector(model: Any, *x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return model(*x).float()  # type: ignore[no-any-return]
+
+    model = made(group=dist.group.WORLD) if is_shared else made()
+    if is_shared:
+        shards = shard_sequence(None, x, [1, 1])
+        with torch.no_grad():
+            error = correctness.relative(vector(model, *shards), vector(made(), *x).double())
+        if note := correctness.wrong({"vector": error}, bound):
+            raise Refused(note)
+        x = shards
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        vector(model, *x).sum().backward()
+        if is_shared:
+            average_gradients(model)
+
+    return step

@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dilated_attention.bench.accuracy.truth import BOUNDS
 from dilated_attention.bench.measure.rank_sync import RankSync
 from dilated_attention.bench.measure.sharded import Entry, measure
+from dilated_attention.bench.models.slide_encoder import sharded_step
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
-from dilated_attention.bench.workloads.contenders import Contender, of_backend
+from dilated_attention.bench.workloads.contenders import Contender, Costs, of_backend
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import CASES, SHRINK, UNIT, Case, ring
-from dilated_attention.bench.workloads.sharded_contenders import competitors, sharded_step
+from dilated_attention.bench.workloads.sharded_contenders import competitors
 from dilated_attention.parsing import size
 
 _WHERE = {"W": ("W", 1.0), "positions": ("N", 1.0), "pass": ("pass", 1.0)}
@@ -150,13 +152,17 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
             found += [("foreign", kernel, other) for kernel, other in others]
         if case.name == "slide":
             kinds = {"one process": False, "ring": True}
-            steps = {kind: functools.partial(sharded_step, shared) for kind, shared in kinds.items()}
+            steps = {kind: functools.partial(_slide_step, shared) for kind, shared in kinds.items()}
             found = [(kind, "auto", Contender(name=kind, what="", make=step)) for kind, step in steps.items()]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):
                 about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}
                 length, about = N // W if kind == "kernel" else N, problem.case | about
                 yield Entry(contender=contender, at=at, num_positions=length, case=about, passes=case.passes, fits=case.fits)
+
+
+def _slide_step(is_shared: bool, problem: Problem) -> Costs:
+    return Costs({"both": sharded_step(is_shared, problem.num_positions, problem.device, BOUNDS[problem.dtype])})
 
 
 def _compared(results: Results) -> list[Row]:
