@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from dilated_attention.bench.measure.limits import attempt, release
 from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
-from dilated_attention.bench.measure.skip import Attempt, attempt, release
 from dilated_attention.bench.report.rows import UNDER_WAY, Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.files import write_text
@@ -149,12 +149,12 @@ def run(
             results.add(group.label, [replace(failed, note=UNDER_WAY)])
         try:
             # a note where not even the inputs fit
-            found = attempt(group.rows)
+            found, note = attempt(group.rows)
         except Broken as broken:
             # recorded in the file, so that the next run continues after it
-            outcome.broken = str(broken)
-            found = Attempt(None, outcome.broken)
-        results.add(group.label, [replace(failed, note=found.note)] if found.value is None else found.value)
+            found, note = None, str(broken)
+            outcome.broken = note
+        results.add(group.label, [replace(failed, note=note)] if found is None else found)
         outcome.measured += 1
         release()
     outcome.together = results.stored()

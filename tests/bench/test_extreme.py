@@ -10,7 +10,7 @@ import torch
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.accuracy.correctness import sampled_errors
-from dilated_attention.bench.measure.peak import counted
+from dilated_attention.bench.measure.limits import counted
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
 from dilated_attention.bench.workloads import contenders

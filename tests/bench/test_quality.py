@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.measure.limits import Refused
 from dilated_attention.bench.models import equal_pairs, pretrained
 from dilated_attention.bench.models.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.bench.suites import quality

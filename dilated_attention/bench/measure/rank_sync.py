@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dilated_attention.bench.measure.skip import Refused, attempt, synchronise
+from dilated_attention.bench.measure.limits import Refused, attempt, synchronise
 from dilated_attention.bench.measure.timing import one_call, summary
 
 T = TypeVar("T")
@@ -80,8 +80,7 @@ class RankSync:
         cause: Exception | None = None
         if self.rank < (ranks or self.size):
             try:
-                found = attempt(lambda: self._done(function), foreign=foreign)
-                mine = (found.value, found.note, "")
+                mine = (*attempt(self._done, function, foreign=foreign), "")
             except Exception as error:
                 if self.size == 1:
                     raise

@@ -15,8 +15,8 @@ import torch
 
 from dilated_attention.bench.accuracy.correctness import check, forget, sampled_errors, wrong
 from dilated_attention.bench.measure.contest import FLOPS, call_of
+from dilated_attention.bench.measure.limits import Refused, release
 from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.skip import Refused, release
 from dilated_attention.bench.measure.timing import captured, peak_extra
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.bench.workloads.contenders import Contender, Costs, dense_pattern

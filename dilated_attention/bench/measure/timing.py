@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.peak import counted
-from dilated_attention.bench.measure.skip import synchronise
+from dilated_attention.bench.measure.limits import counted, synchronise
 
 # how one call is seen in addition to its median
 WAYS = ("called", "host", "kernels", "graph")

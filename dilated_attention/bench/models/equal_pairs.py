@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.measure.limits import Refused
 from dilated_attention.pattern import (
     BigBird,
     DilatedBlocks,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.skip import attempt, release
+from dilated_attention.bench.measure.limits import attempt, release
 from dilated_attention.bench.measure.timing import in_turns, one_call, summary
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
@@ -178,22 +178,21 @@ def generate(
     case = {"task": "step" if is_random else "prefill", "model": shape.name, "N": context, "B": batch}
     rows, able = dict[str, Row](), dict[str, Writer]()
     for kind in kinds:
-        checked = attempt(functools.partial(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype))
-        note = checked.note or correctness.wrong(checked.value or {}, LAYERS * correctness.BOUNDS[dtype])
+        errors, note = attempt(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype)
+        note = note or correctness.wrong(errors or {}, LAYERS * correctness.BOUNDS[dtype])
         about = {"dtype": str(dtype).removeprefix("torch."), "attention": shape.legend(kind)}
-        rows[kind] = Row(name=kind, case=case | about, errors=checked.value or {}, note=note)
+        rows[kind] = Row(name=kind, case=case | about, errors=errors or {}, note=note)
     release()
     random = torch.Generator().manual_seed(4)
     prompt = None if is_random else torch.randint(shape.config.vocab_size or 1, (batch, context), generator=random).to(device)
     right = [kind for kind in kinds if not rows[kind].note]
-    models = attempt(functools.partial(family, shape, right, device, dtype))
+    models, why = attempt(family, shape, right, device, dtype)
     for kind in right:
-        note = models.note
-        if models.value is not None:
-            made = attempt(functools.partial(Writer, context, new_tokens, prompt, batch, models.value[kind]))
-            note = made.note + (", with what the other kinds hold" if able and made.note == "out of memory" else "")
-            if made.value is not None:
-                able[kind] = made.value
+        writer, note = (None, why) if models is None else attempt(Writer, context, new_tokens, prompt, batch, models[kind])
+        if writer is not None:
+            able[kind] = writer
+        elif able and note == "out of memory":
+            note += ", with what the other kinds hold"
         rows[kind] = replace(rows[kind], note=note)
     reading = {} if is_random else in_turns({kind: writer.read for kind, writer in able.items()}, device, seconds=seconds)
     samples = [{kind: one_call(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]

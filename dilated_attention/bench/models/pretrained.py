@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from dilated_attention.bench.measure.skip import synchronise
+from dilated_attention.bench.measure.limits import synchronise
 from dilated_attention.integrations.huggingface import register
 from dilated_attention.pattern import DilatedPattern, Pattern
 

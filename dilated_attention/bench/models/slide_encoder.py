@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.peak import counted, within
-from dilated_attention.bench.measure.skip import Attempt, Refused
+from dilated_attention.bench.measure.limits import Refused, counted, within
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
 from dilated_attention.bench.report.rows import Row
@@ -70,15 +69,15 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
         for kernel in KERNELS[device.type]:
             name = f"original, {kernel} in place of flash-attn"
             runs[name] = functools.partial(_original, gigapath, grid, kernel, tiles, device, seconds)
-        compared = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
-        errors = compared.value or {}
-        note = compared.note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
+        found, note = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
+        errors = found or {}
+        note = note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
     for label, settings in VARIANTS[device.type].items():
         runs[f"ours, {label}"] = functools.partial(_ours, tiles, device, seconds, **changes | settings)
     for name, run in runs.items():
         # a speed-up on another result would be none
-        found = Attempt(None, note) if note else within(run, device)
-        yield Row(name=name, case=case, values=found.value or {}, errors=errors if name.startswith("original") else {}, note=found.note)
+        values, why = (None, note) if note else within(run, device)
+        yield Row(name=name, case=case, values=values or {}, errors=errors if name.startswith("original") else {}, note=why)
 
 
 def _ours(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors, wrong
-from dilated_attention.bench.measure.peak import called, planned, within
+from dilated_attention.bench.measure.limits import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
@@ -131,9 +131,9 @@ def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, 
         row = Row(name=kind, case={"pass": which, **at.case})
         if not lengths and rows and rows[-1].values["ms"] / 1000 * 2**power > limits.seconds:
             return [*rows, replace(row, note=TIME)]
-        found = within(functools.partial(_one, contender, at, backward, limits.memory), at.device, memory=limits.memory)
-        values, errors = found.value or ({}, {})
-        note = found.note or wrong(errors, BOUNDS[at.dtype])
+        found, note = within(functools.partial(_one, contender, at, backward, limits.memory), at.device, memory=limits.memory)
+        values, errors = found or ({}, {})
+        note = note or wrong(errors, BOUNDS[at.dtype])
         if not note:
             memory = limits.memory or torch.cuda.get_device_properties(at.device).total_memory
             pattern = None if kind == "dense" else contender.pattern(at)

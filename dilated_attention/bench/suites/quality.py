@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.skip import Refused, release
+from dilated_attention.bench.measure.limits import Refused, release
 from dilated_attention.bench.models import equal_pairs, pretrained
 from dilated_attention.bench.models.equal_pairs import METHODS, Case, Family
 from dilated_attention.bench.report.rows import Results, Row

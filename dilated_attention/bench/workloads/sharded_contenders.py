@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dilated_attention.backends import AttentionRequest, detect, registry
-from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.measure.limits import Refused
 from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.workloads.contenders import Contender, external
 from dilated_attention.bench.workloads.problem import Problem
