@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.bench.measure.limits import attempt, release
-from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
+from dilated_attention.bench.measure.sharded import Broken, of_first_process
 from dilated_attention.bench.report.rows import UNDER_WAY, Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.files import write_text
@@ -53,9 +53,6 @@ class Group:
     label: str
     run: Callable[[], Iterable[Row]]
 
-    def rows(self) -> list[Row]:
-        return list(self.run())
-
 
 class Suite(ABC):
     """A kind of benchmark. An instance may run several times; it stores no results."""
@@ -80,7 +77,7 @@ class Suite(ABC):
     @abstractmethod
     def tables(self, results: Results) -> list[Table]: ...
 
-    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+    def verdict(self, results: Results) -> tuple[bool, list[Table]]:
         """Returns whether the figures themselves are a failure, so that the exit code is 1, and tables on why."""
         return False, []
 
@@ -149,7 +146,7 @@ def run(
             results.add(group.label, [replace(failed, note=UNDER_WAY)])
         try:
             # a note where not even the inputs fit
-            found, note = attempt(group.rows)
+            found, note = attempt(lambda group: list(group.run()), group)
         except Broken as broken:
             # recorded in the file, so that the next run continues after it
             found, note = None, str(broken)
@@ -171,8 +168,7 @@ def _agreed(mine: bool, session: Session) -> bool:
 def write(suite: Suite, results: Results, output: Path) -> list[Path]:
     """Writes ``<suite>.md``, and ``<suite>.json`` if no group has; returns their paths."""
     results.path = path = output / f"{suite.name}.json"
-    stored = results.stored()
-    if stored is results:
+    if (stored := results.stored()) is results:
         results.save()
     results = stored
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]

@@ -121,7 +121,7 @@ def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) 
 def test_a_wrong_kind_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "our_call", lambda problem, pattern, q, k, v, **options: (v, v[..., 0].transpose(1, 2)))
     problem = Problem(num_positions=512, num_heads=2, head_dim=16)
-    (row,) = extreme.search("dilated", "forward", problem, 128, extreme.Limits(None, 1.0, 4096), [512])
+    (row,) = extreme.search("dilated", "forward", problem, 128, None, 1.0, [512])
     assert row.note.startswith("wrong: out off by") and not row.values and row.errors["out"] > 0.5
 
 

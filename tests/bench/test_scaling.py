@@ -14,8 +14,7 @@ import torch
 import dilated_attention as da
 from dilated_attention.bench import Results, Row
 from dilated_attention.bench.measure.limits import Refused
-from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.sharded import row_errors
+from dilated_attention.bench.measure.sharded import RankSync, row_errors
 from dilated_attention.bench.models import torchscale
 from dilated_attention.bench.report.rows import UNDER_WAY
 from dilated_attention.bench.suites import SUITES, scaling

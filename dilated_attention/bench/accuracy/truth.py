@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dilated_attention as da
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.attention_rows import zero_keys
-from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 Pattern = DilatedPattern | BlockPattern
@@ -36,15 +36,15 @@ _TILE, _STRETCH = 2**24, 2**17
 Given = list[tuple[Tensor, Tensor]]
 
 
-def our_call(problem: Problem, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Calls this library's function of ``pattern``, with the problem's mask and options."""
+def our_call(problem: Problem, pattern: Pattern, *qkv: Tensor, over: str = "", **options: Any) -> Any:
+    """Calls this library's function of ``pattern``, with the problem's mask and options; ``over="ring_"``: on a process's part."""
     options = problem.arguments | options
     if isinstance(pattern, BlockPattern):
-        return block_sparse_attention(q, k, v, pattern, **options)
+        return getattr(da, f"{over}block_sparse_attention")(*qkv, pattern, **options)
     if pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= problem.num_positions and options.get("mixture_grad") is None:
-        return attention(q, k, v, **options)
+        return getattr(da, f"{over}attention")(*qkv, **options)
     options = {"head_offsets": pattern.head_offsets, "tail": pattern.tail} | options
-    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
+    return getattr(da, f"{over}dilated_attention")(*qkv, pattern.segment_lengths, pattern.dilation_rates, **options)
 
 
 class Truth:

@@ -201,20 +201,9 @@ def planned(
     kind: str, problem: Problem, pattern: DilatedPattern | BlockPattern | None, *, backward: bool, memory: int | None = None
 ) -> dict[str, float]:
     """Returns what the plan of the same call expects: its ``predicted_bytes``; with ``memory`` also the ``planned_longest`` that fits."""
-    plan = plan_attention(
-        kind,
-        num_positions=problem.num_positions,
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        batch_size=problem.batch_size,
-        dtype=problem.dtype,
-        is_causal=problem.is_causal,
-        training=backward,
-        pattern=pattern,
-        gpu=None if problem.device.type == "cuda" else "cpu",
-        memory=memory,
-        find_longest=memory is not None,
-    )
+    names = ("num_positions", "num_heads", "num_kv_heads", "head_dim", "batch_size", "dtype", "is_causal")
+    options: dict[str, Any] = {name: getattr(problem, name) for name in names}
+    options |= {"training": backward, "pattern": pattern, "gpu": None if problem.device.type == "cuda" else "cpu"}
+    plan = plan_attention(kind, memory=memory, find_longest=memory is not None, **options)
     longest = {} if memory is None else {"planned_longest": plan.longest}
     return {"predicted_bytes": plan.memory.peak if backward else plan.memory.forward_peak, **longest}

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention.bench.accuracy import correctness
 from dilated_attention.bench.measure.limits import attempt, release
-from dilated_attention.bench.measure.timing import in_turns, one_call, summary
+from dilated_attention.bench.measure.timing import in_turns, loop, summary
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.fork import cached_property
@@ -195,12 +195,12 @@ def generate(
             note += ", with what the other kinds hold"
         rows[kind] = replace(rows[kind], note=note)
     reading = {} if is_random else in_turns({kind: writer.read for kind, writer in able.items()}, device, seconds=seconds)
-    samples = [{kind: one_call(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]
+    samples = [{kind: loop(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]
     found = [row for kind, row in rows.items() if kind not in able]
     for kind, writer in able.items():
         steps = new_tokens * len(writer.places)
         timings = {} if is_random else {"prefill": (reading[kind], batch * context)}
-        timings["step" if is_random else "decode"] = summary([1000 * took[kind] / steps for took in samples]), batch
+        timings["step" if is_random else "decode"] = summary([took[kind] / steps for took in samples]), batch
         for task, (timing, tokens) in timings.items():
             values = timing | {"tokens_per_s": 1000 * tokens / timing["ms"], "cache_bytes": writer.cache.nbytes}
             found.append(replace(rows[kind], case=rows[kind].case | {"task": task}, values=values))

@@ -113,8 +113,7 @@ def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> 
     with imported(gigapath, gigapath / "gigapath"), torch.no_grad():
         module = _loaded(grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            return {"output": correctness.relative(module(*x)[0].float(), exact)}
+        return {"output": correctness.relative(_vector(dtype, lambda *x: module(*x)[0], *x), exact)}
 
 
 def _timed(
@@ -122,14 +121,7 @@ def _timed(
 ) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     with counted(device) as peak:
-        module, model, x = build()
-
-        def step() -> None:
-            module.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                loss = model(*x).float().sum()
-            loss.backward()
-
+        step = functools.partial(_step, autocast, *build())
         step()
         if on_gpu:
             # kernels are chosen and compiled, which does not count
@@ -140,6 +132,16 @@ def _timed(
     values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"]
     # a graph's memory is its own, and not counted
     return values if is_graph else values | {"peak_bytes": peak.bytes}
+
+
+def _step(autocast: torch.dtype | None, module: nn.Module, model: Callable[..., torch.Tensor], x: Sequence[torch.Tensor]) -> None:
+    module.zero_grad(set_to_none=True)
+    _vector(autocast, model, *x).sum().backward()
+
+
+def _vector(autocast: torch.dtype | None, model: Callable[..., torch.Tensor], *x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x[0].device.type, autocast, enabled=autocast is not None):
+        return model(*x).float()
 
 
 def sharded_step(is_shared: bool, tiles: int, device: torch.device, bound: float) -> Callable[[], None]:
@@ -160,22 +162,17 @@ def sharded_step(is_shared: bool, tiles: int, device: torch.device, bound: float
         torch.manual_seed(0)
         return create_model("gigapath-12l768d", **options, **group).train()
 
-    def vector(model: Any, *x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return model(*x).float()  # type: ignore[no-any-return]
-
-    model = made(group=dist.group.WORLD) if is_shared else made()
+    autocast, model = torch.bfloat16 if device.type == "cuda" else None, made(group=dist.group.WORLD) if is_shared else made()
     if is_shared:
         shards = shard_sequence(None, x, [1, 1])
         with torch.no_grad():
-            error = correctness.relative(vector(model, *shards), vector(made(), *x).double())
+            error = correctness.relative(_vector(autocast, model, *shards), _vector(autocast, made(), *x).double())
         if note := correctness.wrong({"vector": error}, bound):
             raise Refused(note)
         x = shards
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
-        vector(model, *x).sum().backward()
+        _step(autocast, model, model, x)
         if is_shared:
             average_gradients(model)
 

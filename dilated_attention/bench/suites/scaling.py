@@ -20,8 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from dilated_attention.bench.accuracy.truth import BOUNDS
-from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.sharded import Entry, measure
+from dilated_attention.bench.measure.sharded import Entry, RankSync, measure
 from dilated_attention.bench.models.slide_encoder import sharded_step
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing

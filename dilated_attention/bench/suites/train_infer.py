@@ -89,7 +89,7 @@ class TrainInfer(Suite):
         title = "greatest difference from TorchScale's models over the greatest value, float32 on a CPU"
         return [*found, *listing(having(results, task="parity"), columns, title=title), *failures(results)]
 
-    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+    def verdict(self, results: Results) -> tuple[bool, list[Table]]:
         return any(row.note.startswith("wrong") for row in having(results, task="parity")), []
 
 
