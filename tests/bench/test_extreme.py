@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.accuracy.correctness import sampled_errors
+from dilated_attention.bench.accuracy import sampled_errors
 from dilated_attention.bench.measure.limits import counted
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
@@ -67,7 +67,7 @@ def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> N
     leaves = problem.qkv()
     results = [x.detach() for x in attention(*leaves, return_lse=True)]
     whole = sampled_errors(dense_pattern(problem), problem, leaves, results)
-    monkeypatch.setattr("dilated_attention.bench.accuracy.truth._STRETCH", 7)
+    monkeypatch.setattr("dilated_attention.bench.accuracy._STRETCH", 7)
     assert sampled_errors(dense_pattern(problem), problem, leaves, results) == pytest.approx(whole, rel=1e-6)
 
 

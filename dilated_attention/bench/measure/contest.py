@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.accuracy.correctness import check, forget
+from dilated_attention.bench import accuracy
+from dilated_attention.bench.accuracy import check, forget
 from dilated_attention.bench.measure.limits import Refused, attempt, release
 from dilated_attention.bench.measure.timing import Timing, call_figures, interleaved, peak_extra
 from dilated_attention.bench.report.rows import Row
@@ -88,7 +88,7 @@ def measure(
     for contender in contenders:
         one, note = attempt(_checked, contender, problem, passes, longest, foreign=True)
         errors = one.errors if one else {}
-        note = note or correctness.wrong(errors, contender.allowed(problem))
+        note = note or accuracy.wrong(errors, contender.allowed(problem))
         if one is not None and passes and not note:
             able.append(one)
         else:

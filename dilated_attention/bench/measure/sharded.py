@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dilated_attention.bench.accuracy.correctness import check, forget, sampled_errors, wrong
+from dilated_attention.bench.accuracy import check, forget, sampled_errors, wrong
 from dilated_attention.bench.measure.contest import FLOPS, call_of
 from dilated_attention.bench.measure.limits import Refused, attempt, release, synchronise
 from dilated_attention.bench.measure.timing import captured, loop, peak_extra, summary

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench import accuracy
 from dilated_attention.bench.measure.limits import attempt, release
 from dilated_attention.bench.measure.timing import in_turns, loop, summary
 from dilated_attention.bench.report.rows import Row
@@ -117,8 +117,8 @@ def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.devi
         step = Stepper(model, cache)
         decoded += [step(here[:, i : i + 1]).clone() for i in range(length - new, length)]
     return {
-        "logits": correctness.relative(logits, true),
-        "decoded": correctness.relative(torch.stack(decoded, 1).cpu(), true[:, length - new - 1 :]),
+        "logits": accuracy.relative(logits, true),
+        "decoded": accuracy.relative(torch.stack(decoded, 1).cpu(), true[:, length - new - 1 :]),
     }
 
 
@@ -179,7 +179,7 @@ def generate(
     rows, able = dict[str, Row](), dict[str, Writer]()
     for kind in kinds:
         errors, note = attempt(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype)
-        note = note or correctness.wrong(errors or {}, LAYERS * correctness.BOUNDS[dtype])
+        note = note or accuracy.wrong(errors or {}, LAYERS * accuracy.BOUNDS[dtype])
         about = {"dtype": str(dtype).removeprefix("torch."), "attention": shape.legend(kind)}
         rows[kind] = Row(name=kind, case=case | about, errors=errors or {}, note=note)
     release()

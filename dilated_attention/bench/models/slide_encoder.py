@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dilated_attention.bench.accuracy import correctness
+from dilated_attention.bench import accuracy
 from dilated_attention.bench.measure.limits import Refused, counted, within
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
@@ -71,7 +71,7 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
             runs[name] = functools.partial(_original, gigapath, grid, kernel, tiles, device, seconds)
         found, note = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
         errors = found or {}
-        note = note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
+        note = note or accuracy.wrong(errors, accuracy.BOUNDS[_THEIRS.get(device.type, torch.float32)])
     for label, settings in VARIANTS[device.type].items():
         runs[f"ours, {label}"] = functools.partial(_ours, tiles, device, seconds, **changes | settings)
     for name, run in runs.items():
@@ -113,7 +113,7 @@ def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> 
     with imported(gigapath, gigapath / "gigapath"), torch.no_grad():
         module = _loaded(grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
-        return {"output": correctness.relative(_vector(dtype, lambda *x: module(*x)[0], *x), exact)}
+        return {"output": accuracy.relative(_vector(dtype, lambda *x: module(*x)[0], *x), exact)}
 
 
 def _timed(
@@ -166,8 +166,8 @@ def sharded_step(is_shared: bool, tiles: int, device: torch.device, bound: float
     if is_shared:
         shards = shard_sequence(None, x, [1, 1])
         with torch.no_grad():
-            error = correctness.relative(_vector(autocast, model, *shards), _vector(autocast, made(), *x).double())
-        if note := correctness.wrong({"vector": error}, bound):
+            error = accuracy.relative(_vector(autocast, model, *shards), _vector(autocast, made(), *x).double())
+        if note := accuracy.wrong({"vector": error}, bound):
             raise Refused(note)
         x = shards
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors, wrong
+from dilated_attention.bench.accuracy import sampled_errors, wrong
 from dilated_attention.bench.measure.limits import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
-from dilated_attention.bench.workloads.problem import Problem, geometric
+from dilated_attention.bench.workloads.problem import BOUNDS, Problem, geometric
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import LocalWindow
 

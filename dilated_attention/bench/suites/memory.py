@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.accuracy.correctness import WHOLE
+from dilated_attention.bench.accuracy import WHOLE
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.limits import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row

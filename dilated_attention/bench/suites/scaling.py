@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.accuracy.truth import BOUNDS
 from dilated_attention.bench.measure.sharded import Entry, RankSync, measure
 from dilated_attention.bench.models.slide_encoder import sharded_step
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, Costs, of_backend
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.problem import BOUNDS, Problem
 from dilated_attention.bench.workloads.rings import CASES, SHRINK, UNIT, Case, ring
 from dilated_attention.bench.workloads.sharded_contenders import competitors
 from dilated_attention.parsing import size

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.truth import BOUNDS, Pattern, our_call
 from dilated_attention.bench.measure.limits import Refused
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.problem import BOUNDS, Pattern, Problem, our_call
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
 from dilated_attention.pattern.blocks.kept_blocks import count_pairs

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 import dilated_attention as da
-from dilated_attention.bench.accuracy.truth import our_call
 from dilated_attention.bench.workloads.cases import FAMILIES
 from dilated_attention.bench.workloads.contenders import Attend, Contender, dense_pattern, dilated_pattern
-from dilated_attention.bench.workloads.problem import Branches, Problem
+from dilated_attention.bench.workloads.problem import Branches, Problem, our_call
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_length
