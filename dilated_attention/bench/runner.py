@@ -103,7 +103,7 @@ def run(
     suite: Suite,
     session: Session,
     *,
-    output: Path | None,
+    output: Path,
     minutes: float | None = None,
     fresh: bool = False,
     started: Callable[[int, int, str], None] = lambda done, total, label: None,
@@ -111,7 +111,7 @@ def run(
     """Measures what ``output`` does not contain yet.
 
     Args:
-        output: folder for ``<suite>.json`` and ``<suite>.md``; None writes nothing.
+        output: folder for ``<suite>.json`` and ``<suite>.md``.
         minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
         started: called with (groups done, total groups, label) before each group.
@@ -124,7 +124,7 @@ def run(
     # what torchrun starts again goes on
     fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     # other processes write nothing, and read what the first one has
-    path = None if output is None or (fresh and session.rank) else output / f"{suite.name}.json"
+    path = None if fresh and session.rank else output / f"{suite.name}.json"
     results = Results.open(path, suite.name, machine(session.device), suite.settings(session), fresh=fresh)
     if session.rank:
         results.path = None
@@ -155,7 +155,7 @@ def run(
         outcome.measured += 1
         release()
     outcome.together = results.stored()
-    if output is not None and not session.rank:
+    if not session.rank:
         outcome.written = write(suite, results, output)
     return outcome
 

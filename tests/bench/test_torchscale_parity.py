@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dilated_attention.bench import Results, Row, Session
+from dilated_attention.bench import Results, Row
 from dilated_attention.bench.models import torchscale
 from dilated_attention.bench.suites.train_infer import TrainInfer
 from dilated_attention.cli import main
@@ -83,7 +82,6 @@ def test_samples_that_are_dropped_are_dropped_whole() -> None:
 
 def test_a_difference_is_the_exit_code() -> None:
     rows = [Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-3}, note="wrong: output differs by 1.0e-03")]
-    session = Session(device=torch.device("cpu"), full=False, dtypes=(torch.float32,), seconds=0.1, options=argparse.Namespace())
-    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows}), session) == (True, [])
+    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows})) == (True, [])
     rows = [Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-7})]
-    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows}), session) == (False, [])
+    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows})) == (False, [])

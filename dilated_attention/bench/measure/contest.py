@@ -167,10 +167,6 @@ def _first(make: Callable[[], Call], device: torch.device, memory: bool, seconds
     return ({} if peak is None else {"peak_bytes": peak}) | (call_figures(call, device, seconds=seconds, ways=ways) if ways else {})
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Call:
     """Returns a call of one pass on the next set of inputs; results are dropped at once.
 
@@ -183,32 +179,26 @@ def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which:
     if isinstance(made, Costs):
         return made.calls[which]
     *sets, dout = share(contender, made, problem, shared)
-    following = itertools.cycle(sets).__next__
-    if which == "forward":
+    if which == "backward":
+        allocated = torch.cuda.memory_allocated if problem.device.type == "cuda" else lambda device: 0
+        before = allocated(problem.device)
+        graphs = [(made(*sets[0]), sets[0])]
+        if allocated(problem.device) - before < _HEAVY:
+            graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
+    following = itertools.cycle(graphs if which == "backward" else sets).__next__
 
-        def forward() -> None:
+    def call() -> None:
+        if which == "forward":
             with torch.no_grad():
                 made(*following())
-
-        return forward
-    if which == "both":
-
-        def both() -> None:
+        elif which == "both":
             leaves = following()
             torch.autograd.grad(made(*leaves), leaves, dout)
+        else:
+            out, leaves = following()
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-        return both
-    before = _allocated(problem.device)
-    graphs = [(made(*sets[0]), sets[0])]
-    if _allocated(problem.device) - before < _HEAVY:
-        graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
-    next_graph = itertools.cycle(graphs).__next__
-
-    def backward() -> None:
-        out, leaves = next_graph()
-        torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-    return backward
+    return call
 
 
 def share(contender: Contender, made: Attend, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:

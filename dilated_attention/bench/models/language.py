@@ -57,17 +57,15 @@ class Shape:
 
     def kind(self, name: str) -> dict[str, Any]:
         """Returns the configuration fields of a kind of attention."""
-        window = 256 if self.small else 1024
-        if name == "dense":
-            return {"attention": "dense"}
-        if name == "dilated":
-            return {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {}
-        if name == "dilated-1M":
-            lengths, rates = geometric_branches(4096 if self.small else 2**20, 256 if self.small else 2048)
-            return {"segment_lengths": lengths, "dilation_rates": rates}
-        if name == "global-local":
-            return {"attention": "block_sparse", "block_pattern": GlobalLocal((2 * window - 1, 0), 128)}
-        return {"attention": "block_sparse", "block_pattern": LocalWindow((window - 1, 0), block_size=64 if self.small else 128)}
+        window, lengths, rates = 256 if self.small else 1024, *geometric_branches(*((4096, 256) if self.small else (2**20, 2048)))
+        kinds: dict[str, dict[str, Any]] = {
+            "dense": {"attention": "dense"},
+            "dilated": {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {},
+            "dilated-1M": {"segment_lengths": lengths, "dilation_rates": rates},
+            "global-local": {"attention": "block_sparse", "block_pattern": GlobalLocal((2 * window - 1, 0), 128)},
+            "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((window - 1, 0), block_size=min(128, window // 4))},
+        }
+        return kinds[name]
 
     def legend(self, kind: str) -> str:
         """Describes what a query attends to."""

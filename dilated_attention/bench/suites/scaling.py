@@ -145,12 +145,11 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
                 which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
                 how = {"backend": backend, "timeout": options.timeout} | ({} if exchange == "auto" else {"exchange": exchange})
                 found.append(("ring", backend, ring(of_backend(backend, pattern), " ".join(["ring", *which]) + suffix, layout, **how)))
-        if pattern == "dense":
+        if pattern == "dense" and together.group is not None:
             others = competitors(problem, options.ring_flash_attention, options.backends, together.group)
             found += [("foreign", kernel, other) for kernel, other in others]
         if case.name == "slide":
-            kinds = {"one process": False, "ring": True}
-            steps = {kind: functools.partial(_slide_step, shared) for kind, shared in kinds.items()}
+            steps = {kind: functools.partial(_slide_step, kind == "ring") for kind in ("one process", "ring")}
             found = [(kind, "auto", Contender(name=kind, what="", make=step)) for kind, step in steps.items()]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):

@@ -29,11 +29,9 @@ def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> 
     Args:
         path: the folder of ring-flash-attention's source; empty to leave it out.
         kernels: backends that take the place of flash-attn.
-        group: the processes, whose exchanges have a time limit; None for none.
+        group: the processes, whose exchanges have a time limit.
     """
     found: list[tuple[str, Contender]] = []
-    if group is None:
-        return found
     is_packed, grouped = problem.bounds is not None, problem.num_heads // problem.kv_heads
     if not is_packed:
         # its balance is zigzag; without a causal mask it must be off, and the order natural
