@@ -67,11 +67,9 @@ class Extreme(Suite):
     def groups(self, session: Session) -> Sequence[Group]:
         options, (memory, seconds), problem = session.options, self.limits(session), self._problem(session)
         first, lengths = 2048 if session.full else 512, options.lengths or ()
-        given = "".join(f" {length}" for length in lengths)
-        return [
-            Group(f"{kind} {which}{given}", functools.partial(search, kind, which, problem, first, memory, seconds, lengths))
-            for kind, which in itertools.product(options.kinds, options.passes)
-        ]
+        given, how = "".join(f" {length}" for length in lengths), (problem, first, memory, seconds, lengths)
+        what = itertools.product(options.kinds, options.passes)
+        return [Group(f"{kind} {which}{given}", functools.partial(search, kind, which, *how)) for kind, which in what]
 
     def _problem(self, session: Session) -> Problem:
         options = session.options

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,11 +50,8 @@ class Memory(Suite):
         heads, head_dim = (16, 128) if session.full else (8, 64)
         make = functools.partial(Problem, num_heads=heads, head_dim=head_dim, dtype=session.dtype, device=session.device, is_causal=True)
         chosen = [CONTENDERS[name] for name in options.contenders or CONTENDERS]
-        return [
-            Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
-            for problem in (make(num_positions=n) for n in lengths)
-            for which in options.passes
-        ]
+        places = itertools.product((make(num_positions=n) for n in lengths), options.passes)
+        return [Group(f"attention {at.label} {which}", functools.partial(_attention, chosen, at, which)) for at, which in places]
 
     def tables(self, results: Results) -> list[Table]:
         found = list[Table]()

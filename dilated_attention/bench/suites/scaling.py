@@ -59,22 +59,19 @@ class Scaling(Suite):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         names = ", ".join(case.name for case in CASES)
         about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {names}; default: {' '.join(DEFAULT)}"
-        parser.add_argument("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
-        parser.add_argument("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
-        parser.add_argument("--list", action="store_true", help="print cases and contenders, and measure nothing")
-        parser.add_argument("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
-        parser.add_argument(
-            "--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases"
-        )
-        parser.add_argument("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
-        parser.add_argument("--exchange", nargs="+", default=["auto"], help="of dense and dilated rings; default: auto")
-        parser.add_argument("--backends", nargs="+", default=["auto"], help="default: auto")
-        parser.add_argument(
-            "--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends"
-        )
-        parser.add_argument("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
-        parser.add_argument("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
-        parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
+        add = parser.add_argument
+        add("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
+        add("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
+        add("--list", action="store_true", help="print cases and contenders, and measure nothing")
+        add("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
+        add("--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases")
+        add("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
+        add("--exchange", nargs="+", default=["auto"], help="of dense and dilated rings; default: auto")
+        add("--backends", nargs="+", default=["auto"], help="default: auto")
+        add("--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends")
+        add("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
+        add("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
+        add("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
     def settings(self, session: Session) -> dict[str, Any]:
         kept = {name: getattr(session.options, name) for name in ("heads", "check_tokens", "graphs")}

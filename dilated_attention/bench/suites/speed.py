@@ -103,18 +103,11 @@ class Speed(Suite):
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
+        shape = {"num_heads": options.heads or heads, "head_dim": options.head_dim or head_dim, "dtype": dtype, "device": session.device}
         masks = [(n, mask == "causal") for mask in options.masks or ["full"] for n in lengths]
         masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
         for n, is_causal in masks:
-            yield Problem(
-                num_positions=n,
-                num_heads=options.heads or heads,
-                head_dim=options.head_dim or head_dim,
-                batch_size=options.batch or (most if n <= 8192 else 1),
-                is_causal=is_causal,
-                dtype=dtype,
-                device=session.device,
-            )
+            yield Problem(num_positions=n, batch_size=options.batch or (most if n <= 8192 else 1), is_causal=is_causal, **shape)
 
     def groups(self, session: Session) -> Sequence[Group]:
         catalogue, groups, options = self.catalogue(session), list[Group](), session.options
@@ -159,17 +152,10 @@ class Speed(Suite):
     def _measure(self, session: Session, case: Case, contenders: list[Contender]) -> list[Row]:
         problem, options, by_length = case.problem, session.options, case.family == LENGTH
         extra: dict[str, Any] = {"family": case.family, "at": _column(case)}
-        rows = measure(
-            contenders,
-            problem,
-            passes=options.passes,
-            # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
-            seconds=session.seconds / (1 if options.seconds else 2 if session.full else 4),
-            memory=True,
-            longest=self.longest(session),
-            ways=options.ways if options.ways is not None else () if by_length else WAYS[:3],
-            extra=extra,
-        )
+        # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
+        how: dict[str, Any] = {"seconds": session.seconds / (1 if options.seconds else 2 if session.full else 4)}
+        how |= {"ways": options.ways if options.ways is not None else () if by_length else WAYS[:3], "longest": self.longest(session)}
+        rows = measure(contenders, problem, passes=options.passes, memory=True, extra=extra, **how)
         for row in rows if by_length else ():
             if row.values:
                 row.values["tokens_per_s"] = 1000 * problem.batch_size * problem.num_positions / row.values["ms"]
