@@ -103,11 +103,12 @@ class Speed(Suite):
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
-        shape = {"num_heads": options.heads or heads, "head_dim": options.head_dim or head_dim, "dtype": dtype, "device": session.device}
+        shape: dict[str, Any] = {"num_heads": options.heads or heads, "head_dim": options.head_dim or head_dim}
         masks = [(n, mask == "causal") for mask in options.masks or ["full"] for n in lengths]
         masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
         for n, is_causal in masks:
-            yield Problem(num_positions=n, batch_size=options.batch or (most if n <= 8192 else 1), is_causal=is_causal, **shape)
+            batch = options.batch or (most if n <= 8192 else 1)
+            yield Problem(num_positions=n, batch_size=batch, is_causal=is_causal, dtype=dtype, device=session.device, **shape)
 
     def groups(self, session: Session) -> Sequence[Group]:
         catalogue, groups, options = self.catalogue(session), list[Group](), session.options
