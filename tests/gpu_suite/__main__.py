@@ -45,6 +45,11 @@ def environment(caches: Path) -> dict[str, str]:
     return {**os.environ, **threads, **there, "PYTHONPATH": path}
 
 
+def most_processes(cores: int, gpus: int, memory: int) -> int:
+    """As many processes as cores, at most 16 a GPU and one for 8 GiB of its memory, of which a few tests take more than twice that."""
+    return max(1, min(cores, gpus * min(16, memory // (8 << 30))))
+
+
 def visible(count: int) -> list[str]:
     """How CUDA_VISIBLE_DEVICES names each of the ``count`` GPUs that this process sees."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -92,7 +97,7 @@ def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--several", action="store_true", help="the tests of several GPUs")
-    parser.add_argument("--processes", type=int, help="side by side (default: one for each CPU core, at most 16 a GPU)")
+    parser.add_argument("--processes", type=int, help="side by side (default: by CPU cores and the GPUs' memory)")
     parser.add_argument("--limit", type=float, default=720.0, help="seconds for all phases together (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the tables (default build)")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --: -- -k flash4")
@@ -104,7 +109,7 @@ def main() -> int:
         count = max(count, SHARED)
     if count < least:
         parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
-    processes = args.processes or min(16 * count, os.cpu_count() or 1)
+    processes = args.processes or most_processes(os.cpu_count() or 1, count, torch.cuda.get_device_properties(0).total_memory)
     needed = ["pytest", "pytest_timeout", *(["xdist"] if processes > 1 or count > 1 else [])]
     missing = [name.replace("xdist", "pytest_xdist").replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -5,6 +5,8 @@ The checks are those of ``test_ring_ecosystem.py``, on GPUs; here is what only a
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch._dynamo
@@ -63,6 +65,8 @@ def held_after_steps(rank: int, world: int, steps: int) -> list[int]:
     layer = RingMultiheadDilatedAttention(256, 4, [64, 512], [1, 4], mesh=mesh, rotary=True, timeout=patience())
     layer.to(here(), torch.bfloat16)
     (x,) = shard_sequence(mesh, [torch.randn(2, 512, 256, generator=torch.Generator().manual_seed(0)).to(here(), torch.bfloat16)], [1])
+    # what tests before this one left to the collector
+    gc.collect()
     held = []
     for _ in range(steps):
         step_of(layer, x, lambda x: layer(x, is_causal=True, seq_len=512)[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_suite.__main__ import dealt, phases, visible
+from tests.gpu_suite.__main__ import dealt, most_processes, phases, visible
 from tests.gpu_suite.plugin import __name__ as PLUGIN
 from tests.gpu_suite.report import Outcome, read, summary, write
 from tests.gpu_suite.skips import SKIPS, named
@@ -145,6 +145,12 @@ def test_each_process_sees_one_of_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "load", *dealt(1, ["7", "8"]), str(test)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_processes_are_as_many_as_cores_and_memory_allow() -> None:
+    assert [most_processes(cores, 1, 141 << 30) for cores in (2, 16, 64)] == [2, 16, 16]
+    assert [most_processes(32, gpus, 79 << 30) for gpus in (1, 2, 4)] == [9, 18, 32]
+    assert most_processes(8, 1, 4 << 30) == 1
 
 
 def test_outcomes_of_a_feature_are_counted_together() -> None:
