@@ -9,11 +9,14 @@ GPU_PYTHON ?= $(PYTHON)
 
 .PHONY: demo test test-cpu test-fast test-gpu test-gpus lint bench bench-check docs docs-serve clean
 
+# a third of the pinned versions need Python 3.11; an older one takes what its index offers
+PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
+
 # install NAME: makes the environment and installs the package with an extra
 define install
 $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
-$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-$(BIN)/python -m pip install --quiet -e ".[$(1)]" -c constraints.txt
+$(BIN)/python -m pip install --quiet --upgrade pip $(PINS)
+$(BIN)/python -m pip install --quiet -e ".[$(1)]" $(PINS)
 touch $@
 endef
 

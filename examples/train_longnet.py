@@ -148,9 +148,12 @@ def main() -> int:
     return report(args, trainer, bits, valid_text, {"unigram": unigram, "bigram": bigram})
 
 
-def check_checkpoint(model: LongNetLM, folder: Path, tokens: torch.Tensor) -> LongNetLM:
-    """The saved model, if its logits are those of the trained one, bit for bit; one that several processes hold cannot be asked alone."""
-    loaded = LongNetLM.from_pretrained(folder, device=tokens.device)
+def check_checkpoint(model: LongNetLM, folder: Path, tokens: torch.Tensor, backend: str) -> LongNetLM:
+    """The saved model, if its logits are those of the trained one, bit for bit; one that several processes hold cannot be asked alone.
+
+    Only the same kernels give the same bits, so it is loaded with the backend of the training.
+    """
+    loaded = LongNetLM.from_pretrained(folder, device=tokens.device, backend=backend)
     with torch.no_grad():
         if model.ring is None and not isinstance(model, FSDPModule) and not torch.equal(model.eval()(tokens), loaded(tokens)):
             raise SystemExit(f"the model in {folder} does not give the trained model's logits back")
@@ -177,7 +180,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     run, device = args.out, trainer.processes.device
     sample = _text.windows(valid_text, min(args.context, 512), 2)
     assert isinstance(trainer.model, LongNetLM)
-    model = check_checkpoint(trainer.model, run / "checkpoint", sample.to(device))
+    model = check_checkpoint(trainer.model, run / "checkpoint", sample.to(device), args.backend)
     plot(run, {"validation": bits, **entropy}, args.data.name if args.data else "Python's source text")
     # drawn with segments a 16th as long: at full length one segment would fill a legible picture
     segments = [max(w // 16, r) for w, r in model.config.pattern.branches]

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dilated_attention.bench.measure.rank_sync import Broken, of_first_process
-from dilated_attention.bench.measure.skip import Attempt, attempt, release
+from dilated_attention.bench.measure.limits import attempt, release
+from dilated_attention.bench.measure.sharded import Broken, of_first_process
 from dilated_attention.bench.report.rows import UNDER_WAY, Results, Row, machine
 from dilated_attention.bench.report.tables import Table
 from dilated_attention.files import write_text
@@ -53,9 +53,6 @@ class Group:
     label: str
     run: Callable[[], Iterable[Row]]
 
-    def rows(self) -> list[Row]:
-        return list(self.run())
-
 
 class Suite(ABC):
     """A kind of benchmark. An instance may run several times; it stores no results."""
@@ -80,7 +77,7 @@ class Suite(ABC):
     @abstractmethod
     def tables(self, results: Results) -> list[Table]: ...
 
-    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+    def verdict(self, results: Results) -> tuple[bool, list[Table]]:
         """Returns whether the figures themselves are a failure, so that the exit code is 1, and tables on why."""
         return False, []
 
@@ -106,7 +103,7 @@ def run(
     suite: Suite,
     session: Session,
     *,
-    output: Path | None,
+    output: Path,
     minutes: float | None = None,
     fresh: bool = False,
     started: Callable[[int, int, str], None] = lambda done, total, label: None,
@@ -114,7 +111,7 @@ def run(
     """Measures what ``output`` does not contain yet.
 
     Args:
-        output: folder for ``<suite>.json`` and ``<suite>.md``; None writes nothing.
+        output: folder for ``<suite>.json`` and ``<suite>.md``.
         minutes: no group is started after this time. The remaining groups are named; the next run measures them.
         fresh: start over, whatever ``output`` contains.
         started: called with (groups done, total groups, label) before each group.
@@ -127,7 +124,7 @@ def run(
     # what torchrun starts again goes on
     fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     # other processes write nothing, and read what the first one has
-    path = None if output is None or (fresh and session.rank) else output / f"{suite.name}.json"
+    path = None if fresh and session.rank else output / f"{suite.name}.json"
     results = Results.open(path, suite.name, machine(session.device), suite.settings(session), fresh=fresh)
     if session.rank:
         results.path = None
@@ -149,16 +146,16 @@ def run(
             results.add(group.label, [replace(failed, note=UNDER_WAY)])
         try:
             # a note where not even the inputs fit
-            found = attempt(group.rows)
+            found, note = attempt(lambda group: list(group.run()), group)
         except Broken as broken:
             # recorded in the file, so that the next run continues after it
-            outcome.broken = str(broken)
-            found = Attempt(None, outcome.broken)
-        results.add(group.label, [replace(failed, note=found.note)] if found.value is None else found.value)
+            found, note = None, str(broken)
+            outcome.broken = note
+        results.add(group.label, [replace(failed, note=note)] if found is None else found)
         outcome.measured += 1
         release()
     outcome.together = results.stored()
-    if output is not None and not session.rank:
+    if not session.rank:
         outcome.written = write(suite, results, output)
     return outcome
 
@@ -171,8 +168,7 @@ def _agreed(mine: bool, session: Session) -> bool:
 def write(suite: Suite, results: Results, output: Path) -> list[Path]:
     """Writes ``<suite>.md``, and ``<suite>.json`` if no group has; returns their paths."""
     results.path = path = output / f"{suite.name}.json"
-    stored = results.stored()
-    if stored is results:
+    if (stored := results.stored()) is results:
         results.save()
     results = stored
     lines = [f"## {suite.name}: {suite.about}", "", headline(results), "", f"`python -m dilated_attention bench {suite.name}`", ""]

@@ -122,7 +122,7 @@ def _run_one(suite: Suite, args: argparse.Namespace) -> int:
             print(f"{suite.name} {done + 1}/{total}, {time.monotonic() - begun:.0f} s: {label}", file=sys.stderr, flush=True)
 
     outcome = run(suite, session, output=args.output, minutes=args.minutes, fresh=args.fresh, started=started)
-    failed, compared = suite.verdict(outcome.results, session)
+    failed, compared = suite.verdict(outcome.results)
     if session.rank == 0:
         _tell(suite, outcome, compared, args.json)
     return int(failed or bool(outcome.broken))
@@ -144,7 +144,7 @@ def _session(args: argparse.Namespace) -> Session:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index)
         torch.cuda.set_device(device)
     if world_size > 1:
-        from dilated_attention.bench.measure.rank_sync import start as start_group
+        from dilated_attention.bench.measure.sharded import start_group
 
         start_group(device)
     half = torch.bfloat16 if on_gpu and torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

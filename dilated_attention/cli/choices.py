@@ -9,7 +9,7 @@ from pathlib import Path
 MACHINES = ("ada", "ampere", "blackwell", "blackwell-consumer", "cpu", "hopper", "mps", "pascal", "rocm", "turing", "volta")
 # backends.PRECISIONS
 PRECISIONS = ("native", "fp8")
-# those of bench.accuracy.truth.BOUNDS, as torch calls them
+# those of bench.workloads.problem.BOUNDS, as torch calls them
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # factory.MODEL_PRESETS
 MODEL_PRESETS = (

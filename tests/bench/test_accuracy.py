@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.accuracy.truth import RESULTS
+from dilated_attention.bench.accuracy import RESULTS
 from dilated_attention.bench.suites import accuracy
 from dilated_attention.bench.suites.accuracy import KINDS, PLAIN, Accuracy, backends, errors
 from dilated_attention.bench.workloads import contenders

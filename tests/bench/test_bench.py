@@ -17,7 +17,7 @@ import torch
 from dilated_attention.bench import Group, Results, Row, Session, Suite, run
 from dilated_attention.bench.measure import contest as measuring
 from dilated_attention.bench.measure.contest import measure
-from dilated_attention.bench.measure.skip import Refused, attempt
+from dilated_attention.bench.measure.limits import Refused, attempt
 from dilated_attention.bench.measure.timing import Timing, interleaved, summary
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.bench.report.tables import across, compared, failures, figure, listing
@@ -290,7 +290,7 @@ def test_refusals_become_notes() -> None:
     def refuse() -> None:
         raise Refused("no such shape\nsecond line")
 
-    assert attempt(refuse).note == "no such shape"
+    assert attempt(refuse) == (None, "no such shape")
     rows = measure([contender for contender in DENSE if contender.name in ("flash4", "flash3_fp8")], TINY, seconds=0.01)
     assert all("runs on cuda, not on cpu" in row.note for row in rows)
     assert len(rows) == 2

@@ -9,8 +9,8 @@ import torch
 
 from dilated_attention import dilated_attention
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.accuracy.correctness import sampled_errors
-from dilated_attention.bench.measure.peak import counted
+from dilated_attention.bench.accuracy import sampled_errors
+from dilated_attention.bench.measure.limits import counted
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites import extreme
 from dilated_attention.bench.workloads import contenders
@@ -67,7 +67,7 @@ def test_sampled_errors_sum_pieces_of_keys(monkeypatch: pytest.MonkeyPatch) -> N
     leaves = problem.qkv()
     results = [x.detach() for x in attention(*leaves, return_lse=True)]
     whole = sampled_errors(dense_pattern(problem), problem, leaves, results)
-    monkeypatch.setattr("dilated_attention.bench.accuracy.truth._STRETCH", 7)
+    monkeypatch.setattr("dilated_attention.bench.accuracy._STRETCH", 7)
     assert sampled_errors(dense_pattern(problem), problem, leaves, results) == pytest.approx(whole, rel=1e-6)
 
 
@@ -121,7 +121,7 @@ def test_a_length_that_takes_too_long_ends_the_search_with_time(tmp_path: Path) 
 def test_a_wrong_kind_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "our_call", lambda problem, pattern, q, k, v, **options: (v, v[..., 0].transpose(1, 2)))
     problem = Problem(num_positions=512, num_heads=2, head_dim=16)
-    (row,) = extreme.search("dilated", "forward", problem, 128, extreme.Limits(None, 1.0, 4096), [512])
+    (row,) = extreme.search("dilated", "forward", problem, 128, None, 1.0, [512])
     assert row.note.startswith("wrong: out off by") and not row.values and row.errors["out"] > 0.5
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.models import equal_pairs, pretrained, texts
+from dilated_attention.bench.measure.limits import Refused
+from dilated_attention.bench.models import equal_pairs, pretrained
 from dilated_attention.bench.models.equal_pairs import METHODS, TOLERANCE, Case
 from dilated_attention.bench.suites import quality
 from dilated_attention.bench.suites.quality import over
@@ -129,30 +129,30 @@ def test_no_method_runs_dense_in_silence(name: str, model: Path) -> None:
 
 
 def test_texts_are_apart_and_the_same_every_time(sources: Path, model: Path) -> None:
-    scored, tuned = texts.split([sources], 0)
-    assert (scored, tuned) == texts.split([sources], 0) != texts.split([sources], 1)
+    scored, tuned = pretrained.split_texts([sources], 0)
+    assert (scored, tuned) == pretrained.split_texts([sources], 0) != pretrained.split_texts([sources], 1)
     contents = [file.read_bytes() for file in (*scored, *tuned)]
     # the copy, the table and what is no text are left out
     assert len(contents) == len(set(contents)) == 8 and not set(scored) & set(tuned)
     assert not any(file.name in ("table.txt", "picture.bin") for file in (*scored, *tuned))
     _, tokenizer = load(model)
-    found = texts.passages(tokenizer, scored, LENGTH, 7)
+    found = pretrained.passages(tokenizer, scored, LENGTH, 7)
     assert found.shape == (7, LENGTH) and len({tuple(x.tolist()) for x in found}) == 7
     assert tokenizer.decode(found[0].tolist()) == scored[0].read_text()[:LENGTH]
-    assert texts.num_bytes(tokenizer, found[0]) == LENGTH
+    assert pretrained.num_bytes(tokenizer, found[0]) == LENGTH
     # no second passage of a file before the first of all
     assert [tokenizer.decode(x.tolist()) for x in found[:4]] == [file.read_text()[:LENGTH] for file in scored]
     with pytest.raises(ValueError, match=r"hold 12 passages of 512 tokens .* expected 13"):
-        texts.passages(tokenizer, scored, LENGTH, 13)
+        pretrained.passages(tokenizer, scored, LENGTH, 13)
     with pytest.raises(ValueError, match="does not exist"):
-        texts.split([sources / "none"], 0)
+        pretrained.split_texts([sources / "none"], 0)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_keys_are_hidden_where_they_should_be(depth: float, model: Path, sources: Path) -> None:
     _, tokenizer = load(model)
-    passages = texts.passages(tokenizer, texts.split([sources], 0)[0], LENGTH, 2)
-    made, num_digits = texts.needles(tokenizer, passages, 256, depth, 3, 0)
+    passages = pretrained.passages(tokenizer, pretrained.split_texts([sources], 0)[0], LENGTH, 2)
+    made, num_digits = pretrained.needles(tokenizer, passages, 256, depth, 3, 0)
     assert made.shape == (3, 256) and num_digits == 5
     for ids in made:
         text = tokenizer.decode(ids.tolist())
@@ -160,9 +160,9 @@ def test_keys_are_hidden_where_they_should_be(depth: float, model: Path, sources
         assert key.isdigit() and text.count(key) == 3
         room = 256 - len(text.split("\n\n")[1]) - 4 - len(text.rsplit("\n\n", 1)[1]) - 2
         assert text.index("\n\nThe pass key") == round(depth * room)
-    assert torch.equal(made, texts.needles(tokenizer, passages, 256, depth, 3, 0)[0])
+    assert torch.equal(made, pretrained.needles(tokenizer, passages, 256, depth, 3, 0)[0])
     with pytest.raises(ValueError, match="expected --needle-lengths from 128"):
-        texts.needles(tokenizer, passages, 64, depth, 3, 0)
+        pretrained.needles(tokenizer, passages, 64, depth, 3, 0)
 
 
 # what a run measures in the tests below, and how: so short a time of tuning as two passes through the texts take

@@ -13,10 +13,9 @@ import torch
 
 import dilated_attention as da
 from dilated_attention.bench import Results, Row
-from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.sharded import row_errors
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.models import flash_attn
+from dilated_attention.bench.measure.limits import Refused
+from dilated_attention.bench.measure.sharded import RankSync, row_errors
+from dilated_attention.bench.models import torchscale
 from dilated_attention.bench.report.rows import UNDER_WAY
 from dilated_attention.bench.suites import SUITES, scaling
 from dilated_attention.bench.workloads.contenders import dense_pattern, of_backend
@@ -128,21 +127,21 @@ def test_the_stand_in_runs_packed_documents(monkeypatch: pytest.MonkeyPatch) -> 
                 grad.copy_(found)
 
     backend = SimpleNamespace(forward_packed=forward, backward_packed=backward)
-    monkeypatch.setattr(flash_attn, "registry", SimpleNamespace(get=lambda name: backend))
+    monkeypatch.setattr(torchscale, "registry", SimpleNamespace(get=lambda name: backend))
     ends = torch.tensor([0, 10, 24], dtype=torch.int32)
     given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 14, "max_seqlen_k": 14, "dropout_p": 0, "alibi_slopes": None}
     given |= {"softmax_scale": 0.25, "causal": True, "window_size_left": -1, "window_size_right": -1}
     q, k, v, dout = (torch.randn(24, 2, 16) for _ in range(4))
-    out, lse, _, _ = flash_attn.forward(q=q, k=k, v=v, **given)
+    out, lse, _, _ = torchscale.forward(q=q, k=k, v=v, **given)
     leaves = [x[None].requires_grad_() for x in (q, k, v)]
     true = da.attention(*leaves, is_causal=True, cu_seqlens=ends)
     torch.testing.assert_close(out, true[0])
     grads = {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
-    flash_attn.backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **grads, **given)
+    torchscale.backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **grads, **given)
     for found, wanted in zip(grads.values(), torch.autograd.grad(true, leaves, dout[None]), strict=True):
         torch.testing.assert_close(found, wanted[0])
     with pytest.raises(AssertionError, match="no dropout"):
-        flash_attn.forward(q=q, k=k, v=v, **given | {"dropout_p": 0.5})
+        torchscale.forward(q=q, k=k, v=v, **given | {"dropout_p": 0.5})
 
 
 def as_rank(rank: int, world: int, arguments: list[str], spoiled: bool = False) -> tuple[int, str]:

@@ -15,7 +15,6 @@ import torch
 from dilated_attention.bench import Results, Row, Session
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.measure.timing import call_figures
-from dilated_attention.bench.models import flash_attn
 from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.runner import write
 from dilated_attention.bench.suites.speed import ALL, CONTENDERS, Speed
@@ -249,7 +248,7 @@ def test_torchscale_is_called_as_it_is_and_checked_before_its_shift(tmp_path: Pa
 def test_what_stands_in_for_flash_attn_returns_lse_and_gradients(is_causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 9, 3, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(4))
-    out, lse = flash_attn.flash_attn_func("math", q, k, v, 0.0, None, None, is_causal)
+    out, lse = copies.flash_attn_func("math", q, k, v, 0.0, None, None, is_causal)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
     if is_causal:
         scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dilated_attention.bench import Results, Row, Session
-from dilated_attention.bench.models import flash_attn, torchscale
+from dilated_attention.bench import Results, Row
+from dilated_attention.bench.models import torchscale
 from dilated_attention.bench.suites.train_infer import TrainInfer
 from dilated_attention.cli import main
 
@@ -53,7 +52,7 @@ def test_what_is_imported_is_gone_afterwards(tmp_path: Path) -> None:
     before, path = set(sys.modules), list(sys.path)
     with torchscale.imported(tmp_path):
         assert torchscale.load("torchscale.component.dilated_attention").drop_path is torchscale.drop_path
-        assert torchscale.load("torchscale.component.multihead_attention").flash_attn_func.func is flash_attn.flash_attn_func
+        assert torchscale.load("torchscale.component.multihead_attention").flash_attn_func.func is torchscale.flash_attn_func
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in {"torchscale", "timm", "fairscale", "utils"}}
     assert sys.path == path
 
@@ -61,7 +60,7 @@ def test_what_is_imported_is_gone_afterwards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_stands_in_for_flash_attn(is_causal: bool) -> None:
     leaves = [torch.randn(2, 7, 3, 8, requires_grad=True) for _ in range(3)]
-    out, lse = flash_attn.flash_attn_func("sdpa_cpu", *leaves, 0.0, None, None, is_causal)
+    out, lse = torchscale.flash_attn_func("sdpa_cpu", *leaves, 0.0, None, None, is_causal)
     true = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=is_causal).transpose(1, 2)
     torch.testing.assert_close(out, true)
     assert not lse.requires_grad
@@ -71,7 +70,7 @@ def test_what_stands_in_for_flash_attn(is_causal: bool) -> None:
     for mine, theirs in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(true, leaves, dout), strict=True):
         torch.testing.assert_close(mine, theirs)
     with pytest.raises(ValueError, match="has neither"):
-        flash_attn.flash_attn_func("sdpa_cpu", *leaves, 0.1)
+        torchscale.flash_attn_func("sdpa_cpu", *leaves, 0.1)
 
 
 def test_samples_that_are_dropped_are_dropped_whole() -> None:
@@ -83,7 +82,6 @@ def test_samples_that_are_dropped_are_dropped_whole() -> None:
 
 def test_a_difference_is_the_exit_code() -> None:
     rows = [Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-3}, note="wrong: output differs by 1.0e-03")]
-    session = Session(device=torch.device("cpu"), full=False, dtypes=(torch.float32,), seconds=0.1, options=argparse.Namespace())
-    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows}), session) == (True, [])
+    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows})) == (True, [])
     rows = [Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-7})]
-    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows}), session) == (False, [])
+    assert TrainInfer().verdict(Results("train-infer", {}, {}, {"parity": rows})) == (False, [])

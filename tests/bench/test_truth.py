@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dilated_attention.backends import Dropout
-from dilated_attention.bench.accuracy.correctness import sampled_errors, wrong
-from dilated_attention.bench.accuracy.truth import BOUNDS, SEED, Truth
+from dilated_attention.bench.accuracy import SEED, Truth, sampled_errors, wrong
 from dilated_attention.bench.workloads.contenders import STANDARD, dense_pattern
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.problem import BOUNDS, Problem
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
 from dilated_attention.testing.oracle import keep_mask

@@ -18,7 +18,7 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.p2p import Traffic, Wire, traffic, wire_of
 from dilated_attention.distributed.comm.session import Session, name, names, session_of
 from dilated_attention.distributed.comm.stall_diagnosis import Wait, culprits, explain
-from dilated_attention.distributed.comm.watchdog import Exchange, Monitor, Queue, raise_in
+from dilated_attention.distributed.comm.watchdog import AHEAD, Exchange, Monitor, Queue, raise_in
 from dilated_attention.distributed.errors import RingError
 from tests.helpers.pool import Pool, PoolError, pool_of
 
@@ -209,6 +209,26 @@ def test_clock_starts_when_the_exchange_can_run() -> None:
     assert queue.stuck(2000.0, 5.0) is None and not queue.pending
 
 
+def test_the_thread_that_issues_stays_near_the_gpu() -> None:
+    queue, reached = Queue(), [Pretended() for _ in range(AHEAD)]
+    asked = 0
+
+    def has_failed() -> bool:
+        nonlocal asked
+        asked += 1
+        # the GPU comes to the first exchange while the thread waits for the third time
+        reached[0].done |= asked == 3
+        return asked == 9
+
+    for number, ready in enumerate(reached):
+        assert queue.wait_for_gpu(has_failed) and not asked
+        queue.append(exchange(number, Pretended(), ready))
+    assert queue.wait_for_gpu(has_failed) and asked == 3
+    queue.append(exchange(AHEAD, Pretended(), Pretended()))
+    assert not queue.wait_for_gpu(has_failed) and asked == 9
+    assert len(queue.pending) == AHEAD + 1
+
+
 def test_exchanges_that_torch_calls_completed_because_they_failed() -> None:
     queue, works = Queue(), [Pretended(done=True), Pretended(), Pretended()]
     queue.pending += [exchange(n, work) for n, work in enumerate(works)]
@@ -375,6 +395,19 @@ def test_stall_raises_in_the_main_thread_if_the_issuing_one_does_nothing_more() 
     idle.set()
     worker.join()
     threading.excepthook = hook
+
+
+def test_a_thread_that_raises_by_itself_is_not_made_to_raise_again() -> None:
+    class Noticed(Stalled):
+        def has_raised(self) -> bool:
+            return self.failed is not None
+
+    left: list[int] = []
+    watched(Monitor(leave=left.append), Noticed(threading.get_ident())).join()
+    # an error sent to this thread would come here
+    for _ in range(2 * int(1 / 0.01)):
+        time.sleep(0.01)
+    assert not left
 
 
 def test_process_ends_if_nothing_raises(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
-from dilated_attention.bench.accuracy.correctness import sampled_errors
+from dilated_attention.bench.accuracy import sampled_errors
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.branches import chunking
 

@@ -1,6 +1,7 @@
 """Run every test that needs one GPU, or several, to the end, and write what came of each of them under build/.
 
-    python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one after another
+    python -m tests.gpu_suite              one GPU: tests marked ``gpu``; side by side first, then those marked ``alone``, one by one.
+                                           A machine's other GPUs take their share, each test sees one
     python -m tests.gpu_suite --several    2 to 4 GPUs: tests marked ``gpus``; DILATED_GPUS_SHARED=2: two processes share one GPU
 
 Writes build/test-gpu.json and build/test-gpu.md (test-gpus.* with --several). Exit code 0: every test that was collected has passed, or
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu_suite.report import Outcome, read, summary, write
@@ -43,7 +45,24 @@ def environment(caches: Path) -> dict[str, str]:
     return {**os.environ, **threads, **there, "PYTHONPATH": path}
 
 
-def phases(several: bool, processes: int) -> dict[str, list[str]]:
+def most_processes(cores: int, gpus: int, memory: int) -> int:
+    """As many processes as cores, at most 16 a GPU and one for 8 GiB of its memory, of which a few tests take more than twice that."""
+    return max(1, min(cores, gpus * min(16, memory // (8 << 30))))
+
+
+def visible(count: int) -> list[str]:
+    """How CUDA_VISIBLE_DEVICES names each of the ``count`` GPUs that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name.strip() for name in named.split(",")] if named else [str(i) for i in range(count)]
+
+
+def dealt(processes: int, gpus: Sequence[str]) -> list[str]:
+    """Arguments of pytest for as many processes, each of which sees one GPU."""
+    shares = [processes // len(gpus) + (i < processes % len(gpus)) for i in range(len(gpus))]
+    return [f"--tx={share}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for share, gpu in zip(shares, gpus, strict=True) if share]
+
+
+def phases(several: bool, processes: int, gpus: Sequence[str]) -> dict[str, list[str]]:
     """Arguments of pytest, by the name of the phase."""
     if several:
         # pools of processes live in workers (tests/gpus/machine.py); failures and examples start processes of their own
@@ -52,8 +71,10 @@ def phases(several: bool, processes: int) -> dict[str, list[str]]:
         return {"pools": ["-m", "gpus", "-n", "6", "--dist", "loadgroup", *pools], "processes": ["-m", "gpus", "-n", "3", *own]}
     # the others need not even be imported, a dozen times
     files = [str(path) for path in sorted((ROOT / "tests").glob("*/test_*.py")) if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
-    beside = ["-n", str(processes), "--dist", "loadgroup"] if processes > 1 else []
-    return {"side by side": ["-m", "gpu and not alone", *beside, *files], "alone": ["-m", "gpu and alone", *files]}
+    beside = [*dealt(processes, gpus), "--dist", "loadgroup"] if processes > 1 else []
+    # one test at a time on each GPU
+    alone = [*dealt(len(gpus), gpus), "--dist", "load"] if len(gpus) > 1 else []
+    return {"side by side": ["-m", "gpu and not alone", *beside, *files], "alone": ["-m", "gpu and alone", *alone, *files]}
 
 
 def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> str:
@@ -76,7 +97,7 @@ def run(arguments: list[str], log: Path, env: dict[str, str], limit: float) -> s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--several", action="store_true", help="the tests of several GPUs")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="side by side on one GPU (default %(default)s)")
+    parser.add_argument("--processes", type=int, help="side by side (default: by CPU cores and the GPUs' memory)")
     parser.add_argument("--limit", type=float, default=720.0, help="seconds for all phases together (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder for the tables (default build)")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --: -- -k flash4")
@@ -88,7 +109,8 @@ def main() -> int:
         count = max(count, SHARED)
     if count < least:
         parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
-    needed = ["pytest", "pytest_timeout", *(["xdist"] if args.processes > 1 else [])]
+    processes = args.processes or most_processes(os.cpu_count() or 1, count, torch.cuda.get_device_properties(0).total_memory)
+    needed = ["pytest", "pytest_timeout", *(["xdist"] if processes > 1 or count > 1 else [])]
     missing = [name.replace("xdist", "pytest_xdist").replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         parser.error(f"the GPU suite needs {' and '.join(missing)}: pip install {' '.join(missing)}")
@@ -100,7 +122,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     troubles: list[str] = []
     seconds: dict[str, float] = {}
-    for phase, arguments in phases(args.several, args.processes).items():
+    for phase, arguments in phases(args.several, processes, visible(count)).items():
         log = output / f"{name}-{phase.replace(' ', '-')}.jsonl"
         log.unlink(missing_ok=True)
         started = time.monotonic()

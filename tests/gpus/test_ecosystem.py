@@ -5,11 +5,15 @@ The checks are those of ``test_ring_ecosystem.py``, on GPUs; here is what only a
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 import torch
 import torch._dynamo
 
 from dilated_attention import RingMultiheadDilatedAttention, shard_sequence
+from dilated_attention.distributed.comm.watchdog import POLL
 from tests.distributed.test_ring_ecosystem import CHECKS, mesh_of, run_check, step_of
 from tests.gpus.machine import needs, pool
 from tests.helpers.pool import here, patience
@@ -63,12 +67,17 @@ def held_after_steps(rank: int, world: int, steps: int) -> list[int]:
     layer = RingMultiheadDilatedAttention(256, 4, [64, 512], [1, 4], mesh=mesh, rotary=True, timeout=patience())
     layer.to(here(), torch.bfloat16)
     (x,) = shard_sequence(mesh, [torch.randn(2, 512, 256, generator=torch.Generator().manual_seed(0)).to(here(), torch.bfloat16)], [1])
+    # what tests before this one left to the collector
+    gc.collect()
     held = []
     for _ in range(steps):
         step_of(layer, x, lambda x: layer(x, is_causal=True, seq_len=512)[0])
         if here().type == "cuda":
             # an exchange under way holds what it reads, and the host may be several steps ahead
             torch.cuda.synchronize()
+            if len(held) in (2, steps - 1):
+                # nor do the watching threads, ours and torch's, let go of an exchange before they have looked at it
+                time.sleep(4 * POLL)
         held.append(torch.cuda.memory_allocated() if here().type == "cuda" else 0)
     return [held[2], held[-1]]
 
@@ -76,4 +85,4 @@ def held_after_steps(rank: int, world: int, steps: int) -> list[int]:
 @pytest.mark.parametrize("world", [pytest.param(2, marks=needs(2), id="2 GPUs"), pytest.param(4, marks=needs(4), id="4 GPUs")])
 def test_steps_leave_no_memory_behind(world: int) -> None:
     for early, late in pool(world).run(held_after_steps, 50):
-        assert late == early
+        assert late <= early

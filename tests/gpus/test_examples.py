@@ -65,7 +65,7 @@ def genome(folder: Path, processes: int, *options: str) -> list[float]:
     """Bits of every step of train_genome.py, and of the held-out part."""
     out = folder / f"genome{processes}"
     launch = torchrun(processes) if processes > 1 else []
-    common = [*SMALL_GENOME, "--short-share", "0", "--lr", "1e-3", "--out", str(out)]
+    common = [*SMALL_GENOME, "--short-share", "0", "--lr", "3e-3", "--out", str(out)]
     result = run(*launch, str(EXAMPLES / "train_genome.py"), *common, *options, timeout=300)
     assert result.returncode == 0 and "not below the Markov models" in result.stdout, result.stdout + result.stderr
     log = json.loads((out / "genome.json").read_text())

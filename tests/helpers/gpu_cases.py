@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.bench.measure.skip import settle
+from dilated_attention.bench.measure.limits import settle
 
 # a CUDA context, beside what torch has reserved
 _CONTEXT_BYTES = 2**30

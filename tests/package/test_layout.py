@@ -31,7 +31,6 @@ KNOWN_UPWARDS = {
 }
 # sibling folders with imports both ways
 KNOWN_PAIRS = {
-    "bench.accuracy bench.workloads",
     "bench.measure bench.workloads",
     "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",

@@ -72,7 +72,7 @@ import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "tqdm", "transformers")))
 from dilated_attention import create_model
 from dilated_attention.cli import main
-bench = ["bench", "extreme", "--kinds", "dilated", "--passes", "forward", "--first", "64", "--most", "64", "--output", {str(tmp_path)!r}]
+bench = ["bench", "extreme", "--kinds", "dilated", "--passes", "forward", "--lengths", "64", "--output", {str(tmp_path)!r}]
 for arguments in (
     ["info"],
     ["show", "longnet-tiny"],

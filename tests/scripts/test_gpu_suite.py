@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_suite.__main__ import phases
+from tests.gpu_suite.__main__ import dealt, most_processes, phases, visible
 from tests.gpu_suite.plugin import __name__ as PLUGIN
 from tests.gpu_suite.report import Outcome, read, summary, write
 from tests.gpu_suite.skips import SKIPS, named
@@ -123,7 +123,7 @@ def test_skips_are_named_by_their_reasons() -> None:
 
 
 def test_one_gpu_and_several_are_different_tests() -> None:
-    one, several = phases(False, 16), phases(True, 16)
+    one, several = phases(False, 16, ["0"]), phases(True, 16, ["0", "1"])
     assert list(one) == ["side by side", "alone"] and list(several) == ["pools", "processes"]
     folder = {f"tests/gpus/{path.name}" for path in Path(__file__).parents[1].glob("gpus/test_*.py")}
     assert folder == {
@@ -131,6 +131,26 @@ def test_one_gpu_and_several_are_different_tests() -> None:
     }
     files = [argument for argument in one["alone"] if argument.endswith(".py")]
     assert len(files) > 20 and all("pytest.mark.gpu" in Path(file).read_text() for file in files)
+
+
+def test_each_process_sees_one_of_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert visible(2) == ["3", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible(2) == ["0", "1"]
+    alone = phases(False, 3, ["0", "1"])["alone"]
+    assert [argument for argument in alone if "popen" in argument] == dealt(2, ["0", "1"])
+    test = tmp_path / "test_seen.py"
+    test.write_text("import os\ndef test_seen():\n    assert os.environ['CUDA_VISIBLE_DEVICES'] == '7'\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "load", *dealt(1, ["7", "8"]), str(test)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_processes_are_as_many_as_cores_and_memory_allow() -> None:
+    assert [most_processes(cores, 1, 141 << 30) for cores in (2, 16, 64)] == [2, 16, 16]
+    assert [most_processes(32, gpus, 79 << 30) for gpus in (1, 2, 4)] == [9, 18, 32]
+    assert most_processes(8, 1, 4 << 30) == 1
 
 
 def test_outcomes_of_a_feature_are_counted_together() -> None:

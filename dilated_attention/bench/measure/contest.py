@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.accuracy.correctness import check, forget
-from dilated_attention.bench.measure.skip import Refused, attempt, release
+from dilated_attention.bench import accuracy
+from dilated_attention.bench.accuracy import check, forget
+from dilated_attention.bench.measure.limits import Refused, attempt, release
 from dilated_attention.bench.measure.timing import Timing, call_figures, interleaved, peak_extra
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.bench.workloads.contenders import Attend, Contender, Costs
@@ -86,9 +86,9 @@ def measure(
     able: list[_Able] = []
     case = problem.case | (extra or {})
     for contender in contenders:
-        found = attempt(functools.partial(_checked, contender, problem, passes, longest), foreign=True)
-        one, errors = found.value, found.value.errors if found.value else {}
-        note = found.note or correctness.wrong(errors, contender.allowed(problem))
+        one, note = attempt(_checked, contender, problem, passes, longest, foreign=True)
+        errors = one.errors if one else {}
+        note = note or accuracy.wrong(errors, contender.allowed(problem))
         if one is not None and passes and not note:
             able.append(one)
         else:
@@ -113,8 +113,8 @@ def _checked(contender: Contender, problem: Problem, passes: Sequence[str], long
     trains = contender.trains and (not passes or any(which != "forward" and not able.why_not(which, longest) for which in passes))
     verify = functools.partial(check, contender, problem, able.made)
     if trains:
-        checked = attempt(functools.partial(verify, gradients=True), foreign=True)
-        able.errors, able.no_gradient = checked.value or {}, checked.note
+        errors, able.no_gradient = attempt(functools.partial(verify, gradients=True), foreign=True)
+        able.errors = errors or {}
     if not able.errors:
         # the forward alone may fit, or be all that it can
         able.errors = verify(gradients=False)
@@ -132,7 +132,7 @@ def _timed(
     # before any call: allocated later, they would fragment memory that a larger call needs in one piece
     for one in able:
         if not isinstance(one.made, Costs):
-            attempt(functools.partial(share, one.contender, one.made, one.problem, shared))
+            attempt(share, one.contender, one.made, one.problem, shared)
     calls: dict[str, Callable[[], Call]] = {}
     values: dict[str, dict[str, float]] = {}
     for one in able:
@@ -140,16 +140,16 @@ def _timed(
         make = functools.partial(call_of, one.contender, one.made, one.problem, which, shared)
         is_cost = isinstance(one.made, Costs)
         # what does not fit is excluded before the turns begin
-        first = attempt(functools.partial(_first, make, device, memory and not is_cost, seconds, () if is_cost else ways), foreign=True)
-        rows[name] = replace(rows[name], note=first.note)
-        if first.value is not None:
-            calls[name], values[name] = make, first.value
+        first, note = attempt(_first, make, device, memory and not is_cost, seconds, () if is_cost else ways, foreign=True)
+        rows[name] = replace(rows[name], note=note)
+        if first is not None:
+            calls[name], values[name] = make, first
     timings: dict[str, Timing] = {}
     for names in (list(calls), *([name] for name in calls)):
         if names and names[0] not in timings:
-            timed = attempt(functools.partial(interleaved, {name: calls[name] for name in names}, device, seconds=seconds))
-            timings |= timed.value or {}
-            rows |= {name: replace(rows[name], note=timed.note) for name in names}
+            timed, note = attempt(functools.partial(interleaved, {name: calls[name] for name in names}, device, seconds=seconds))
+            timings |= timed or {}
+            rows |= {name: replace(rows[name], note=note) for name in names}
     for one in able:
         if timing := timings.get(name := one.contender.name):
             if which == "forward":
@@ -167,10 +167,6 @@ def _first(make: Callable[[], Call], device: torch.device, memory: bool, seconds
     return ({} if peak is None else {"peak_bytes": peak}) | (call_figures(call, device, seconds=seconds, ways=ways) if ways else {})
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which: str, shared: dict[Any, list[Any]]) -> Call:
     """Returns a call of one pass on the next set of inputs; results are dropped at once.
 
@@ -183,32 +179,26 @@ def call_of(contender: Contender, made: Attend | Costs, problem: Problem, which:
     if isinstance(made, Costs):
         return made.calls[which]
     *sets, dout = share(contender, made, problem, shared)
-    following = itertools.cycle(sets).__next__
-    if which == "forward":
+    if which == "backward":
+        allocated = torch.cuda.memory_allocated if problem.device.type == "cuda" else lambda device: 0
+        before = allocated(problem.device)
+        graphs = [(made(*sets[0]), sets[0])]
+        if allocated(problem.device) - before < _HEAVY:
+            graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
+    following = itertools.cycle(graphs if which == "backward" else sets).__next__
 
-        def forward() -> None:
+    def call() -> None:
+        if which == "forward":
             with torch.no_grad():
                 made(*following())
-
-        return forward
-    if which == "both":
-
-        def both() -> None:
+        elif which == "both":
             leaves = following()
             torch.autograd.grad(made(*leaves), leaves, dout)
+        else:
+            out, leaves = following()
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-        return both
-    before = _allocated(problem.device)
-    graphs = [(made(*sets[0]), sets[0])]
-    if _allocated(problem.device) - before < _HEAVY:
-        graphs += [(made(*leaves), leaves) for leaves in sets[1:]]
-    next_graph = itertools.cycle(graphs).__next__
-
-    def backward() -> None:
-        out, leaves = next_graph()
-        torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-    return backward
+    return call
 
 
 def share(contender: Contender, made: Attend, problem: Problem, shared: dict[Any, list[Any]]) -> list[Any]:

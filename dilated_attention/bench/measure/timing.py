@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.peak import counted
-from dilated_attention.bench.measure.skip import synchronise
+from dilated_attention.bench.measure.limits import counted, synchronise
 
 # how one call is seen in addition to its median
 WAYS = ("called", "host", "kernels", "graph")
@@ -49,7 +48,7 @@ def interleaved(
         most: maximum number of turns.
         loops: a turn is a loop of calls by the wall clock, also on a GPU. Host time counts, and no cache is emptied.
     """
-    once = {name: max(one_call(make(), device), 1e-9) for name, make in calls.items()}
+    once = {name: max(loop(make(), device) / 1000, 1e-9) for name, make in calls.items()}
     turns = max(least, min(most, int(seconds / max(once.values(), default=1.0))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
@@ -69,37 +68,28 @@ def in_turns(functions: Mapping[str, Callable[[], Any]], device: torch.device, *
 
 def _device_times(function: Callable[[], Any], device: torch.device, once: float, seconds: float) -> list[float]:
     with torch.cuda.device(device):
-        if once >= _LONG:
-            return [device_ms(function)]
-        from triton.testing import do_bench
+        if once < _LONG:
+            from triton.testing import do_bench
 
-        return list(do_bench(function, warmup=1, rep=max(1, int(1000 * min(seconds, 0.1))), return_mode="all"))
+            return list(do_bench(function, warmup=1, rep=max(1, int(1000 * min(seconds, 0.1))), return_mode="all"))
+        # two events around a call that finds the queue empty
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return [float(start.elapsed_time(end))]
 
 
-def one_call(function: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds of one call by the wall clock, including waiting for the device."""
-    return loop(function, device, 1) / 1000
-
-
-def loop(function: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Returns the milliseconds of a call in a loop without synchronising."""
+def loop(function: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
+    """Returns the milliseconds of a call in a loop without synchronising, until the device is done with the last call."""
     synchronise(device)
     start = time.perf_counter()
     for _ in range(calls):
         function()
     synchronise(device)
     return 1000 * (time.perf_counter() - start) / calls
-
-
-def device_ms(function: Callable[[], Any]) -> float:
-    """Returns the milliseconds between two CUDA events around a call that finds the queue empty."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def peak_extra(function: Callable[[], Any], device: torch.device) -> int | None:
@@ -119,7 +109,7 @@ def call_figures(function: Callable[[], Any], device: torch.device, *, seconds: 
     from a CUDA graph. About ``seconds`` each, at least 20 calls where these fit into three times that, 200 at most. A CPU has neither
     kernels nor graphs.
     """
-    once = max(one_call(function, device), 1e-6)
+    once = max(loop(function, device) / 1000, 1e-6)
     calls = max(3, min(max(20, int(seconds / once)), int(3 * seconds / once), 200))
     found: dict[str, float] = {}
     if "host" in ways:

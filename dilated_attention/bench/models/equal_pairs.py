@@ -11,20 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.pattern import (
-    BigBird,
-    DilatedBlocks,
-    DilatedPattern,
-    GlobalLocal,
-    LocalWindow,
-    Pattern,
-    RandomBlocks,
-    Strided,
-    TopBlocks,
-    geometric_branches,
-    pattern_from_spec,
-)
+from dilated_attention import pattern as patterns
+from dilated_attention.bench.measure.limits import Refused
+from dilated_attention.pattern import DilatedPattern, GlobalLocal, Pattern, RandomBlocks, TopBlocks
 
 # positions of a block: larger ones have too few rows and columns to keep a twentieth of a short sequence
 BLOCK = 64
@@ -52,23 +41,23 @@ Family = Callable[[Case, int], Pattern]
 
 def _big_bird(case: Case, x: int) -> Pattern:
     # random blocks take a quarter of the pairs; half of those drawn are later than the query
-    return BigBird(x, case.first, max(1, int(case.share * case.length / (4 * BLOCK))), block_size=BLOCK)
+    return patterns.BigBird(x, case.first, max(1, int(case.share * case.length / (4 * BLOCK))), block_size=BLOCK)
 
 
 def _prefix_dilated(case: Case, x: int) -> Pattern:
     # at each rate as many blocks as the window has on one side
-    far = (DilatedBlocks(rate, 2 * max(1, x // (2 * BLOCK)), block_size=BLOCK) for rate in (2, 4, 8))
+    far = (patterns.DilatedBlocks(rate, 2 * max(1, x // (2 * BLOCK)), block_size=BLOCK) for rate in (2, 4, 8))
     return functools.reduce(operator.or_, far, GlobalLocal(x, case.first, block_size=BLOCK))
 
 
 def _prefix_strided(case: Case, x: int) -> Pattern:
     # far blocks take half of the pairs
-    return GlobalLocal(x, case.first, block_size=BLOCK) | Strided(max(2, round(2 / case.share)), block_size=BLOCK)
+    return GlobalLocal(x, case.first, block_size=BLOCK) | patterns.Strided(max(2, round(2 / case.share)), block_size=BLOCK)
 
 
 def _dilated(case: Case, x: int) -> Pattern:
     # from the share of two branches on, branches that grow slower come closer to the target
-    return DilatedPattern(*geometric_branches(case.length, x, 4 if case.share < 1 / 3 else 2))
+    return DilatedPattern(*patterns.geometric_branches(case.length, x, 4 if case.share < 1 / 3 else 2))
 
 
 def _dilated_near(case: Case, x: int) -> Pattern:
@@ -77,10 +66,13 @@ def _dilated_near(case: Case, x: int) -> Pattern:
 
 # name → (family, what it keeps)
 METHODS: dict[str, tuple[Family, str]] = {
-    "window": (lambda case, x: LocalWindow(x, block_size=BLOCK), "the last keys"),
+    "window": (lambda case, x: patterns.LocalWindow(x, block_size=BLOCK), "the last keys"),
     "global-local": (lambda case, x: GlobalLocal(x, case.first, block_size=BLOCK), "the first keys and the last ones"),
     "big-bird": (_big_bird, "first, last and random blocks"),
-    "random-blocks": (lambda case, x: RandomBlocks(x / case.length, own_block=True, block_size=BLOCK), "random blocks and the own one"),
+    "random-blocks": (
+        lambda case, x: RandomBlocks(x / case.length, own_block=True, block_size=BLOCK),
+        "random blocks and the own one",
+    ),
     "prefix-strided": (_prefix_strided, "the first keys, the last ones and every n-th block"),
     "prefix-dilated": (_prefix_dilated, "the first keys, the last ones, and before those every 2nd block, then every 4th, then every 8th"),
     "top-blocks": (lambda case, x: TopBlocks(density=x / case.length, block_size=BLOCK), "blocks chosen by content"),
@@ -99,7 +91,7 @@ def family_of(spec: str) -> Family:
         )
 
     def family(case: Case, x: int) -> Pattern:
-        return pattern_from_spec(spec.replace('"?"', str(x / case.length if unknown[0] in ("density", "ratio") else x)))
+        return patterns.pattern_from_spec(spec.replace('"?"', str(x / case.length if unknown[0] in ("density", "ratio") else x)))
 
     family(Case(1024, 1, 0.5), 8)
     return family

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.skip import attempt, release
-from dilated_attention.bench.measure.timing import in_turns, one_call, summary
+from dilated_attention.bench import accuracy
+from dilated_attention.bench.measure.limits import attempt, release
+from dilated_attention.bench.measure.timing import in_turns, loop, summary
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.fork import cached_property
@@ -57,17 +57,15 @@ class Shape:
 
     def kind(self, name: str) -> dict[str, Any]:
         """Returns the configuration fields of a kind of attention."""
-        window = 256 if self.small else 1024
-        if name == "dense":
-            return {"attention": "dense"}
-        if name == "dilated":
-            return {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {}
-        if name == "dilated-1M":
-            lengths, rates = geometric_branches(4096 if self.small else 2**20, 256 if self.small else 2048)
-            return {"segment_lengths": lengths, "dilation_rates": rates}
-        if name == "global-local":
-            return {"attention": "block_sparse", "block_pattern": GlobalLocal((2 * window - 1, 0), 128)}
-        return {"attention": "block_sparse", "block_pattern": LocalWindow((window - 1, 0), block_size=64 if self.small else 128)}
+        window, lengths, rates = 256 if self.small else 1024, *geometric_branches(*((4096, 256) if self.small else (2**20, 2048)))
+        kinds: dict[str, dict[str, Any]] = {
+            "dense": {"attention": "dense"},
+            "dilated": {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if self.small else {},
+            "dilated-1M": {"segment_lengths": lengths, "dilation_rates": rates},
+            "global-local": {"attention": "block_sparse", "block_pattern": GlobalLocal((2 * window - 1, 0), 128)},
+            "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((window - 1, 0), block_size=min(128, window // 4))},
+        }
+        return kinds[name]
 
     def legend(self, kind: str) -> str:
         """Describes what a query attends to."""
@@ -117,8 +115,8 @@ def check(preset: str, head_dim: int, small: bool, kind: str, device: torch.devi
         step = Stepper(model, cache)
         decoded += [step(here[:, i : i + 1]).clone() for i in range(length - new, length)]
     return {
-        "logits": correctness.relative(logits, true),
-        "decoded": correctness.relative(torch.stack(decoded, 1).cpu(), true[:, length - new - 1 :]),
+        "logits": accuracy.relative(logits, true),
+        "decoded": accuracy.relative(torch.stack(decoded, 1).cpu(), true[:, length - new - 1 :]),
     }
 
 
@@ -178,30 +176,29 @@ def generate(
     case = {"task": "step" if is_random else "prefill", "model": shape.name, "N": context, "B": batch}
     rows, able = dict[str, Row](), dict[str, Writer]()
     for kind in kinds:
-        checked = attempt(functools.partial(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype))
-        note = checked.note or correctness.wrong(checked.value or {}, LAYERS * correctness.BOUNDS[dtype])
+        errors, note = attempt(check, shape.preset, shape.config.head_dim, shape.small, kind, device, dtype)
+        note = note or accuracy.wrong(errors or {}, LAYERS * accuracy.BOUNDS[dtype])
         about = {"dtype": str(dtype).removeprefix("torch."), "attention": shape.legend(kind)}
-        rows[kind] = Row(name=kind, case=case | about, errors=checked.value or {}, note=note)
+        rows[kind] = Row(name=kind, case=case | about, errors=errors or {}, note=note)
     release()
     random = torch.Generator().manual_seed(4)
     prompt = None if is_random else torch.randint(shape.config.vocab_size or 1, (batch, context), generator=random).to(device)
     right = [kind for kind in kinds if not rows[kind].note]
-    models = attempt(functools.partial(family, shape, right, device, dtype))
+    models, why = attempt(family, shape, right, device, dtype)
     for kind in right:
-        note = models.note
-        if models.value is not None:
-            made = attempt(functools.partial(Writer, context, new_tokens, prompt, batch, models.value[kind]))
-            note = made.note + (", with what the other kinds hold" if able and made.note == "out of memory" else "")
-            if made.value is not None:
-                able[kind] = made.value
+        writer, note = (None, why) if models is None else attempt(Writer, context, new_tokens, prompt, batch, models[kind])
+        if writer is not None:
+            able[kind] = writer
+        elif able and note == "out of memory":
+            note += ", with what the other kinds hold"
         rows[kind] = replace(rows[kind], note=note)
     reading = {} if is_random else in_turns({kind: writer.read for kind, writer in able.items()}, device, seconds=seconds)
-    samples = [{kind: one_call(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]
+    samples = [{kind: loop(writer.turn, device) for kind, writer in able.items()} for _ in range(_TURNS)]
     found = [row for kind, row in rows.items() if kind not in able]
     for kind, writer in able.items():
         steps = new_tokens * len(writer.places)
         timings = {} if is_random else {"prefill": (reading[kind], batch * context)}
-        timings["step" if is_random else "decode"] = summary([1000 * took[kind] / steps for took in samples]), batch
+        timings["step" if is_random else "decode"] = summary([took[kind] / steps for took in samples]), batch
         for task, (timing, tokens) in timings.items():
             values = timing | {"tokens_per_s": 1000 * tokens / timing["ms"], "cache_bytes": writer.cache.nbytes}
             found.append(replace(rows[kind], case=rows[kind].case | {"task": task}, values=values))

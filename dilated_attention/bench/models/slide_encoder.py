@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from dilated_attention.bench.accuracy import correctness
-from dilated_attention.bench.measure.peak import counted, within
-from dilated_attention.bench.measure.skip import Attempt
+from dilated_attention.bench import accuracy
+from dilated_attention.bench.measure.limits import Refused, counted, within
 from dilated_attention.bench.measure.timing import captured, in_turns
 from dilated_attention.bench.models.torchscale import GIGAPATH, find, imported, load
 from dilated_attention.bench.report.rows import Row
+from dilated_attention.distributed import shard_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.integrations.torchscale import from_torchscale
+from dilated_attention.models.sharded import average_gradients
 
 _AUTOCAST, _HALF = {"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -67,15 +69,15 @@ def measure(tiles: int, gigapath: Path | None, grid: int, changes: dict[str, Any
         for kernel in KERNELS[device.type]:
             name = f"original, {kernel} in place of flash-attn"
             runs[name] = functools.partial(_original, gigapath, grid, kernel, tiles, device, seconds)
-        compared = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
-        errors = compared.value or {}
-        note = compared.note or correctness.wrong(errors, correctness.BOUNDS[_THEIRS.get(device.type, torch.float32)])
+        found, note = within(functools.partial(_difference, gigapath, grid, tiles, device), device)
+        errors = found or {}
+        note = note or accuracy.wrong(errors, accuracy.BOUNDS[_THEIRS.get(device.type, torch.float32)])
     for label, settings in VARIANTS[device.type].items():
         runs[f"ours, {label}"] = functools.partial(_ours, tiles, device, seconds, **changes | settings)
     for name, run in runs.items():
         # a speed-up on another result would be none
-        found = Attempt(None, note) if note else within(run, device)
-        yield Row(name=name, case=case, values=found.value or {}, errors=errors if name.startswith("original") else {}, note=found.note)
+        values, why = (None, note) if note else within(run, device)
+        yield Row(name=name, case=case, values=values or {}, errors=errors if name.startswith("original") else {}, note=why)
 
 
 def _ours(
@@ -111,8 +113,7 @@ def _difference(gigapath: Path, grid: int, tiles: int, device: torch.device) -> 
     with imported(gigapath, gigapath / "gigapath"), torch.no_grad():
         module = _loaded(grid, KERNELS[device.type][0], device).eval()
         exact = from_torchscale(module).to(device).eval()(*x)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            return {"output": correctness.relative(module(*x)[0].float(), exact)}
+        return {"output": accuracy.relative(_vector(dtype, lambda *x: module(*x)[0], *x), exact)}
 
 
 def _timed(
@@ -120,14 +121,7 @@ def _timed(
 ) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     with counted(device) as peak:
-        module, model, x = build()
-
-        def step() -> None:
-            module.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                loss = model(*x).float().sum()
-            loss.backward()
-
+        step = functools.partial(_step, autocast, *build())
         step()
         if on_gpu:
             # kernels are chosen and compiled, which does not count
@@ -138,3 +132,48 @@ def _timed(
     values = in_turns({"step": call}, device, seconds=seconds, least=5 if on_gpu else 1)["step"]
     # a graph's memory is its own, and not counted
     return values if is_graph else values | {"peak_bytes": peak.bytes}
+
+
+def _step(autocast: torch.dtype | None, module: nn.Module, model: Callable[..., torch.Tensor], x: Sequence[torch.Tensor]) -> None:
+    module.zero_grad(set_to_none=True)
+    _vector(autocast, model, *x).sum().backward()
+
+
+def _vector(autocast: torch.dtype | None, model: Callable[..., torch.Tensor], *x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x[0].device.type, autocast, enabled=autocast is not None):
+        return model(*x).float()
+
+
+def sharded_step(is_shared: bool, tiles: int, device: torch.device, bound: float) -> Callable[[], None]:
+    """Returns a training step on one slide over all processes, or on one: without dropout, under bf16 autocast on a GPU.
+
+    The gradients' mean over the processes is part of it. The slide's vector of shared tiles is compared with one process's first.
+
+    Raises:
+        Refused: that vector is off by more than ``bound``.
+    """
+    is_shared = is_shared and dist.is_initialized()
+    options: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device}
+    # one layer for a try
+    options |= {"num_layers": 1} if device.type == "cpu" else {}
+    x: Sequence[torch.Tensor] = slide(tiles, device)
+
+    def made(**group: Any) -> Any:
+        torch.manual_seed(0)
+        return create_model("gigapath-12l768d", **options, **group).train()
+
+    autocast, model = torch.bfloat16 if device.type == "cuda" else None, made(group=dist.group.WORLD) if is_shared else made()
+    if is_shared:
+        shards = shard_sequence(None, x, [1, 1])
+        with torch.no_grad():
+            error = accuracy.relative(_vector(autocast, model, *shards), _vector(autocast, made(), *x).double())
+        if note := accuracy.wrong({"vector": error}, bound):
+            raise Refused(note)
+        x = shards
+
+    def step() -> None:
+        _step(autocast, model, model, x)
+        if is_shared:
+            average_gradients(model)
+
+    return step

@@ -1,7 +1,8 @@
 """A user's own copies of TorchScale and Prov-GigaPath, imported unedited, and the models that this library loads from theirs.
 
-None of flash-attn, fairscale and timm is needed: torch's kernels stand in for the first, the few names that TorchScale reads for the
-others.
+None of flash-attn, fairscale and timm is needed. This library's backends stand in for the first, as TorchScale and ring-flash-attention
+call it: the same kernel then runs under another schedule, without this library's own operator around it. The few names that TorchScale
+reads stand in for the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.bench.models.flash_attn import flash_attn_func
+from dilated_attention.backends import Options, registry
+from dilated_attention.backends.base import Bounds
 from dilated_attention.bench.report.rows import Row
 from dilated_attention.integrations.torchscale import from_torchscale, load_torchscale
 
@@ -43,6 +45,8 @@ CASES: list[tuple[int, int, tuple[int, ...], tuple[int, ...], bool]] = [
     (13, 4, (16, 32), (1, 16), False),
     (2100, 16, *_GIGAPATHS, False),
 ]
+# the backend behind ``FLASH_ATTN``, which ring-flash-attention imports once
+standing_in = {"kernel": "auto"}
 
 
 def find(path: Path, inside: Path) -> Path:
@@ -202,3 +206,70 @@ def _gradient_error(theirs: nn.Module, ours: nn.Module) -> float:
             assert mine.grad is not None
             worst = max(worst, float((mine.grad - true).abs().max() / true.abs().max().clamp(min=1e-12)))
     return worst
+
+
+class _Kernel(torch.autograd.Function):
+    """A backend's forward and backward; lse has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = registry.get(name).forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.settings = name, options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        name, options = ctx.settings
+        q, k, v, out, lse = ctx.saved_tensors
+        return *registry.get(name).backward(grads[0].contiguous(), q, k, v, out, lse, options), None, None
+
+
+def flash_attn_func(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, bias: None = None,
+    softmax_scale: float | None = None, is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns (out, lse) of q, k, v (B, N, H, D) by a backend, as TorchScale calls flash-attn's function."""
+    if bias is not None or dropout:
+        raise ValueError(f"bias is {bias} and dropout {dropout}; expected None and 0: flash-attn's stand-in has neither")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    found: tuple[torch.Tensor, torch.Tensor] = _Kernel.apply(q, k, v, kernel, Options(scale=scale, causal=is_causal))
+    return found
+
+
+# dense and for packed documents. ring-flash-attention asks for their parameters, and passes all by name
+def forward(**given: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    backend, (q, k, v) = registry.get(standing_in["kernel"]), [given[name] for name in "qkv"]
+    if "cu_seqlens_q" not in given:
+        return *backend.forward(q, k, v, _options(given)), None, None
+    out = torch.empty_like(q)
+    lse = backend.forward_packed(q[None], k[None], v[None], _bounds(given), _options(given), out[None])
+    return out, lse[0], None, None
+
+
+def backward(**given: Any) -> None:
+    backend, (dq, dk, dv) = registry.get(standing_in["kernel"]), (given[name] for name in ("dq", "dk", "dv"))
+    dout, q, k, v, out, lse = (given[name].contiguous() for name in ("dout", *"qkv", "out", "softmax_lse"))
+    if "cu_seqlens_q" not in given:
+        backend.backward_into(dout, q, k, v, out, lse, _options(given), (dq, dk, dv))
+        return
+    packed = [x[None] for x in (dout, q, k, v, out, lse)]
+    backend.backward_packed(*packed, _bounds(given), _options(given), (dq[None], dk[None], dv[None]))  # type: ignore[call-arg]
+
+
+FLASH_ATTN = {"_flash_attn_forward": forward, "_flash_attn_varlen_forward": forward}
+FLASH_ATTN |= {"_flash_attn_backward": backward, "_flash_attn_varlen_backward": backward}  # type: ignore[dict-item]
+
+
+def _options(given: dict[str, Any]) -> Options:
+    others = {name: given.get(name) for name in ("dropout_p", "softcap", "alibi_slopes", "window_size_left", "window_size_right")}
+    assert all(value in (None, 0, -1) for value in others.values()), f"the stand-in has no dropout, window, softcap or ALiBi: {others}"
+    return Options(scale=given["softmax_scale"], causal=given["causal"])
+
+
+def _bounds(given: dict[str, Any]) -> Bounds:
+    return Bounds(*(given[f"{what}_{side}"] for what in ("cu_seqlens", "max_seqlen") for side in "qk"))

@@ -55,9 +55,7 @@ class Row:
     def from_dict(cls, stored: dict[str, Any]) -> Row:
         """Creates a row from ``stored``. Raises TypeError where it is not a row."""
         row = cls(**stored)
-        if not (
-            isinstance(row.name, str) and isinstance(row.note, str) and all(isinstance(x, dict) for x in (row.case, row.values, row.errors))
-        ):
+        if not all(isinstance(x, kind) for x, kind in zip(vars(row).values(), (str, dict, dict, dict, str), strict=True)):
             raise TypeError(f"{str(stored)[:200]} is not a row")
         return row
 
@@ -127,11 +125,7 @@ class Results:
 
     def differs(self, found: Results, *, but: Sequence[str] = ()) -> str:
         """Returns in what ``found`` is of another suite, hardware, versions or settings; ``but``: what may differ, or entries of it."""
-
-        def parts(of: Results) -> dict[str, dict[str, Any]]:
-            return {"suite": {"name": of.suite}, **of.machine, "settings": of.settings}
-
-        a, b = parts(found), parts(self)
+        a, b = ({"suite": {"name": of.suite}, **of.machine, "settings": of.settings} for of in (found, self))
         other = [
             f"other {what}: {key} {a[what].get(key)!r} there, {b[what].get(key)!r} here"
             for what in ("suite", "hardware", "versions", "settings")

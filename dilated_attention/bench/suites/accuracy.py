@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.bench.accuracy.truth import RESULTS
+from dilated_attention.bench.accuracy import RESULTS
 from dilated_attention.bench.measure.contest import measure
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, labelled, listing

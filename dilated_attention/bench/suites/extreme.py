@@ -9,18 +9,18 @@ import argparse
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.correctness import BOUNDS, sampled_errors, wrong
-from dilated_attention.bench.measure.peak import called, planned, within
+from dilated_attention.bench.accuracy import sampled_errors, wrong
+from dilated_attention.bench.measure.limits import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
 from dilated_attention.bench.workloads.contenders import Contender, of_backend
-from dilated_attention.bench.workloads.problem import Problem, geometric
+from dilated_attention.bench.workloads.problem import BOUNDS, Problem, geometric
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import LocalWindow
 
@@ -29,15 +29,6 @@ TIME = "time, not memory"
 # kind → this library's function, and the power of the length that its time grows with
 KINDS = {"dilated": (of_backend("auto", return_lse=True), 1), "block-sparse": (of_backend("auto", "blocks", return_lse=True), 1),
          "dense": (of_backend("auto", "dense", return_lse=True), 2)}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Limits:
-    """``memory`` in bytes, None for the device's; ``seconds`` per call; the ``most`` positions."""
-
-    memory: int | None
-    seconds: float
-    most: int
 
 
 class Extreme(Suite):
@@ -54,33 +45,31 @@ class Extreme(Suite):
         parser.add_argument("--causal", action="store_true")
         parser.add_argument("--lengths", type=size, nargs="+", help="only these, without a search")
         parser.add_argument("--first", type=size, help="length to begin with; default: 256k on a GPU, 1k on a CPU")
-        parser.add_argument("--most", type=size, default=2**30, help="length to end at; default: 1G")
         parser.add_argument("--memory-gib", type=float, help="memory to fill; default: the GPU's, 0.125 on a CPU")
         parser.add_argument("--limit", type=float, help="seconds of one call beyond which a search ends; default: 10 on a GPU, 3 on a CPU")
 
     def settings(self, session: Session) -> dict[str, Any]:
-        options, limits = session.options, self.limits(session)
+        options, (_, seconds) = session.options, self.limits(session)
         shape = {"heads": options.heads, "head_dim": options.head_dim, "causal": options.causal}
-        ends = {"first": self._problem(session).num_positions, "most": options.most, "memory_gib": options.memory_gib}
+        ends = {"first": self._problem(session).num_positions, "memory_gib": options.memory_gib}
         dtype = {"dtype": str(session.dtype).removeprefix("torch.")}
-        return super().settings(session) | shape | dtype | ends | {"limit": limits.seconds}
+        return super().settings(session) | shape | dtype | ends | {"limit": seconds}
 
-    def limits(self, session: Session) -> Limits:
+    def limits(self, session: Session) -> tuple[int | None, float]:
+        """Returns the bytes that a call may take, None for the device's, and its seconds."""
         options, on_gpu = session.options, session.device.type == "cuda"
         gib = options.memory_gib if options.memory_gib is not None else None if on_gpu else 0.125
         if gib is not None and gib <= 0:
             raise UsageError(f"--memory-gib is {gib:g}; expected more than 0")
         seconds = options.limit if options.limit is not None else 10.0 if on_gpu else 3.0
-        return Limits(None if gib is None else int(gib * 2**30), seconds, options.most)
+        return None if gib is None else int(gib * 2**30), seconds
 
     def groups(self, session: Session) -> Sequence[Group]:
-        options, limits, problem = session.options, self.limits(session), self._problem(session)
+        options, (memory, seconds), problem = session.options, self.limits(session), self._problem(session)
         first, lengths = 2048 if session.full else 512, options.lengths or ()
-        given = "".join(f" {length}" for length in lengths)
-        return [
-            Group(f"{kind} {which}{given}", functools.partial(search, kind, which, problem, first, limits, lengths))
-            for kind, which in itertools.product(options.kinds, options.passes)
-        ]
+        given, how = "".join(f" {length}" for length in lengths), (problem, first, memory, seconds, lengths)
+        what = itertools.product(options.kinds, options.passes)
+        return [Group(f"{kind} {which}{given}", functools.partial(search, kind, which, *how)) for kind, which in what]
 
     def _problem(self, session: Session) -> Problem:
         options = session.options
@@ -119,25 +108,31 @@ def _searches(results: Results) -> list[Row]:
     return [replace(row, errors={"largest": max(row.errors.values())} if row.errors else {}) for row in named]
 
 
-def search(kind: str, which: str, problem: Problem, first: int, limits: Limits, lengths: Sequence[int] = ()) -> list[Row]:
-    """Returns a row for every length tried, in that order: those of ``lengths``, or doubled until one does not fit or takes too long."""
+def search(
+    kind: str, which: str, problem: Problem, first: int, memory: int | None, seconds: float, lengths: Sequence[int] = ()
+) -> list[Row]:
+    """Returns a row for every length tried, in that order: those of ``lengths``, or doubled until one does not fit or takes too long.
+
+    Args:
+        first: the shortest segment, and twice the window of blocks.
+        memory, seconds: that one call may take; None for the memory of the device.
+    """
     contender, power = KINDS[kind]
     backward, rows = which == "both", list[Row]()
-    doubled = itertools.takewhile(lambda length: length <= limits.most, (problem.num_positions << i for i in itertools.count()))
-    for length in lengths or doubled:
+    for length in lengths or (problem.num_positions << i for i in itertools.count()):
         # branches up to the whole sequence, blocks of a window of one first segment
         window = LocalWindow(first // 2, block_size=128 if first >= 1024 else 64)
         at = replace(problem, num_positions=length, given_branches=geometric(length, first=first), blocks=window)
         row = Row(name=kind, case={"pass": which, **at.case})
-        if not lengths and rows and rows[-1].values["ms"] / 1000 * 2**power > limits.seconds:
+        if not lengths and rows and rows[-1].values["ms"] / 1000 * 2**power > seconds:
             return [*rows, replace(row, note=TIME)]
-        found = within(functools.partial(_one, contender, at, backward, limits.memory), at.device, memory=limits.memory)
-        values, errors = found.value or ({}, {})
-        note = found.note or wrong(errors, BOUNDS[at.dtype])
+        found, note = within(functools.partial(_one, contender, at, backward, memory), at.device, memory=memory)
+        values, errors = found or ({}, {})
+        note = note or wrong(errors, BOUNDS[at.dtype])
         if not note:
-            memory = limits.memory or torch.cuda.get_device_properties(at.device).total_memory
             pattern = None if kind == "dense" else contender.pattern(at)
-            plan = planned(kind.replace("-", "_"), at, pattern, backward=backward, memory=memory)
+            most = memory or torch.cuda.get_device_properties(at.device).total_memory
+            plan = planned(kind.replace("-", "_"), at, pattern, backward=backward, memory=most)
             values |= plan | {"off": values["peak_bytes"] / plan["predicted_bytes"] - 1}
         rows.append(replace(row, values={} if note else values, errors=errors, note=note))
         if note and not lengths:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.accuracy.correctness import WHOLE, check, wrong
-from dilated_attention.bench.measure.peak import PASSES, Called, called, planned, within
-from dilated_attention.bench.measure.skip import Attempt, attempt
+from dilated_attention.bench.accuracy import WHOLE
+from dilated_attention.bench.measure.contest import measure
+from dilated_attention.bench.measure.limits import called, planned, within
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, by, compared, failures, listing
 from dilated_attention.bench.runner import Group, Session, Suite
@@ -22,6 +23,8 @@ from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, TopBlocks
 
+# "training": forward and backward
+PASSES = ("forward", "training")
 CONTENDERS = {contender.name: contender for contender in (*DENSE, *MODULES)}
 # bytes beyond which a call is not run on a CPU, whose memory is needed for other things
 _MOST_ON_CPU = 2 * 2**30
@@ -47,11 +50,8 @@ class Memory(Suite):
         heads, head_dim = (16, 128) if session.full else (8, 64)
         make = functools.partial(Problem, num_heads=heads, head_dim=head_dim, dtype=session.dtype, device=session.device, is_causal=True)
         chosen = [CONTENDERS[name] for name in options.contenders or CONTENDERS]
-        return [
-            Group(f"attention {problem.label} {which}", functools.partial(_attention, chosen, problem, which))
-            for problem in (make(num_positions=n) for n in lengths)
-            for which in options.passes
-        ]
+        places = itertools.product((make(num_positions=n) for n in lengths), options.passes)
+        return [Group(f"attention {at.label} {which}", functools.partial(_attention, chosen, at, which)) for at, which in places]
 
     def tables(self, results: Results) -> list[Table]:
         found = list[Table]()
@@ -74,22 +74,18 @@ def _attention(contenders: Iterable[Contender], problem: Problem, which: str) ->
         if predicted is not None and predicted > _MOST_ON_CPU and problem.device.type == "cpu":
             note = f"not run: it would take {predicted / 2**30:.1f} GiB, on a CPU at most {_MOST_ON_CPU / 2**30:.0f}"
         run = functools.partial(called, contender.make, problem, backward=which == "training")
-        found: Attempt[Called] = Attempt(None, note) if note else within(run, problem.device)
-        if found.value is None:
-            rows.append(replace(row, note=found.note))
-            continue
-        values: dict[str, float] = {"peak_bytes": found.value.peak}
-        if predicted is not None:
-            values |= {"predicted_bytes": predicted, "off": found.value.peak / predicted - 1}
-        rows.append(replace(row, values=values))
+        found, note = (None, note) if note else within(run, problem.device)
+        values: dict[str, float] = {"peak_bytes": found.peak} if found else {}
+        if found and predicted is not None:
+            values |= {"predicted_bytes": predicted, "off": found.peak / predicted - 1}
+        rows.append(replace(row, values=values, note=note))
     return rows
 
 
 @functools.lru_cache(maxsize=256)
 def _wrong(contender: Contender, small: Problem) -> str:
     """Returns a note where a contender does not run or is wrong on a short sequence."""
-    made = attempt(lambda: check(contender, small, contender.make(small)))
-    return made.note or wrong(made.value or {}, contender.allowed(small))
+    return measure([contender], small, passes=())[0].note
 
 
 def predicted_bytes(contender: Contender, problem: Problem, which: str) -> int | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure.skip import Refused, release
-from dilated_attention.bench.models import equal_pairs, pretrained, texts
+from dilated_attention.bench.measure.limits import Refused, release
+from dilated_attention.bench.models import equal_pairs, pretrained
 from dilated_attention.bench.models.equal_pairs import METHODS, Case, Family
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, by, failures, having, labelled, listing
@@ -196,11 +196,11 @@ class _Work:
                 f"or --length up to {window:,}"
             )
         self.heads = int(config.num_attention_heads)
-        scored, tuned_on = texts.split(options.texts, options.seed)
-        self.passages = texts.passages(self.tokenizer, scored, self.length, _given(session, "passages"))
-        self.to_tune = functools.cache(lambda: texts.packed(self.tokenizer, tuned_on, self.length))
+        scored, tuned_on = pretrained.split_texts(options.texts, options.seed)
+        self.passages = pretrained.passages(self.tokenizer, scored, self.length, _given(session, "passages"))
+        self.to_tune = functools.cache(lambda: pretrained.packed(self.tokenizer, tuned_on, self.length))
         self.bins = list(itertools.pairwise(round(i * self.length / BINS) for i in range(BINS + 1)))
-        counts = [[texts.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
+        counts = [[pretrained.num_bytes(self.tokenizer, passage[low:high]) for low, high in self.bins] for passage in self.passages]
         self.bytes = torch.tensor(counts)
 
     def rows(self, name: str, family: Family | None, percent: float, is_tuned: bool) -> Iterator[Row]:
@@ -250,6 +250,6 @@ class _Work:
     def _needles(self, model: Any, name: str, case: dict[str, Any]) -> Iterator[Row]:
         count, seed = _given(self.session, "needles"), self.session.options.seed
         for depth in _given(self.session, "depths"):
-            made = texts.needles(self.tokenizer, self.passages, case["length"], depth / 100, count, seed)
+            made = pretrained.needles(self.tokenizer, self.passages, case["length"], depth / 100, count, seed)
             right = pretrained.find(model, *made)
             yield Row(name=name, case=case | {"depth_pct": depth}, values={"digits_pct": 100 * float(right.double().mean())})

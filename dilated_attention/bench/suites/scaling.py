@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilated_attention.bench.measure.rank_sync import RankSync
-from dilated_attention.bench.measure.sharded import Entry, measure
+from dilated_attention.bench.measure.sharded import Entry, RankSync, measure
+from dilated_attention.bench.models.slide_encoder import sharded_step
 from dilated_attention.bench.report.rows import Results, Row
 from dilated_attention.bench.report.tables import Table, across, failures, labelled, listing
 from dilated_attention.bench.runner import Group, Session, Suite
-from dilated_attention.bench.workloads.contenders import Contender, of_backend
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.contenders import Contender, Costs, of_backend
+from dilated_attention.bench.workloads.problem import BOUNDS, Problem
 from dilated_attention.bench.workloads.rings import CASES, SHRINK, UNIT, Case, ring
-from dilated_attention.bench.workloads.sharded_contenders import competitors, sharded_step
+from dilated_attention.bench.workloads.sharded_contenders import competitors
 from dilated_attention.parsing import size
 
 _WHERE = {"W": ("W", 1.0), "positions": ("N", 1.0), "pass": ("pass", 1.0)}
@@ -59,22 +59,19 @@ class Scaling(Suite):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         names = ", ".join(case.name for case in CASES)
         about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {names}; default: {' '.join(DEFAULT)}"
-        parser.add_argument("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
-        parser.add_argument("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
-        parser.add_argument("--list", action="store_true", help="print cases and contenders, and measure nothing")
-        parser.add_argument("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
-        parser.add_argument(
-            "--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases"
-        )
-        parser.add_argument("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
-        parser.add_argument("--exchange", nargs="+", default=["auto"], help="of dense and dilated rings; default: auto")
-        parser.add_argument("--backends", nargs="+", default=["auto"], help="default: auto")
-        parser.add_argument(
-            "--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends"
-        )
-        parser.add_argument("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
-        parser.add_argument("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
-        parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
+        add = parser.add_argument
+        add("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
+        add("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
+        add("--list", action="store_true", help="print cases and contenders, and measure nothing")
+        add("--tokens", type=size, nargs="+", help="of each process; default: the cases' own, a hundredth on a CPU")
+        add("--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases")
+        add("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
+        add("--exchange", nargs="+", default=["auto"], help="of dense and dilated rings; default: auto")
+        add("--backends", nargs="+", default=["auto"], help="default: auto")
+        add("--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends")
+        add("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
+        add("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
+        add("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
     def settings(self, session: Session) -> dict[str, Any]:
         kept = {name: getattr(session.options, name) for name in ("heads", "check_tokens", "graphs")}
@@ -145,18 +142,21 @@ def _entries(session: Session, together: RankSync) -> Iterator[Entry]:
                 which = [f"by {exchange}"] * (exchange != "auto") + [layout] * (len(layouts) > 1)
                 how = {"backend": backend, "timeout": options.timeout} | ({} if exchange == "auto" else {"exchange": exchange})
                 found.append(("ring", backend, ring(of_backend(backend, pattern), " ".join(["ring", *which]) + suffix, layout, **how)))
-        if pattern == "dense":
+        if pattern == "dense" and together.group is not None:
             others = competitors(problem, options.ring_flash_attention, options.backends, together.group)
             found += [("foreign", kernel, other) for kernel, other in others]
         if case.name == "slide":
-            kinds = {"one process": False, "ring": True}
-            steps = {kind: functools.partial(sharded_step, shared) for kind, shared in kinds.items()}
+            steps = {kind: functools.partial(_slide_step, kind == "ring") for kind in ("one process", "ring")}
             found = [(kind, "auto", Contender(name=kind, what="", make=step)) for kind, step in steps.items()]
         for kind, kernel, contender in found:
             if _matches(contender.name, options.contenders):
                 about = {"case": label, "mask": "causal" if problem.is_causal else "full", "W": W, "kernel": kernel, "kind": kind}
                 length, about = N // W if kind == "kernel" else N, problem.case | about
                 yield Entry(contender=contender, at=at, num_positions=length, case=about, passes=case.passes, fits=case.fits)
+
+
+def _slide_step(is_shared: bool, problem: Problem) -> Costs:
+    return Costs({"both": sharded_step(is_shared, problem.num_positions, problem.device, BOUNDS[problem.dtype])})
 
 
 def _compared(results: Results) -> list[Row]:

@@ -55,6 +55,8 @@ class Speed(Suite):
 
     name = "speed"
     about = "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors"
+    # of --against, read with the groups
+    earlier: Earlier | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         about = f"{LENGTH} (default), short (what one call costs), names or wildcards; --list shows the names"
@@ -63,7 +65,6 @@ class Speed(Suite):
         parser.add_argument("--contenders", nargs="+", metavar="NAME", help="names or wildcards; default: those of each case")
         parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="ours and the floor by these backends too")
         parser.add_argument("--torchscale", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
-        parser.add_argument("--kernel", help="backend that stands in for flash-attn in TorchScale; default sdpa_flash, on a CPU sdpa_cpu")
         parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: all")
         parser.add_argument("--ways", nargs="*", choices=WAYS, help="how a call is seen besides its median; default: called host kernels")
         parser.add_argument("--lengths", type=size, nargs="+", help="default: 512 … 8k at batch 8, then to 1M; on a CPU 512 … 2k")
@@ -102,47 +103,36 @@ class Speed(Suite):
         options = session.options
         lengths = options.lengths or ([2**i for i in range(9, 21)] if session.full else [512, 1024, 2048])
         heads, head_dim, most = (32, 64, 8) if session.full else (4, 32, 1)
+        shape: dict[str, Any] = {"num_heads": options.heads or heads, "head_dim": options.head_dim or head_dim}
         masks = [(n, mask == "causal") for mask in options.masks or ["full"] for n in lengths]
         masks += [] if options.masks is not None else [(n, True) for n in lengths[1::2]]
         for n, is_causal in masks:
-            yield Problem(
-                num_positions=n,
-                num_heads=options.heads or heads,
-                head_dim=options.head_dim or head_dim,
-                batch_size=options.batch or (most if n <= 8192 else 1),
-                is_causal=is_causal,
-                dtype=dtype,
-                device=session.device,
-            )
+            batch = options.batch or (most if n <= 8192 else 1)
+            yield Problem(num_positions=n, batch_size=batch, is_causal=is_causal, dtype=dtype, device=session.device, **shape)
 
     def groups(self, session: Session) -> Sequence[Group]:
-        catalogue, earlier, groups = self.catalogue(session), self.earlier(session), []
+        catalogue, groups, options = self.catalogue(session), list[Group](), session.options
+        self.earlier = None
+        if options.against is not None:
+            now = Results(self.name, machine(session.device), self.settings(session))
+            others = {name for name, contender in catalogue.items() if contender.is_external}
+            self.earlier = Earlier.open(options.against, now, others=others, passes=options.passes, threshold=options.threshold)
         for case in self.cases(session):
             chosen = [catalogue[name] for name in self.compared(session, case, catalogue) if name in catalogue]
             label = case.name if case.family == LENGTH else f"{case.name} {case.problem.label}"
             run = functools.partial(self._measure, session, case, chosen)
-            groups.append(Group(label, run if earlier is None else functools.partial(earlier.measured, label, run)))
+            groups.append(Group(label, run if self.earlier is None else functools.partial(self.earlier.measured, label, run)))
         return groups
 
-    def earlier(self, session: Session) -> Earlier | None:
-        """Returns the run to compare with. Raises ValueError where there is none of this hardware with these settings."""
-        options, now = session.options, Results(self.name, machine(session.device), self.settings(session))
-        if options.against is None:
-            return None
-        others = {name for name, contender in self.catalogue(session).items() if contender.is_external}
-        return Earlier.open(options.against, now, others=others, passes=options.passes, threshold=options.threshold)
-
-    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
-        earlier = self.earlier(session)
-        return (False, []) if earlier is None else earlier.verdict(results)
+    def verdict(self, results: Results) -> tuple[bool, list[Table]]:
+        return super().verdict(results) if self.earlier is None else self.earlier.verdict(results)
 
     def catalogue(self, session: Session) -> dict[str, Contender]:
         """Returns every contender by its name, with TorchScale and backends where they were asked for."""
         options, found = session.options, dict(CONTENDERS)
         if options.torchscale is not None:
-            kernel = options.kernel or ("sdpa_flash" if session.device.type == "cuda" else "sdpa_cpu")
             try:
-                found["torchscale"] = torchscale(options.torchscale, kernel)
+                found["torchscale"] = torchscale(options.torchscale, "sdpa_flash" if session.device.type == "cuda" else "sdpa_cpu")
             except ValueError as missing:
                 raise UsageError(str(missing)) from missing
         for backend in options.backends:
@@ -163,17 +153,10 @@ class Speed(Suite):
     def _measure(self, session: Session, case: Case, contenders: list[Contender]) -> list[Row]:
         problem, options, by_length = case.problem, session.options, case.family == LENGTH
         extra: dict[str, Any] = {"family": case.family, "at": _column(case)}
-        rows = measure(
-            contenders,
-            problem,
-            passes=options.passes,
-            # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
-            seconds=session.seconds / (1 if options.seconds else 2 if session.full else 4),
-            memory=True,
-            longest=self.longest(session),
-            ways=options.ways if options.ways is not None else () if by_length else WAYS[:3],
-            extra=extra,
-        )
+        # twenty contenders with three passes per problem: less than the usual time for each, unless a time was given
+        how: dict[str, Any] = {"seconds": session.seconds / (1 if options.seconds else 2 if session.full else 4)}
+        how |= {"ways": options.ways if options.ways is not None else () if by_length else WAYS[:3], "longest": self.longest(session)}
+        rows = measure(contenders, problem, passes=options.passes, memory=True, extra=extra, **how)
         for row in rows if by_length else ():
             if row.values:
                 row.values["tokens_per_s"] = 1000 * problem.batch_size * problem.num_positions / row.values["ms"]
@@ -212,11 +195,9 @@ def _what(row: Row) -> str:
 
 def _table(results: Results, rows: list[Row], which: str, title: str) -> list[Table]:
     """Returns a table of a pass by case, compared with the first contender of each case, by length with ``BASELINE``, if measured."""
-    bases: dict[Any, Row] = {}
-    for row in (row for row in rows if row.values):
-        family, at = row.case["family"], row.case["at"]
-        if at not in bases or row.name == (BASELINE if family == LENGTH else FAMILIES[family].contenders[0]):
-            bases[at] = row
+    firsts, bases = {LENGTH: BASELINE} | {name: family.contenders[0] for name, family in FAMILIES.items()}, dict[Any, Row]()
+    for row in sorted((row for row in rows if row.values), key=lambda row: row.name != firsts[row.case["family"]]):
+        bases.setdefault(row.case["at"], row)
     if not bases:
         return []
     (peaks, explained), shown = _peaks(results, (row.case["dtype"] for row in rows)), []

@@ -37,20 +37,19 @@ class TrainInfer(Suite):
     about = "models: tokens/s of generating by kind of attention; training steps of slide encoders; equality with TorchScale"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
         known = sorted(name for name, config in MODEL_PRESETS.items() if isinstance(config, LongNetConfig) and config.is_causal)
-        parser.add_argument("--models", nargs="+", choices=known, metavar="preset", default=MODELS, help=f"default: {' '.join(MODELS)}")
-        parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *MORE_KINDS), default=list(KINDS), help=f"default: {', '.join(KINDS)}")
-        parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["generate"], help="default: generate")
-        parser.add_argument("--contexts", type=size, nargs="+", help="default: 1k … 128k, of large models 2k … 32k; on a CPU 512 … 2k")
-        parser.add_argument(
-            "--batches", type=size, nargs="+", help="requests continued together; default: 1 and, where they fit, 8; on a CPU 4"
-        )
-        parser.add_argument("--layers", type=size, help="use only this many layers; the model's name then says cut")
-        parser.add_argument("--gigapath", type=Path, metavar="PATH", help="your own copy of Prov-GigaPath, for slides and parity")
-        parser.add_argument("--torchscale", type=Path, metavar="PATH", help="your own copy of TorchScale, for parity")
-        parser.add_argument("--weights", type=Path, metavar="FILE", help="Prov-GigaPath's slide_encoder.pth for parity; default: random")
-        parser.add_argument("--tiles", type=size, nargs="+", help="of a slide; default: 5308 10001 45681; on a CPU 500; for parity 1201")
-        parser.add_argument("--grid", type=size, help="side of the original's table of positions; default: 1000 for slides, else 100")
+        add("--models", nargs="+", choices=known, metavar="preset", default=MODELS, help=f"default: {' '.join(MODELS)}")
+        add("--kinds", nargs="+", choices=(*KINDS, *MORE_KINDS), default=list(KINDS), help=f"default: {', '.join(KINDS)}")
+        add("--tasks", nargs="+", choices=list(TASKS), default=["generate"], help="default: generate")
+        add("--contexts", type=size, nargs="+", help="default: 1k … 128k, of large models 2k … 32k; on a CPU 512 … 2k")
+        add("--batches", type=size, nargs="+", help="requests continued together; default: 1 and, where they fit, 8; on a CPU 4")
+        add("--layers", type=size, help="use only this many layers; the model's name then says cut")
+        add("--gigapath", type=Path, metavar="PATH", help="your own copy of Prov-GigaPath, for slides and parity")
+        add("--torchscale", type=Path, metavar="PATH", help="your own copy of TorchScale, for parity")
+        add("--weights", type=Path, metavar="FILE", help="Prov-GigaPath's slide_encoder.pth for parity; default: random")
+        add("--tiles", type=size, nargs="+", help="of a slide; default: 5308 10001 45681; on a CPU 500; for parity 1201")
+        add("--grid", type=size, help="side of the original's table of positions; default: 1000 for slides, else 100")
 
     def settings(self, session: Session) -> dict[str, Any]:
         return super().settings(session) | {name: getattr(session.options, name) for name in ("layers", "kinds", "grid")}
@@ -89,7 +88,7 @@ class TrainInfer(Suite):
         title = "greatest difference from TorchScale's models over the greatest value, float32 on a CPU"
         return [*found, *listing(having(results, task="parity"), columns, title=title), *failures(results)]
 
-    def verdict(self, results: Results, session: Session) -> tuple[bool, list[Table]]:
+    def verdict(self, results: Results) -> tuple[bool, list[Table]]:
         return any(row.note.startswith("wrong") for row in having(results, task="parity")), []
 
 

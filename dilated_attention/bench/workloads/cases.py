@@ -145,13 +145,8 @@ def make_case(name: str, device: torch.device, dtype: torch.dtype, *, full: bool
     kind, family, length, changes = _parsed(name)
     divisor = 1 if full else 64
     lengths, rates = family.branches
-    problem = Problem(
-        num_positions=length if full else max(64, min(length // divisor, 512)),
-        num_heads=family.heads,
-        head_dim=family.head_dim,
-        dtype=family.dtype or dtype,
-        device=device,
-        is_causal=family.is_causal,
-        given_branches=(tuple(w // divisor for w in lengths), rates),
-    )
+    branches = tuple(w // divisor for w in lengths), rates
+    shape: dict[str, Any] = {"num_heads": family.heads, "head_dim": family.head_dim, "is_causal": family.is_causal, "device": device}
+    n = length if full else max(64, min(length // divisor, 512))
+    problem = Problem(num_positions=n, dtype=family.dtype or dtype, given_branches=branches, **shape)
     return Case(name, kind, replace(family.change(problem, divisor), **changes), family.contenders)

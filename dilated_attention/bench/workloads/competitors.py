@@ -16,7 +16,7 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.flash import flash3, flash3_fp8
-from dilated_attention.bench.measure.skip import Refused
+from dilated_attention.bench.measure.limits import Refused
 from dilated_attention.bench.models import torchscale as copies
 from dilated_attention.bench.workloads.contenders import (
     Attend,

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.accuracy.truth import BOUNDS, Pattern, our_call
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.measure.limits import Refused
+from dilated_attention.bench.workloads.problem import BOUNDS, Pattern, Problem, our_call
 from dilated_attention.bench.workloads.standard import standard_attention
 from dilated_attention.factory import create_attention
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, LocalWindow, RandomBlocks, TopBlocks
@@ -159,23 +158,21 @@ external = functools.partial(Contender, pattern=dense_pattern, is_external=True)
 STANDARD = external(name="standard", what="softmax(q kᵀ) v, materialised", make=_standard)
 SDPA = external(name="torch sdpa", what="torch's scaled_dot_product_attention, its own choice", make=_sdpa)
 FP8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": 0.15}
+_LIBRARIES = {
+    "sdpa_flash": "FlashAttention-2, as bundled in torch",
+    "flash2": "FlashAttention-2, package flash-attn",
+    "flash3": "FlashAttention-3",
+    "flash3_fp8": "FlashAttention-3, 8-bit forward",
+    "flash4": "FlashAttention-4",
+    "sdpa_cudnn": "cuDNN, through torch",
+    "sdpa_efficient": "memory-efficient attention, through torch",
+    "flex": "FlexAttention, compiled",
+    "sdpa_cpu": "torch's CPU kernel",
+}
 DENSE: tuple[Contender, ...] = (
     STANDARD,
     SDPA,
-    *(
-        ours(name, what, dense_pattern, backend=name, **more)
-        for name, what, more in (
-            ("sdpa_flash", "FlashAttention-2, as bundled in torch", {}),
-            ("flash2", "FlashAttention-2, package flash-attn", {}),
-            ("flash3", "FlashAttention-3", {}),
-            ("flash3_fp8", "FlashAttention-3, 8-bit forward", FP8),
-            ("flash4", "FlashAttention-4", {}),
-            ("sdpa_cudnn", "cuDNN, through torch", {}),
-            ("sdpa_efficient", "memory-efficient attention, through torch", {}),
-            ("flex", "FlexAttention, compiled", {}),
-            ("sdpa_cpu", "torch's CPU kernel", {}),
-        )
-    ),
+    *(ours(name, what, dense_pattern, backend=name, **FP8 if "fp8" in name else {}) for name, what in _LIBRARIES.items()),
 )
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+import dilated_attention as da
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.fork import cached_property
 from dilated_attention.pattern import BlockPattern, DilatedPattern, geometric_branches
 
+Pattern = DilatedPattern | BlockPattern
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
+# several times the ‖found − true‖ / ‖true‖ that rounding explains; float32 products may be TF32 on a GPU
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 6e-3, torch.bfloat16: 2e-2}
 # rows drawn at a time: float32 noise for a whole large tensor would need twice its memory
 _STRETCH = 2**22
 _OPTIONS: dict[str, Any] = {"queries": None, "window": None, "dropout_p": 0.0, "padding": None, "bounds": None, "data": "normal"}
@@ -176,3 +180,14 @@ class Problem:
         if self.bounds is not None:
             found["cu_seqlens"] = torch.tensor(self.bounds, dtype=torch.int32, device=self.device)
         return found
+
+
+def our_call(problem: Problem, pattern: Pattern, *qkv: torch.Tensor, over: str = "", **options: Any) -> Any:
+    """Calls this library's function of ``pattern``, with the problem's mask and options; ``over="ring_"``: on a process's part."""
+    options = problem.arguments | options
+    if isinstance(pattern, BlockPattern):
+        return getattr(da, f"{over}block_sparse_attention")(*qkv, pattern, **options)
+    if pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= problem.num_positions and options.get("mixture_grad") is None:
+        return getattr(da, f"{over}attention")(*qkv, **options)
+    options = {"head_offsets": pattern.head_offsets, "tail": pattern.tail} | options
+    return getattr(da, f"{over}dilated_attention")(*qkv, pattern.segment_lengths, pattern.dilation_rates, **options)

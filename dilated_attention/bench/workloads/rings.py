@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import dilated_attention as da
-from dilated_attention.bench.workloads.contenders import Attend, Contender, dilated_pattern
-from dilated_attention.bench.workloads.problem import Branches, Problem
+from dilated_attention.bench.workloads.cases import FAMILIES
+from dilated_attention.bench.workloads.contenders import Attend, Contender, dense_pattern, dilated_pattern
+from dilated_attention.bench.workloads.problem import Branches, Problem, our_call
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_length
@@ -26,7 +27,6 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow,
 AnyLayout = str | Layout
 # the shortest segment of dilated cases, and what lengths are divided by on a CPU
 UNIT, SHRINK = 2048, 128
-_GIGAPATH = ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,9 @@ def layout_of(name: str, problem: Problem) -> AnyLayout:
     return da.balanced_layout(pattern_of(problem), problem.num_positions, members_of(None).size, problem.num_heads, **options)
 
 
-def ring_call(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+def ring_call(problem: Problem, *qkv: torch.Tensor, **options: Any) -> Any:
     """Calls this library's function of the problem's pattern on this process's part of it."""
-    pattern = pattern_of(problem)
-    options = problem.arguments | {"seq_len": problem.num_positions} | options
-    if pattern is None:
-        return da.ring_attention(q, k, v, **options)
-    if isinstance(pattern, BlockPattern):
-        return da.ring_block_sparse_attention(q, k, v, pattern, **options)
-    return da.ring_dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
+    return our_call(problem, pattern_of(problem) or dense_pattern(problem), *qkv, over="ring_", seq_len=problem.num_positions, **options)
 
 
 def ring(alone: Contender, name: str, layout: str, **options: Any) -> Contender:
@@ -164,23 +158,21 @@ def _documents(N: int, unit: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _pattern(branches: Iterable[tuple[int, int]]) -> Branches:
-    lengths, rates = zip(*branches, strict=True)
-    return lengths, rates
-
-
 def _branches(growth: int, rates: tuple[int, ...], N: int, unit: int) -> Branches:
     """Returns branches w = unit · growth^i as far as they are no longer than the sequence."""
-    return _pattern((unit * growth**i, rate) for i, rate in enumerate(rates) if i == 0 or unit * growth**i <= N)
+    lengths = tuple(unit * growth**i for i in range(len(rates)) if i == 0 or unit * growth**i <= N)
+    return lengths, rates[: len(lengths)]
 
 
 def _to_the_whole(N: int, unit: int) -> Branches:
     """Returns branches of ``unit`` keys each, the last one as long as the sequence."""
-    return _pattern((length, -(-length // unit)) for length in [*(unit * 4**i for i in range(30) if unit * 4**i < N), N])
+    lengths = (*(unit * 4**i for i in range(30) if unit * 4**i < N), N)
+    return lengths, tuple(-(-length // unit) for length in lengths)
 
 
 def _gigapath(N: int, unit: int) -> Branches:
-    return _pattern((max(rate, length * unit // UNIT), rate) for length, rate in _GIGAPATH)
+    lengths, rates = FAMILIES["gigapath"].branches
+    return tuple(max(rate, length * unit // UNIT) for length, rate in zip(lengths, rates, strict=True)), rates
 
 
 def _blocks(make: Callable[..., BlockPattern], N: int, unit: int) -> BlockPattern:

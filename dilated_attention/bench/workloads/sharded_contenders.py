@@ -1,7 +1,4 @@
-"""What is compared over processes besides rings: torch's context_parallel, zhuzilin's ring-flash-attention from the user's own copy.
-
-And a training step of Prov-GigaPath's slide encoder.
-"""
+"""What is compared over processes besides rings: torch's context_parallel, and zhuzilin's ring-flash-attention from the user's own copy."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import functools
 import importlib
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dilated_attention.backends import AttentionRequest, detect, registry
-from dilated_attention.bench.accuracy.correctness import BOUNDS, relative, wrong
-from dilated_attention.bench.measure.skip import Refused
-from dilated_attention.bench.models import flash_attn
+from dilated_attention.bench.measure.limits import Refused
 from dilated_attention.bench.models import torchscale as copies
-from dilated_attention.bench.models.slide_encoder import slide
-from dilated_attention.bench.workloads.contenders import Contender, Costs, external
+from dilated_attention.bench.workloads.contenders import Contender, external
 from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.bench.workloads.rings import OnShards
-from dilated_attention.distributed import shard_sequence
-from dilated_attention.factory import create_model
-from dilated_attention.models.sharded import average_gradients
-
-
-def sharded_step(is_shared: bool, problem: Problem) -> Costs:
-    """A training step on a slide of the problem's length, over all processes or on one: without dropout, bf16 autocast on a GPU.
-
-    The gradients' mean over the processes is part of it. The slide's vector of shared tiles is compared with one process's first.
-    """
-    device, is_shared = problem.device, is_shared and dist.is_initialized()
-    options: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device}
-    # one layer for a try
-    options |= {"num_layers": 1} if device.type == "cpu" else {}
-    x: Sequence[torch.Tensor] = slide(problem.num_positions, device)
-
-    def made(**group: Any) -> Any:
-        torch.manual_seed(0)
-        return create_model("gigapath-12l768d", **options, **group).train()
-
-    def vector(model: Any, *x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return model(*x).float()  # type: ignore[no-any-return]
-
-    model = made(group=dist.group.WORLD) if is_shared else made()
-    if is_shared:
-        shards = shard_sequence(None, x, [1, 1])
-        with torch.no_grad():
-            error = relative(vector(model, *shards), vector(made(), *x).double())
-        if note := wrong({"vector": error}, BOUNDS[problem.dtype]):
-            raise Refused(note)
-        x = shards
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        vector(model, *x).sum().backward()
-        if is_shared:
-            average_gradients(model)
-
-    return Costs({"both": step})
 
 
 def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> list[tuple[str, Contender]]:
@@ -75,11 +29,9 @@ def competitors(problem: Problem, path: str, kernels: list[str], group: Any) -> 
     Args:
         path: the folder of ring-flash-attention's source; empty to leave it out.
         kernels: backends that take the place of flash-attn.
-        group: the processes, whose exchanges have a time limit; None for none.
+        group: the processes, whose exchanges have a time limit.
     """
     found: list[tuple[str, Contender]] = []
-    if group is None:
-        return found
     is_packed, grouped = problem.bounds is not None, problem.num_heads // problem.kv_heads
     if not is_packed:
         # its balance is zigzag; without a causal mask it must be off, and the order natural
@@ -147,7 +99,7 @@ def _ring_flash_attention(layout: str, schedule: str, kernel: str, path: str, gr
     """Its zigzag (causal only), its basic ring, or its llama3 form for packed documents with so many key/value heads at a time."""
     if not problem.is_causal and schedule != "ring":
         raise Refused(f"its {schedule} form is compared for causal attention alone")
-    package, flash_attn.standing_in["kernel"] = _imported(path), kernel
+    package, copies.standing_in["kernel"] = _imported(path), kernel
     if problem.bounds is None:
         function = getattr(package, {"zigzag": "zigzag_ring_flash_attn_func", "ring": "ring_flash_attn_func"}[schedule])
         return OnShards(functools.partial(function, causal=problem.is_causal, group=group), layout)
@@ -171,7 +123,7 @@ def _imported(path: str) -> Any:
     names = ("flash_attn", "flash_attn.flash_attn_interface", "ring_flash_attn.adapters")
     stands = {name: types.ModuleType(name) for name in names}
     vars(stands[names[0]])["__path__"] = []
-    vars(stands[names[1]]).update(flash_attn.FUNCTIONS)
+    vars(stands[names[1]]).update(copies.FLASH_ATTN)
     # its adapter for transformers imports names that transformers 5 no longer has
     vars(stands[names[2]]).update(dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params")))
     with copies.imported(folder, stand_ins=stands):

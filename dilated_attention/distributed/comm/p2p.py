@@ -104,6 +104,9 @@ class Wire:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
+        watched = self._on_gpu and not torch.cuda.is_current_stream_capturing()
+        if watched and not self.queue.wait_for_gpu(lambda: self.session.failed is not None):
+            raise self._told()
         tag = self._tag()
         message: Message | None = None
         coming = True
@@ -121,7 +124,7 @@ class Wire:
             peers = _peers(incoming + outgoing) if message is None else (message[0],)
             act = "starting" if message is None else self._act(message, coming)
             raise self.broken(what, self._number, act, peers, 0.0, error) from error
-        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
+        if watched:
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
@@ -201,7 +204,7 @@ class Wire:
         ready = torch.cuda.Event()
         ready.record(_current_stream(self._device))
         peers = _peers(incoming + outgoing)
-        self.queue.pending.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
+        self.queue.append(Exchange(self._number, what, peers, works[-1], ready, threading.get_ident()))
 
     def finish(self, works: list[Any], messages: list[Message], received: int, what: str, number: int) -> None:
         """Blocks until the messages of an exchange on the CPU are done; the first ``received`` of them are the incoming ones."""
@@ -232,6 +235,9 @@ class Wire:
                 f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. "
                 f"Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
             )
+        return self._told()
+
+    def _told(self) -> RingError:
         self.session.told = True
         return RingError(self.session.failed)
 
@@ -271,11 +277,13 @@ class Wire:
         """Ends everything that waits for a message of this group: its work on the GPU, in all lanes, or a thread on the CPU."""
         group = self._shared()
         if self._on_gpu:
-            for one in [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]:
-                if one is not None:
-                    # best effort: the group may be half destroyed, and the process ends anyway if the GPU stays stuck
-                    with contextlib.suppress(RuntimeError):
-                        one._get_backend(torch.device("cuda")).abort()
+            groups = [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]
+            # all at once: one waits for its own kernels, which may be queued behind another's that waits for a dead rank
+            threads = [threading.Thread(target=_abort, args=(one,), daemon=True) for one in groups if one is not None]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         elif self._waits and group is not None and group._get_backend(_CPU).name() == "gloo":
             # gloo ends waits only when one of them times out, which closes the group's connections
             with contextlib.suppress(RuntimeError):
@@ -378,6 +386,12 @@ class _Opening:
 
     def get_future_result(self) -> torch.futures.Future[int]:
         return torch.futures.Future()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    # best effort: the group may be half destroyed, and the process ends anyway if the GPU stays stuck
+    with contextlib.suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()  # type: ignore[attr-defined]
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,17 @@ A thread checks the exchanges in flight every half second. When an exchange has 
 communicator reports an error, as between machines when a peer's connection closes:
 
     1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
-    2. the thread that issued the exchange is made to raise RingError as soon as it runs Python again; a second later the main thread, too
-    3. the group is marked as failed, and the error goes to the log and to stderr
-    4. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
+    2. the group is marked as failed, and the error goes to the log and to stderr; a thread that comes to the group raises RingError
+    3. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
+    4. if nothing has raised by then, the thread that issued the exchange is made to raise as soon as it runs Python again, and a second
+       later the main thread, too
     5. if no thread has raised within 10 s (GRACE), because it is stuck in a CUDA call, the process ends with exit code 1
 
 So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
+
+A thread that went on issuing work behind an exchange that never ends would fill the driver's queue and then wait inside the driver, which
+answers nobody else meanwhile: the watching thread could not even query an event. Therefore it stays at most AHEAD exchanges ahead of the
+GPU (``Queue.wait_for_gpu``).
 
 The same thread compares the calls that ranks make (compare_calls.py). If they differ, everything that waits for a message on the group
 is ended in the same way, also on a CPU.
@@ -36,6 +41,11 @@ from dilated_attention.fork import ForkSafeLock, in_child
 POLL = 0.5
 COLLECT = 2.0
 GRACE = 10.0
+OWN = 0.2
+# exchanges whose work may be queued on the GPU: a few hundred launches in a model, where the driver takes a thousand, and enough to keep
+# the GPU busy
+AHEAD = 8
+NAP = 50e-6
 # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
 _RELAXED = 2
 
@@ -76,6 +86,22 @@ class Queue:
         self.pending: deque[Exchange] = deque()
         self._head: Exchange | None = None
         self._since: float | None = None
+        # events of the last exchanges: each completes once the GPU has reached its exchange
+        self._last: deque[Any] = deque(maxlen=AHEAD)
+
+    def append(self, exchange: Exchange) -> None:
+        self.pending.append(exchange)
+        self._last.append(exchange.ready)
+
+    def wait_for_gpu(self, has_failed: Callable[[], bool]) -> bool:
+        """Waits until the GPU has reached all but the last ``AHEAD - 1`` exchanges; returns False if the group has failed meanwhile."""
+        if len(self._last) == AHEAD:
+            oldest = self._last[0]
+            while not oldest.query():
+                if has_failed():
+                    return False
+                time.sleep(NAP)
+        return True
 
     def stuck(self, now: float, timeout: float) -> tuple[Exchange, str] | None:
         """Returns the exchange that failed, or has been able to run for longer than the timeout, and what became of it; None if none has.
@@ -210,17 +236,15 @@ class Monitor:
 
     def _give_up(self, wire: Watched, exchange: Exchange, trouble: str) -> None:
         message = wire.describe(exchange, trouble)
-        # before the group is marked as failed; otherwise the thread might raise on its own and then again for this
-        raised = raise_in([exchange.thread], message)
         wire.fail(message)
-        self._end(wire, exchange.thread, raised, message)
+        self._end(wire, exchange.thread, message, OWN)
 
     def _refuse(self, group: Calls, message: str) -> None:
         """Ends everything that waits on a group whose ranks make different calls."""
         wires = group.wires()
         stuck = [(wire, wire.queue.pending[-1].thread) for wire in wires if wire.queue.pending]
         if stuck:
-            self._end(*stuck[-1], raise_in([stuck[-1][1]], message), message)
+            self._end(*stuck[-1], message, 0.0)
             return
         _report(message)
         if any(wire.on_gpu for wire in wires):
@@ -229,26 +253,33 @@ class Monitor:
         for wire in wires:
             wire.abort()
 
-    def _end(self, wire: Watched, thread: int, raised: threading.Event, message: str) -> None:
+    def _end(self, wire: Watched, thread: int, message: str, own: float) -> None:
+        """Frees what waits, and sees to it that a thread raises.
+
+        Args:
+            thread: the one that issued the exchange.
+            own: seconds in which a thread may raise by itself. Two errors, one in autograd's thread and one in the main thread, which waits
+                for it, would come one after the other, the second while the first is handled.
+        """
         wire.queue.pending.clear()
         _report(message)
         # in a thread of its own, because a communicator that does not shut down must not hold up the rest
         aborting = threading.Thread(target=wire.abort, name="dilated_attention abort", daemon=True)
         aborting.start()
-        ended = self._clock() + self._grace
-        told_main = thread == threading.main_thread().ident
+        began, main = self._clock(), threading.main_thread().ident or 0
+        # an autograd thread that has nothing more to do never raises
+        orders = deque([(own, [thread]), *([(own + 1, [thread, main])] if thread != main else [])])
+        raised = threading.Event()
         while not (raised.is_set() or wire.has_raised()):
-            left = ended - self._clock()
-            if left <= 0:
+            waited = self._clock() - began
+            if waited >= self._grace:
                 _tell(f"nothing raised within {self._grace:g} s of this error, so this process ends now: {message}")
                 self._leave(1)
                 return
-            raised.wait(min(left, 0.2))
-            if not told_main and left < self._grace - 1:
-                # an autograd thread that has nothing more to do never raises
-                told_main = True
-                raised = raise_in([thread, threading.main_thread().ident or 0], message)
-        aborting.join(max(0.0, ended - self._clock()))
+            if orders and waited >= orders[0][0]:
+                raised = raise_in(orders.popleft()[1], message)
+            raised.wait(0.05)
+        aborting.join(max(0.0, began + self._grace - self._clock()))
 
 
 def raise_in(threads: Sequence[int], message: str) -> threading.Event:

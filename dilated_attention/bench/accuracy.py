@@ -1,13 +1,16 @@
-"""Results of a problem in float64, of all rows of some heads or of sampled ones: out, lse, dq, dk and dv, under every option.
+"""Checks of results against float64: the relative errors ‖found − true‖ / ‖true‖ that decide whether there is a figure.
 
-It follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of rows and keys at a time. Which
-pairs count is asked of the pattern itself, pair by pair: no plan, no list of blocks.
+True results, out, lse, dq, dk and dv under every option, are computed of all rows of some heads or of sampled ones. They follow the
+definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of rows and keys at a time. Which pairs count is
+asked of the pattern itself, pair by pair: no plan, no list of blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +18,12 @@ from torch import Tensor
 
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.bench.workloads.problem import Problem
+from dilated_attention.bench.workloads.contenders import Attend, Contender, OfEmbedded
+from dilated_attention.bench.workloads.problem import BOUNDS as BOUNDS
+from dilated_attention.bench.workloads.problem import Pattern, Problem, our_call
 from dilated_attention.engine.attention_rows import zero_keys
-from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
-from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks
 
-Pattern = DilatedPattern | BlockPattern
-# several times the ‖found − true‖ / ‖true‖ that rounding explains; float32 products may be TF32 on a GPU
-BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 6e-3, torch.bfloat16: 2e-2}
 RESULTS = ("out", "dq", "dk", "dv")
 # of the dropout that a checked call draws
 SEED = 20
@@ -34,17 +35,86 @@ ROWS = 64
 _TILE, _STRETCH = 2**24, 2**17
 # out (B, N, H, D) and lse (B, H, N) of each softmax
 Given = list[tuple[Tensor, Tensor]]
+# an lse is a logarithm of a sum of exponentials: its error is absolute, that of sums in float32
+_LSE_BOUND = 0.02
+# positions of the short problems on which every row and every gradient of a module is compared
+WHOLE = 512
+# the last problem's results, which contenders of the same function share
+_truths: dict[tuple[object, ...], Truth] = {}
 
 
-def our_call(problem: Problem, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Calls this library's function of ``pattern``, with the problem's mask and options."""
-    options = problem.arguments | options
-    if isinstance(pattern, BlockPattern):
-        return block_sparse_attention(q, k, v, pattern, **options)
-    if pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= problem.num_positions and options.get("mixture_grad") is None:
-        return attention(q, k, v, **options)
-    options = {"head_offsets": pattern.head_offsets, "tail": pattern.tail} | options
-    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
+def wrong(errors: dict[str, float], bound: float) -> str:
+    """Returns a note that names what exceeds ``bound``, NaN included; empty if nothing does."""
+    beyond = {name: error for name, error in errors.items() if not error <= (_LSE_BOUND if name == "lse" else bound)}
+    return f"wrong: {', '.join(f'{name} off by {error:.1e}' for name, error in beyond.items())}, allowed {bound:.0e}" if beyond else ""
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def forget() -> None:
+    """Frees the tensors of the last problem."""
+    _truths.clear()
+
+
+def check(contender: Contender, problem: Problem, attend: Attend, *, gradients: bool) -> dict[str, float]:
+    """Returns relative errors against float64 of out and, with ``gradients``, of dq, dk and dv.
+
+    Blocks chosen by content are those that the pattern chooses for the same q and k. A function of x, or one whose pairs no single pattern
+    describes, is compared with itself on plain PyTorch in float64 instead, on at most ``WHOLE`` positions.
+    """
+    pattern = contender.pattern(problem)
+    if isinstance(pattern, TopBlocks):
+        problem = replace(problem, batch_size=1)
+        q, k, _ = (x.detach() for x in problem.qkv(7))
+        pattern = pattern.choose(q, k, is_causal=problem.is_causal)
+    elif contender.inputs == "x" or pattern is None:
+        return dict(_against_itself(contender, problem.reduced(WHOLE)))
+    key = (problem, contender.pattern(problem), contender.mixture_grad)
+    if key not in _truths:
+        # those of one function follow one another, and tensors of two long sequences may not fit
+        forget()
+        _truths[key] = Truth(problem, pattern, contender.mixture_grad)
+    truth = _truths[key]
+    torch.manual_seed(SEED)
+    with torch.set_grad_enabled(gradients):
+        out = attend(*truth.leaves)
+    grads = torch.autograd.grad(out, truth.leaves, truth.dout) if gradients else ()
+    return truth.errors(out, grads, contender.until(problem))
+
+
+@functools.lru_cache(maxsize=256)
+def _against_itself(contender: Contender, problem: Problem) -> tuple[tuple[str, float], ...]:
+    """Returns the errors of out and of the input gradients against the same module in float64; computed once per process."""
+    attend = contender.make(problem)
+    leaves = contender.inputs_of(problem, 7)
+    copies = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    dout = torch.randn_like(leaves[0]).detach()
+    reference = contender.make(replace(problem, dtype=torch.float64, device=torch.device("cpu")))
+    if isinstance(attend, OfEmbedded) and isinstance(reference, OfEmbedded):
+        reference.module.load_state_dict({name: x.detach().cpu().double() for name, x in attend.module.state_dict().items()})
+    found, true = attend(*leaves), reference(*copies)
+    grads, true_grads = torch.autograd.grad(found, leaves, dout), torch.autograd.grad(true, copies, dout.cpu().double())
+    names = ("out", "dx") if contender.inputs == "x" else ("out", "dq", "dk", "dv")
+    pairs = zip(names, (found, *grads), (true, *true_grads), strict=True)
+    return tuple((name, relative(a.detach().cpu(), b.detach())) for name, a, b in pairs)
+
+
+def sampled_errors(
+    pattern: Pattern, problem: Problem, inputs: Sequence[Any], results: Sequence[Any], *, count: int = 8
+) -> dict[str, float]:
+    """Returns the relative errors of an extremely long call over ``count`` rows of two heads, and the largest absolute error of lse.
+
+    Args:
+        inputs: q, k, v and, with gradients, dout; as tensors or ``Sharded``, of which all processes look at the same rows.
+        results: out, lse and, with gradients, dq, dk, dv. dk and dv of a key are computed from the given out and lse of all rows that see
+            it; those are compared in the sampled rows.
+    """
+    out, lse, *grads = results
+    dout = inputs[3] if grads else None
+    truth = Truth(problem, pattern, leaves=inputs[:3], dout=dout, given=[(out, lse)], whole=False, count=count, gradients=bool(grads))
+    return truth.errors(out, grads, lse=lse)
 
 
 class Truth:
@@ -86,23 +156,14 @@ class Truth:
         With ``until``, of rows before it alone, and not of dk and dv.
         """
         found = dict(zip(RESULTS, (out, *grads), strict=False)) | ({} if lse is None else {"lse": lse})
-        sums: dict[str, list[float]] = {}
+        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in found}
         for name, (b, first, second), true in self._true:
-            if name not in found or (until is not None and name in ("dk", "dv")):
-                continue
-            if until is not None and name != "lse":
-                before = first + self.problem.offset < until
-                first, true = first[before], true[before]
-            mine, held = found[name].detach()[b, first, second].double(), sums.setdefault(name, [0.0, 0.0])
-            if name == "lse":
-                # infinite where it has to be
-                off = torch.where(mine == true, 0.0, mine - true).abs().max()
-                held[0] = float(off.maximum(off.new_tensor(held[0])))
-            else:
-                held[0] += float((mine - true).square().sum())
-                held[1] += float(true.square().sum())
-        roots = {name: (off / true) ** 0.5 if true else float(off > 0) for name, (off, true) in sums.items() if name != "lse"}
-        return roots | ({} if lse is None else {"lse": sums["lse"][0]})
+            if name in found and (until is None or name in ("out", "dq")):
+                if until is not None:
+                    before = first + self.problem.offset < until
+                    first, true = first[before], true[before]
+                pairs[name].append((found[name].detach()[b, first, second].double(), true))
+        return {name: _error(name, *map(torch.cat, zip(*held, strict=True))) for name, held in pairs.items() if held}
 
     def _own(self) -> Given | None:
         """Returns what this library's forward gives, a softmax at a time; None where it does not run."""
@@ -130,11 +191,13 @@ class Truth:
             for part in self._stretches(problem.offset, len(keys)) if is_known else ():
                 at = part - problem.offset
                 if given is None:
-                    lses_of_part, outs_of_part = lses[:, at], outs[:, at]
+                    of_part = lses[:, at], outs[:, at]
                 else:
-                    lses_of_part = torch.stack([x[b, head, at].double() for _, x in given])
-                    outs_of_part = torch.stack([x[b, at, head].double() for x, _ in given])
-                kept, ds = self._shares(b, head, part, keys, lses_of_part, outs_of_part)
+                    of_part = (
+                        torch.stack([x[b, head, at].double() for _, x in given]),
+                        torch.stack([x[b, at, head].double() for x, _ in given]),
+                    )
+                kept, ds = self._shares(b, head, part, keys, *of_part)
                 q, _, _, dout = self._inputs(b, head, part, keys)
                 dv += kept.T @ dout
                 dk += ds.T @ q
@@ -235,6 +298,11 @@ class Truth:
             inside = (rows >= start) & (rows < stop)
             zero[inside] = zero_keys(of_head, rows[inside] - start, 1, stop - start)[0].double()
         return zero
+
+
+def _error(name: str, found: Tensor, true: Tensor) -> float:
+    """Returns the relative error, or of lse, which is infinite where it has to be, the largest absolute one."""
+    return float(torch.where(found == true, 0.0, found - true).abs().max()) if name == "lse" else relative(found, true)
 
 
 def _softmaxes(problem: Problem, pattern: Pattern, mixture_grad: str) -> list[Pattern]:

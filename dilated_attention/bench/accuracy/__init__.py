@@ -1,1 +1,0 @@
-"""Checks of results against float64."""
