@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from dilated_attention.distributed.sharding.layout import unshard_sequence
 from dilated_attention.integrations.huggingface import configure, context_parallel, register
 from tests.helpers.pool import patience, pool_of
+from tests.helpers.scripts import needs_pins
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     gemma2,
     gpt_oss,
@@ -206,7 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_pins if "checkpoints" in name else ()) for name in CASES])
 def test_a_trainer_takes_the_steps_of_one_process(name: str, tmp_path: Path) -> None:
     case = {**CASES[name]}
     world = case.pop("world", case["size"])
@@ -361,7 +362,11 @@ def test_a_scheduler_steps_once_for_each_group() -> None:
 
 
 def page_runs(rank: int, world: int, code: str, folder: str) -> dict[str, torch.Tensor]:
-    with launched(rank, world), contextlib.chdir(folder):
+    before = os.getcwd()
+    # in which the page keeps its model; the process goes on to other tests
+    with launched(rank, world), contextlib.ExitStack() as after:
+        os.chdir(folder)
+        after.callback(os.chdir, before)
         args = transformers.TrainingArguments(output_dir=folder, per_device_train_batch_size=1, **ARGUMENTS)
         other = llama()
         names: dict[str, Any] = {

@@ -31,6 +31,7 @@ import torch
 
 import dilated_attention
 from dilated_attention import cli
+from tests.helpers.scripts import needs_pins
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -340,6 +341,7 @@ def test_pictures_are_small_drawn_by_the_script_and_shown() -> None:
         assert file.stat().st_size < 150_000, file.name
 
 
+@needs_pins
 @pytest.mark.slow
 def test_cheap_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are in the repository, to a few pixels of an edge: matplotlib's fonts differ between versions, the patterns do not."""
@@ -381,6 +383,7 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
+@needs_pins
 @needs_mkdocs
 def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     # tests/scripts/test_notebooks.py runs the notebooks

@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.engine.memory import attention_memory
-from tests.helpers.scripts import free_port, run_script
+from tests.helpers.scripts import free_port, needs_pins, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
@@ -168,6 +168,7 @@ def test_a_transformers_model_reads_a_document(text: Path) -> None:
     assert lines[-1].startswith("done: dilated reads 3000 bytes ")
 
 
+@needs_pins
 def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
@@ -183,6 +184,7 @@ def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
     assert float(end) < float(first) - 0.2
 
 
+@needs_pins
 def test_the_longest_sequence_of_a_transformers_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "longest.json"
