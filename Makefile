@@ -54,6 +54,7 @@ test-gpus:
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet dilated_attention examples tests setup.py
 	$(BIN)/mypy
 
 bench: $(STAMP)

@@ -134,9 +134,7 @@ _PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 _NUMBER_OR_NONE = (int, float, type(None))
 # the types of the options in a key: 1 == True would mix up two calls, and a tensor's value may change
 _OPTION_TYPES = frozenset(
-    itertools.product(
-        (bool,), (bool,), (bool,), (int,), (int, float), _NUMBER_OR_NONE, (str,), (str,), (str,), (str,), _NUMBER_OR_NONE
-    )
+    itertools.product((bool,), (bool,), (bool,), (int,), (int, float), _NUMBER_OR_NONE, (str,), (str,), (str,), (str,), _NUMBER_OR_NONE)
 )
 
 

@@ -77,9 +77,7 @@ def small_run(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_lengths_double_until_memory_is_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_double_until_memory_is_out(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(small_run(tmp_path, "--passes", "forward")) == 0
     rows = Results.load(tmp_path / "extreme.json").rows
     lengths = [row.case["N"] for row in rows]

@@ -21,9 +21,7 @@ def _descriptor(x: Tensor, rows: int, rate: int, tile: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [x.stride(0), x.stride(2), rate * x.stride(1), 1], [1, 1, tile, x.shape[3]], layout)
 
 
-def nested_forward(
-    family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor
-) -> None:
+def nested_forward(family: NestedFamily, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor) -> None:
     """Computes attention over the whole longest segments, each pair once, in one launch per level.
 
     ``nested_selection.reasons_against_tensors`` must be empty, also for ``out`` as q.
