@@ -57,13 +57,13 @@ def of_suite(file: str) -> dict[tuple[str, str, str], dict[str, float]]:
 
 
 def test_every_figure_is_that_of_its_results() -> None:
-    short = of_suite("2026-11-24-h200/short/speed.json")
-    million = of_suite("2026-11-24-h200/million/speed.json")
-    blocks = of_suite("2026-11-24-h200/blocks/speed.json")
-    extreme = of_suite("2026-11-24-h200/extreme/extreme.json")["dilated", "dilated", "forward"]
-    slides = {row["name"]: row["values"] for row in rows_of("2026-11-24-h200/slides/train-infer.json")}
+    short = of_suite("2026-11-25-h200/short/speed.json")
+    million = of_suite("2026-11-25-h200/million/speed.json")
+    blocks = of_suite("2026-11-25-h200/blocks/speed.json")
+    extreme = of_suite("2026-11-25-h200/extreme/extreme.json")["dilated", "dilated", "forward"]
+    slides = {row["name"]: row["values"] for row in rows_of("2026-11-25-h200/slides/train-infer.json")}
     ours, original = slides["ours, bf16 autocast"], slides["original, sdpa_flash in place of flash-attn"]
-    of_one = [row for row in rows_of("2026-11-24-h200/decode/train-infer.json") if row["case"]["B"] == 1]
+    of_one = [row for row in rows_of("2026-11-25-h200/decode/train-infer.json") if row["case"]["B"] == 1]
     steps = {(row["name"], row["case"]["N"]): row["values"]["tokens_per_s"] for row in of_one}
     called = {
         (name, which): short["gigapath-10001", name, which]["called"] for name in ("equal", "torchscale") for which in ("forward", "both")
