@@ -61,8 +61,9 @@ def attend(
     refusals.refuse_cross_attention(name, module, config)
     settings = settings_of(name, config)
     mask = _mask_of(name, settings, module, attention_mask, query, key.shape[2], is_causal)
-    is_alone = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
-    if isinstance(attention_mask, torch.Tensor) and sliding_window is None:
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    is_alone = is_tensor and attention_mask.ndim == 4
+    if is_tensor and sliding_window is None:
         refusals.check_pairs(name, settings, mask)
     window = _joint_window(mask, sliding_window, is_alone)
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
@@ -166,13 +167,13 @@ def _mask_of(
                 'attn_implementation="sdpa"'
             )
     else:
-        causal = of_module if is_causal is None else is_causal
-        if causal is None:
+        of_layer = of_module if is_causal is None else is_causal
+        if of_layer is None:
             raise ValueError(
                 f"attention {name!r}: {type(module).__name__} does not say whether it is causal; "
                 "expected is_causal=True or False, as an argument or an attribute of the module"
             )
-        causal = bool(causal)
+        causal = bool(of_layer)
         if attention_mask is None:
             mask = KeyMask(num_keys, num_keys, num_keys - num_queries if causal else 0, 0, causal)
         elif isinstance(attention_mask, torch.Tensor):

@@ -322,7 +322,8 @@ def _band_of(seen: torch.Tensor, offset: int) -> tuple[int | None, int | None, i
         dropped; None for all if it keeps other pairs. Rows that see nothing do not count.
     """
     num_queries, num_keys = seen.shape[1:]
-    distance = torch.arange(num_keys, device=seen.device) - torch.arange(num_queries, device=seen.device)[:, None] - offset
+    own = torch.arange(offset, offset + num_queries, dtype=torch.int32, device=seen.device)
+    distance = torch.arange(num_keys, dtype=torch.int32, device=seen.device) - own[:, None]
     of_any = seen.any(0)
     low, high = distance.where(of_any, num_keys).min(), distance.where(of_any, -num_keys).max()
     dropped = (seen.any(1, keepdim=True) & seen.any(-1, keepdim=True) & ~seen).any(0)

@@ -557,19 +557,19 @@ def test_a_mask_of_pairs_alone_decides(kind: str, ours: str) -> None:
         check_same(model, ours, theirs, masks, {each: as_theirs(seen) for each, seen in masks.items()}, use_cache=False)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "bert"])
 @pytest.mark.parametrize("ours", ["dilated", "block_sparse"])
-def test_branches_and_patterns_narrow_a_mask_of_pairs(ours: str) -> None:
+def test_branches_and_patterns_narrow_a_mask_of_pairs(kind: str, ours: str) -> None:
     """Its causality and its padding; a layer with a window stays dense, and what a window means among branches is not known."""
     LITERAL[0] = DilatedPattern(LENGTHS, RATES) if ours == "dilated" else PATTERN
-    for kind in ("llama", "qwen2", "bert"):
-        model = MODELS[kind]()
-        for left, right in ((None, 0), (None, None)):
-            check_same(model, ours, "literal", pairs(left, right) & padded("left").bool()[:, None, None])
-        check_same(model, ours, "literal", padded("right").bool()[:, None, None])
-        with pytest.raises(ValueError, match=r"keeps keys within \(3, .\) of a query, in a layer that has no window.*dense settings"):
-            on(model, ours)(tokens(), attention_mask=pairs(3, 0 if kind == "llama" else 3))
-    masks = {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}
-    check_same(qwen2(), ours, "literal", masks, use_cache=False)
+    model = MODELS[kind]()
+    for left, right in ((None, 0), (None, None)):
+        check_same(model, ours, "literal", pairs(left, right) & padded("left").bool()[:, None, None])
+    check_same(model, ours, "literal", padded("right").bool()[:, None, None])
+    with pytest.raises(ValueError, match=r"keeps keys within \(3, .\) of a query, in a layer that has no window.*dense settings"):
+        on(model, ours)(tokens(), attention_mask=pairs(3, 0 if kind == "llama" else 3))
+    if kind == "qwen2":
+        check_same(model, ours, "literal", {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}, use_cache=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "branches"])
@@ -583,9 +583,11 @@ def test_masks_of_pairs_with_a_cache(kind: str, room: int) -> None:
     configure(model, segment_lengths=LITERAL[0].segment_lengths, dilation_rates=LITERAL[0].dilation_rates)
     config = copy.deepcopy(model.config)
     config.sliding_window = None
+    # transformers 4.53
+    of_old = {"max_batch_size": 2, "device": "cpu", "dtype": torch.float64}
 
     def logits_of(name: str, seen: torch.Tensor) -> torch.Tensor:
-        past = transformers.StaticCache(config=config, max_cache_len=N + room) if room else transformers.DynamicCache()
+        past = transformers.StaticCache(config=config, max_cache_len=N + room, **of_old) if room else transformers.DynamicCache()
         mask, logits = torch.nn.functional.pad(seen.expand(2, 1, N, N), (0, room)), []
         for start, end in ((0, 30), (30, 48), (48, 49), (49, 50)):
             rows = mask[:, :, start:end, : None if room else end]
@@ -973,6 +975,8 @@ def refused_on_a_ring(rank: int, world: int) -> list[str]:
     refused(input_ids=tokens(2, 1), past_key_values=past)
     if rank == 1:
         refused(**{**inputs, "position_ids": torch.arange(24).expand(2, -1)})
+    for seen in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24, dtype=torch.bool)):
+        refused(**{**inputs, "attention_mask": seen})
     # packed documents by positions alone
     refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, "use_cache": False})
     return found
@@ -983,11 +987,29 @@ def test_what_a_shared_sequence_cannot_have() -> None:
     texts = [
         "1 queries at position 24 of 25 keys, from a cache",
         "position_ids of rank 1 of 2 begin at 0",
+        "attention_mask (1, 1, 24, 24) holds pairs of positions of one of 2 processes",
+        "attention_mask (1, 1, 48, 48) holds pairs",
+        "attention_mask (2, 1, 1, 24) holds pairs",
         "position_ids restart within the shard",
     ]
-    for found, expected in ((first, [texts[0], texts[2]]), (second, texts)):
+    for found, expected in ((first, [texts[0], *texts[2:]]), (second, texts)):
         assert len(found) == len(expected)
         assert all(text in message for text, message in zip(expected, found, strict=True)), found
+
+
+def encoder_on_a_ring(rank: int, world: int) -> torch.Tensor:
+    register()
+    mine = slice(24 * rank, 24 * rank + 24)
+    seen = padded("right", 48).bool()[:, None, None, mine]
+    logits: torch.Tensor = on(bert(), "ring")(tokens(2, 48)[:, mine], attention_mask=seen, position_ids=torch.arange(48)[None, mine]).logits
+    return logits.detach()
+
+
+def test_one_process_alone_has_padding() -> None:
+    """In a mask (B, 1, 1, n), as models make it that do not ask for one."""
+    mask = padded("right", 48).bool()
+    expected = bert()(tokens(2, 48), attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(pool_of(2).run(encoder_on_a_ring), 1)[mask], expected[mask], atol=1e-10, rtol=0)
 
 
 def test_inputs_of_one_process() -> None:
