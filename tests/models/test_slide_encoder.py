@@ -227,12 +227,42 @@ def test_encoders_that_are_none_of_a_slide(fields: dict[str, Any], text: str) ->
     [
         ([], "slides is empty"),
         ([(torch.zeros(3, 12), torch.zeros(4, 2))], "slide 0 has tiles"),
-        ([(torch.zeros(3, 12), torch.zeros(3, 2)), (torch.zeros(3, 12).half(), torch.zeros(3, 2))], "tiles of these slides have different"),
+        ([(torch.zeros(3, 12, device=device), torch.zeros(3, 2, device=device)) for device in ("cpu", "meta")], "tiles .* on cpu and on meta"),
     ],
 )
 def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         collate_slides(slides)
+
+
+@pytest.mark.parametrize(
+    ("features", "wanted"), [(("float16", "float32"), torch.float32), (("float64", "float16"), torch.float64), ((">f4", ">f2"), torch.float32)]
+)
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_slides_of_unequal_dtypes_collate_in_one_that_holds_both(features: tuple[str, str], wanted: torch.dtype, kind: str) -> None:
+    np = pytest.importorskip("numpy")
+    arrays = [
+        (slide(n, n)[0].numpy().astype(dtype), slide(n, n)[1].numpy().astype(integer))
+        for n, dtype, integer in zip((4, 7), features, ("<i4", ">i8"), strict=True)
+    ]
+    as_slide = (lambda x: x) if kind == "array" else lambda x: torch.tensor(x.astype(x.dtype.newbyteorder("=")))
+    tiles, coords, _ = collate_slides([tuple(as_slide(x) for x in one) for one in arrays])
+    assert tiles.dtype is wanted and coords.dtype is torch.int64
+    assert np.array_equal(tiles[0].double().numpy(), np.concatenate([x.astype("f8") for x, _ in arrays]))
+    assert np.array_equal(coords[0].numpy(), np.concatenate([places for _, places in arrays]))
+
+
+def test_dtypes_that_hold_no_features_or_no_pixels_do_not_collate() -> None:
+    """Beside others, too, where promotion would hide them."""
+    np = pytest.importorskip("numpy")
+    good = (np.zeros((4, 12), "f4"), np.zeros((4, 2), "i8"))
+    for bad, text in (
+        ((good[0].astype("i4"), good[1]), "tiles of slide 1 has dtype torch.int64; expected features of a floating dtype"),
+        ((good[0].astype(object), good[1]), "tiles of slide 1 has numpy's dtype object; expected floats"),
+        ((good[0], good[1].astype("f2")), "coords of slide 1 has dtype torch.float16, which does not hold pixel coordinates"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            collate_slides([good, bad])
 
 
 def grid_of(side: int, step: int = 256) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.models.images.positions import check_coords_dtype
 from dilated_attention.models.tokens import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
@@ -18,13 +19,17 @@ def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
         raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
     if tiles.ndim != 3 or tiles.shape[2] != in_dim:
         raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {in_dim}")
-    if not tiles.is_floating_point():
-        raise TypeError(f"tiles has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
+    _check_features_dtype("tiles", tiles)
     if tuple(coords.shape) != (*tiles.shape[:2], 2):
         raise ValueError(
             f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
             f"{(*tiles.shape[:2], 2)}"
         )
+
+
+def _check_features_dtype(name: str, tiles: torch.Tensor) -> None:
+    if not tiles.is_floating_point():
+        raise TypeError(f"{name} has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
 
 
 def bounds_of(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
@@ -123,7 +128,7 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
 
     Args:
         slides: (tiles (L, in_dim), coords (L, 2)) or (tiles, coords, label) of each slide. Tiles and coords are tensors or numpy arrays,
-            all with the same dtype and device. Labels are numbers, or tensors or arrays of one shape; all slides have one, or none has.
+            all on one device; of several dtypes the result has one that holds them all, as torch promotes them. Labels are numbers, or tensors or arrays of one shape; all slides have one, or none has.
 
     Returns:
         tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``; with labels also
@@ -150,12 +155,17 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
             raise ValueError(
                 f"slide {index} has tiles {tuple(tiles.shape)} and coords {tuple(coords.shape)}; expected (tiles, in_dim) and (tiles, 2)"
             )
+        _check_features_dtype(f"tiles of slide {index}", tiles)
+        check_coords_dtype(f"coords of slide {index}", coords)
         packed[0].append(tiles)
         packed[1].append(coords)
     for name, tensors in zip(("tiles", "coords"), packed, strict=True):
-        kinds = {(x.dtype, x.device) for x in tensors}
-        if len(kinds) > 1:
-            raise ValueError(f"{name} of these slides have different dtypes or devices: {sorted(map(str, kinds))}; convert them with .to()")
+        devices = sorted({str(x.device) for x in tensors})
+        if len(devices) > 1:
+            raise ValueError(
+                f"{name} of these slides are on {' and on '.join(devices)}; expected one device: move tensors with .to(device), "
+                "arrays with torch.from_numpy(array).to(device)"
+            )
     widths = {tiles.shape[1] for tiles in packed[0]}
     if len(widths) > 1:
         raise ValueError(f"tiles of these slides have widths {sorted(widths)}; expected one, that of one tile encoder")
@@ -176,6 +186,10 @@ def _as_tensor(name: str, x: Any) -> torch.Tensor:
     # numpy is no dependency, so its class is not at hand
     if type(x).__module__.partition(".")[0] != "numpy":
         raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor or a numpy array")
+    if x.dtype.kind not in "iufb":
+        raise TypeError(f"{name} has numpy's dtype {x.dtype}; expected floats or integers")
+    # files may have the other byte order, which torch does not take
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
     return torch.tensor(x, dtype=torch.int64 if x.dtype.kind in "iu" else None)
 
 
