@@ -395,12 +395,25 @@ def test_a_head_of_classes(global_pool: bool, tmp_path: Path) -> None:
         tiny(num_classes=0)
 
 
+def test_class_names_are_saved_with_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = model_of(tiny(class_names=["benign", "tumour"]))
+    assert model.head is not None and model.head.out_features == model.config.num_classes == 2
+    model.save_pretrained(tmp_path)
+    assert SlideEncoder.from_pretrained(tmp_path).config == model.config
+    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == ["benign", "tumour"]
+    with pytest.raises(ValueError, match="class_names has 2 names and num_classes is 3"):
+        tiny(class_names=("a", "b"), num_classes=3)
+    with pytest.raises(TypeError, match="expected a sequence of strings"):
+        tiny(class_names="ab")
+
+
 def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
-    """Its configuration has no num_classes, nor has the one stored with its weights."""
+    """Its configuration has neither num_classes nor class_names, nor has the one stored with its weights."""
     safetensors = pytest.importorskip("safetensors.torch")
     model = model_of(tiny()).eval()
     fields = model.config.to_dict()
-    assert fields.pop("num_classes") is None
+    assert fields.pop("num_classes") is None and fields.pop("class_names") is None
     (tmp_path / "config.json").write_text(json.dumps(fields))
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     again = SlideEncoder.from_pretrained(tmp_path)
