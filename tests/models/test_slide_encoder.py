@@ -228,7 +228,7 @@ def test_encoders_that_are_none_of_a_slide(fields: dict[str, Any], text: str) ->
     [
         ([], "slides is empty"),
         ([(torch.zeros(3, 12), torch.zeros(4, 2))], "slide 0 has tiles"),
-        ([(torch.zeros(3, 12, device=device), torch.zeros(3, 2, device=device)) for device in ("cpu", "meta")], "tiles .* on cpu and on meta"),
+        ([(torch.zeros(3, 12, device=x), torch.zeros(3, 2, device=x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
     ],
 )
 def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
@@ -237,7 +237,8 @@ def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("features", "wanted"), [(("float16", "float32"), torch.float32), (("float64", "float16"), torch.float64), ((">f4", ">f2"), torch.float32)]
+    ("features", "wanted"),
+    [(("float16", "float32"), torch.float32), (("float64", "float16"), torch.float64), ((">f4", ">f2"), torch.float32)],
 )
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 def test_slides_of_unequal_dtypes_collate_in_one_that_holds_both(features: tuple[str, str], wanted: torch.dtype, kind: str) -> None:

@@ -125,8 +125,8 @@ def wrong_step(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -
             cells = len(places.div(tile_size, rounding_mode="floor").unique(dim=0))
             if len(places) and 2 * cells <= len(places):
                 return (
-                    f"the {len(places)} tiles of slide {slide} lie in {cells} cells of {tile_size} × {tile_size} pixels, so several get one "
-                    "position; expected the x and y of each tile in pixels at level 0"
+                    f"the {len(places)} tiles of slide {slide} lie in {cells} cells of {tile_size} × {tile_size} pixels, so several get "
+                    "one position; expected the x and y of each tile in pixels at level 0"
                 )
         elif abs(step - tile_size) > tile_size / 20:
             result = "several tiles get one position" if step < tile_size else "cells between them stay empty"
@@ -143,7 +143,8 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
 
     Args:
         slides: (tiles (L, in_dim), coords (L, 2)) or (tiles, coords, label) of each slide. Tiles and coords are tensors or numpy arrays,
-            all on one device; of several dtypes the result has one that holds them all, as torch promotes them. Labels are numbers, or tensors or arrays of one shape; all slides have one, or none has.
+            all on one device; of several dtypes the result has one that holds them all, as torch promotes them. Labels are numbers, or
+            tensors or arrays of one shape; all slides have one, or none has.
 
     Returns:
         tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``; with labels also
