@@ -23,9 +23,10 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
         skip_missing: leave out rows without files and files without rows, instead of refusing them.
         classes: names that labels are to have; none: as many as the labels have.
     """
-    paths = sorted(path for path in folder.glob("*") if path.suffix in (".h5", ".npz", ".pt"))
+    paths, inside = (sorted(path for path in folder.glob(where) if path.suffix in (".h5", ".npz", ".pt")) for where in ("*", "*/*"))
     if not paths:
-        raise Refused(f"{folder} has no .h5, .pt or .npz file; expected one a slide, named by its id")
+        way = f"give {inside[0].parent}, which has" if inside else "expected one a slide, named by its id"
+        raise Refused(f"{folder} has no .h5, .pt or .npz file; {way}")
     twice = [name for name, count in Counter(path.stem for path in paths).items() if count > 1]
     if twice:
         raise Refused(f"slide {twice[0]} has several files in {folder}; keep one")
@@ -129,5 +130,6 @@ def drawn(slides: list[Slide], held_out: float, folds: int | None, seed: int) ->
         usual = [counts.most_common(1)[0][0] for counts in targets.values()]
         _, test = train_test_split(list(targets), test_size=held_out, stratify=usual, random_state=seed)
     except ValueError as error:
-        raise Refused(f"the slides cannot be split: {error}; label more slides, or give a column split") from error
+        way = "give fewer --folds" if folds else "give a column split"
+        raise Refused(f"the slides cannot be split: {error}; label more slides, or {way}") from error
     return [replace(slide, part="test" if slide.patient in set(test) else "train") for slide in slides]

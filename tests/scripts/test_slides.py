@@ -152,6 +152,12 @@ def columns(text: str, **values: Callable[[int], str]) -> str:
     return "\n".join([",".join([head, *values]), *(",".join([row, *(f(i) for f in values.values())]) for i, row in enumerate(rows))])
 
 
+def move_into(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    for path in [path for path in folder.iterdir() if path.suffix in (".h5", ".pt", ".npz")]:
+        path.rename(folder / name / path.name)
+
+
 def damage(folder: Path, tile: int, value: float) -> None:
     features, coords = tissue(0)
     features[tile:] = value
@@ -172,6 +178,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no patient": (rewrite(lambda text: columns(text, patient_id=lambda i: "P" * (i != 5))), "no patient_id for slide s05"),
     "split": (rewrite(lambda text: columns(text, split=lambda i: "held-out")), "expected train, val, test"),
+    "a folder above": (lambda folder: move_into(folder, "h5_files"), "h5_files, which has"),
     "row twice": (rewrite(lambda text: text + "s05,class1\n"), "slide s05 twice"),
     "id twice": (lambda folder: write(folder / "s00.npz", *tissue(0)), "slide s00 has several files"),
     "columns": (rewrite(lambda text: text.replace("slide_id", "slide")), "expected slide_id, label"),
