@@ -47,9 +47,9 @@ CAPTION = "forward in training mode and backward, no optimiser; peaks include we
 
 
 def slide(tiles: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (embeddings (1, L, 1536), pixels (1, L, 2)) of L tiles, row by row in a square."""
+    """Returns (embeddings (1, L, 1536), pixels x, y (1, L, 2)) of L tiles, row by row in a square."""
     side, place = math.isqrt(tiles - 1) + 1, torch.arange(tiles)
-    coords = torch.stack((place // side, place % side), -1).float() * 256
+    coords = torch.stack((place % side, place // side), -1).float() * 256
     return torch.randn(1, tiles, 1536, generator=torch.Generator().manual_seed(tiles)).to(device), coords[None].to(device)
 
 
