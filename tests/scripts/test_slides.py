@@ -583,12 +583,14 @@ def test_the_public_picture_of_tissue(tmp_path: Path) -> None:
 
 
 def test_weights_of_prov_gigapaths_family(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "features")
+    """They keep the segments that they were trained with, whatever the pixels of a tile."""
+    folder = apart(make_folder(tmp_path / "features"), lambda _: 512)
     maker = Maker(32)
     maker.slide_encoder(12, 1, ffn=64)
     torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, tmp_path / "slide_encoder.pth")
     arguments = [*inputs(folder), "--checkpoint", str(tmp_path / "slide_encoder.pth")]
     result = script(*arguments, "--epochs", "2", "--out", str(tmp_path / "out"))
     auc_of(result)
-    stored = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint").class_token
-    assert torch.equal(stored.detach(), maker.weights["cls_token"].float().flatten())
+    model = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint")
+    assert model.config.tile_size == 512 and model.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    assert torch.equal(model.class_token.detach(), maker.weights["cls_token"].float().flatten())
