@@ -530,6 +530,14 @@ def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_pa
             context_parallel(trainer, size=1)
 
 
+def test_a_process_with_two_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched(0, 1):
+        trainer = transformers.Trainer(model=llama(), args=transformers.TrainingArguments(output_dir=str(tmp_path), **ARGUMENTS))
+        monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+        with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"):
+            context_parallel(trainer, size=1)
+
+
 def test_calls_that_are_refused() -> None:
     with launched(0, 1):
         accelerator = accelerate.Accelerator(cpu=True)
