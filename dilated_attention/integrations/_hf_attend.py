@@ -9,6 +9,7 @@ import torch
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.functional.arguments import autocast, needs_grad
 from dilated_attention.functional.decode import decode_attention
+from dilated_attention.functional.ring import place_in
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
 from dilated_attention.integrations._hf_settings import BRANCH_OPTIONS, Settings, group_of, settings_of
@@ -69,8 +70,9 @@ def attend(
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds, is_guess = packed_bounds(cu_seq_lens_q, cu_seq_lens_k), False
-    elif bounds is None and not settings.is_shared:
-        refusals.check_untold_packing(name, module, mask, kwargs.get("position_ids"))
+    elif bounds is None and mask.seq_len is None:
+        rank = place_in(group_of(name))[0] if settings.is_shared else 0
+        refusals.check_untold_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
     if window is not None and settings.kind != "ring" and (sliding_window is not None or not is_alone):
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
@@ -105,7 +107,7 @@ def attend(
     }
     branches = {name: getattr(settings, name) for name in BRANCH_OPTIONS}
     if settings.is_shared:
-        refusals.check_shards(name, settings, module, mask, rows[1], is_guess, kwargs.get("position_ids"), cu_seq_lens_q is not None)
+        refusals.check_shards(name, settings, mask, rows[1], is_guess, cu_seq_lens_q is not None)
         options |= {
             "group": group_of(name),
             "layout": settings.layout,

@@ -36,6 +36,7 @@ class KeyMask:
         is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
         seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
         empty: (B, Nq) bool, True = a query that sees nothing, whatever the other parts say: its row is 0.
+        checked: the tensors in which documents were looked for: the layers of a forward share them and their mask.
     """
 
     num_keys: int
@@ -49,6 +50,7 @@ class KeyMask:
     is_guess: bool = False
     seq_len: int | None = None
     empty: torch.Tensor | None = None
+    checked: list[Any] = dataclasses.field(default_factory=list)
 
     # with a static cache, generate() makes the mask before the forward, and transformers then checks whether it is already a mask
     ndim: ClassVar[int] = 4
@@ -217,6 +219,25 @@ def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, d
         if where.numel() == batch_size:
             return None
     return torch.cat([where, where.new_full((1,), total)]).to(torch.int32)
+
+
+def document_starts(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None, real: torch.Tensor | None) -> torch.Tensor:
+    """Returns where a document begins within a row, after another, (B, N) bool: at a position that is not above the one before, or at
+    another value of ``seq_idx``. Padding says nothing and is passed over, and positions that leave numbers out go on.
+
+    Args:
+        position_ids, seq_idx: (B, N) or (1, N); at least one is given.
+        real: (B, N) bool, False = padding; None for no padding.
+    """
+    given = {is_new: x for is_new, x in ((torch.le, position_ids), (torch.ne, seq_idx)) if x is not None}
+    one = next(iter(given.values()))
+    real, *values = torch.broadcast_tensors(torch.ones_like(one, dtype=torch.bool) if real is None else real, *given.values())
+    # where the last token before each position is; -1 where there is none
+    last = torch.where(real, torch.arange(real.shape[1], device=real.device), -1).cummax(1).values[:, :-1]
+    starts = torch.zeros_like(real[:, 1:])
+    for is_new, x in zip(given, values, strict=True):
+        starts = starts | is_new(x[:, 1:], x.gather(1, last.clamp(min=0)))
+    return torch.nn.functional.pad(starts & (last >= 0) & real[:, 1:], (1, 0))
 
 
 def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int, is_kept: bool) -> torch.Tensor | None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.functional.ring import place_in
-from dilated_attention.integrations._hf_mask import KeyMask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of
+from dilated_attention.integrations._hf_mask import KeyMask, document_starts
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
@@ -126,53 +125,74 @@ def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
     )
 
 
-def check_shards(
-    name: str, settings: Settings, module: torch.nn.Module, mask: KeyMask, rows: int, is_guess: bool, position_ids: Any, is_packed: bool
-) -> None:
-    """Refuses what needs the whole sequence on one process, and positions that do not belong to a shard."""
+def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_guess: bool, is_packed: bool) -> None:
+    """Refuses what needs the whole sequence on one process."""
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
             "which a sequence sharded over processes does not have; expected the whole sequence in one forward. "
             f"Decode with model.set_attn_implementation({'sdpa' if settings.kind == 'ring' else 'dilated'!r}) on one process"
         )
-    if mask.seq_len is not None:
-        # cut, with positions and bounds of the whole sequence
-        return
-    if mask.cu_seqlens is not None and not is_packed:
+    # those that context_parallel has cut have positions and bounds of the whole sequence
+    if mask.seq_len is None and mask.cu_seqlens is not None and not is_packed:
         told = "may be packed, which a compiled model cannot rule out" if is_guess else "restart within the shard"
         raise ValueError(
-            f"attention {name!r}: position_ids {told}; expected those of shard_inputs and, of packed documents, "
-            "their bounds in the whole sequence as cu_seq_lens_q and cu_seq_lens_k. "
+            f"attention {name!r}: position_ids {told}; expected the inputs that shard_inputs makes of the whole position_ids. "
             "Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"
         )
-    if position_ids is None or is_packed or torch.compiler.is_compiling() or getattr(module, "layer_idx", None) not in (None, 0):
-        return
-    rank, size = place_in(group_of(name))
-    if rank > 0 and rows > 0 and size > 1 and int(position_ids.flatten()[0]) == 0:
-        raise ValueError(
-            f"attention {name!r}: position_ids of rank {rank} of {size} begin at 0, where rank 0's do; "
-            "expected the positions of this shard in the whole sequence: take the model's inputs from shard_inputs"
-        )
 
 
-def check_untold_packing(name: str, module: torch.nn.Module, mask: KeyMask, position_ids: Any) -> None:
-    """Refuses positions that begin again where neither the mask nor bounds say so; gpt-oss makes its masks without positions.
+def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx: Any, num_queries: int, rank: int) -> None:
+    """Refuses documents that neither the mask nor bounds keep apart, and positions that do not belong to this process's shard.
 
-    It reads the positions once a forward, in the first layer.
+    Transformers looks for documents in positions only where there is neither an attention_mask nor a cache, and not in all models. They are
+    read once a forward, in the first layer that has the mask; a step of one token is not looked at.
+
+    Args:
+        rank: the process's, of those that share the sequence; 0 in one process.
     """
-    if getattr(module, "layer_idx", None) not in (None, 0) or torch.compiler.is_compiling():
+    if num_queries == 0 or (num_queries == 1 and rank == 0):
         return
-    if mask.padding is not None or mask.query_offset:
+    # positions of images have three dimensions, and repeat; those of another length are not of these queries
+    positions, numbers = (
+        x if isinstance(x, torch.Tensor) and not x.is_meta and x.ndim == 2 and x.shape[1] == num_queries else None
+        for x in (position_ids, seq_idx)
+    )
+    is_compiling = torch.compiler.is_compiling()
+    unread = [x for x in (positions, numbers) if x is not None and (is_compiling or all(x is not other for other in mask.checked))]
+    if not unread:
         return
-    # positions of images have three dimensions, and repeat
-    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or position_ids.is_meta:
-        return
-    if bool((position_ids[:, 1:] == 0).any()):
-        raise ValueError(
-            f"attention {name!r}: position_ids begin again, and the masks that this model makes do not keep its documents apart; "
-            "expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row"
-        )
+    real = None if mask.padding is None else ~mask.padding[:, mask.query_offset : mask.query_offset + num_queries]
+    starts = document_starts(positions, numbers, real)
+    if positions is not None and (rank > 0 or mask.query_offset > 0):
+        begins = positions[:, :1] == 0
+        if real is not None:
+            begins = begins & real[:, :1]
+        if rank > 0:
+            _refuse_where(
+                begins,
+                f"attention {name!r}: position_ids of rank {rank} begin at 0, where rank 0's do; expected positions of this shard in the "
+                "whole sequence: take the model's inputs from shard_inputs, with padding on the right",
+            )
+        else:
+            # after keys of a cache that are no padding
+            starts = starts | (begins if mask.padding is None else begins & ~mask.padding[:, : mask.query_offset].all(1, keepdim=True))
+    _refuse_where(
+        starts,
+        f"attention {name!r}: position_ids begin again or seq_idx changes, which tells packed documents, and neither the mask nor bounds "
+        "keep them apart; expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row. Without "
+        "attention_mask and with use_cache=False, most decoders find them in position_ids; shard_inputs finds them in those of the whole",
+    )
+    if not is_compiling:
+        mask.checked.extend(unread)
+
+
+def _refuse_where(is_wrong: torch.Tensor, message: str) -> None:
+    """Raises a ValueError if any element is True; compiled code, which cannot read them, a RuntimeError, or an assertion of the GPU."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(~is_wrong.any(), message)
+    elif bool(is_wrong.any()):
+        raise ValueError(message)
 
 
 def warn_of_windows_only(name: str, config: Any) -> None:

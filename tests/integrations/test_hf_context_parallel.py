@@ -142,6 +142,9 @@ def trained(rank: int, world: int, folder: str, case: dict[str, Any]) -> dict[st
         if case.get("is_stream"):
             data = Stream(data)
         held_out = Texts(case.get("evaluated", 4), length, kind)
+        for row in [*data.rows, *held_out.rows] if size and case.get("has_ones") else ():
+            # from which transformers alone does not find documents
+            row["attention_mask"] = torch.ones_like(row["input_ids"])
         trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
         place: dict[str, Any] = {"size": size}
         if size and case.get("is_strided"):
@@ -188,7 +191,7 @@ CASES: dict[str, dict[str, Any]] = {
     "processes that are not neighbours": {"size": 2, "world": 4, "is_strided": True},
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
-    "packed documents": {"size": 2, "kind": "packed"},
+    "packed documents, a mask of ones in the shared batches": {"size": 2, "kind": "packed", "has_ones": True},
     "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
     "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
@@ -472,6 +475,11 @@ INPUTS = {
     "a router's loss": ({"output_router_logits": True}, "the router's loss is no sum over positions"),
     "tuples": ({"return_dict": False}, "return_dict is False"),
     "rows of documents": ({"position_ids": torch.arange(50)[None].expand(2, -1) % 10}, "packed documents are one row"),
+    "rows of documents beside a mask": (
+        {"position_ids": torch.arange(50)[None].expand(2, -1) % 10, "attention_mask": torch.ones(2, 50)},
+        "packed documents are one row",
+    ),
+    "numbers of documents": ({"attention_mask": torch.arange(50)[None].expand(2, -1) // 10 + 1}, "other numbers than 0 and 1"),
     "other bounds": ({"cu_seq_lens_q": torch.tensor([0, 50])}, "expected equal bounds"),
 }
 
@@ -527,6 +535,14 @@ def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_pa
         args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, **options})
         trainer = transformers.Trainer(model=llama(), args=args, train_dataset=Texts(2, 9))
         with pytest.raises(ValueError, match=message):
+            context_parallel(trainer, size=1)
+
+
+def test_a_process_with_two_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched(0, 1):
+        trainer = transformers.Trainer(model=llama(), args=transformers.TrainingArguments(output_dir=str(tmp_path), **ARGUMENTS))
+        monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+        with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"):
             context_parallel(trainer, size=1)
 
 

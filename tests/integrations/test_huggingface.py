@@ -430,6 +430,74 @@ def test_packed_windows_count_within_documents() -> None:
         torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected, atol=1e-10, rtol=0)
 
 
+def positions_in(*documents: int, start: int = 0) -> torch.Tensor:
+    """(1, sum): positions that begin again with each document."""
+    return torch.cat([torch.arange(n) + start for n in documents])[None]
+
+
+ONES = torch.ones(1, N, dtype=torch.long)
+# how documents are told, in N positions, and what stands beside them, from which transformers does not find them
+HIDDEN: dict[str, dict[str, Any]] = {
+    "a mask of ones": {"position_ids": positions_in(20, 7, 23), "attention_mask": ONES, "use_cache": False},
+    "a cache": {"position_ids": positions_in(20, 30)},
+    "a static cache": {"position_ids": positions_in(49, 1), "past_key_values": 60},
+    "padding behind": {"position_ids": positions_in(20, 20, 10), "attention_mask": (torch.arange(N) < 40).long()[None]},
+    "padding between": {"position_ids": positions_in(20, 5, 25), "attention_mask": (torch.arange(N) // 5 != 4).long()[None]},
+    "a causal mask of pairs": {"position_ids": positions_in(20, 30), "attention_mask": torch.ones(N, N).tril().bool()[None, None]},
+    "positions from 2": {"position_ids": positions_in(20, 30, start=2), "attention_mask": ONES},
+    "one token each": {"position_ids": torch.zeros(1, N, dtype=torch.long), "attention_mask": ONES},
+    "seq_idx": {"seq_idx": positions_in(20, 30) // 10 % 2, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("beside", HIDDEN)
+@pytest.mark.parametrize("name", ["dilated", "block_sparse", "ring_dilated", "ring"])
+def test_documents_are_not_hidden(name: str, beside: str) -> None:
+    given = dict(HIDDEN[beside])
+    for kind in ("llama", "gpt_oss", "gemma2"):
+        model = on(MODELS[kind](), name)
+        if "past_key_values" in given:
+            given["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=60)
+        with pytest.raises(ValueError, match=r"packed documents.*expected their bounds as cu_seq_lens_q"):
+            model(tokens(1), **given)
+
+
+def test_a_document_after_another_in_a_cache_is_not_hidden() -> None:
+    model, ids, ones = on(llama(), "dilated"), tokens(1), ONES[:, :40]
+    for is_real in (ones, ones * (torch.arange(40) >= 20)):
+        past = model(ids[:, :20], attention_mask=is_real[:, :20], position_ids=torch.arange(20)[None]).past_key_values
+        call = {"attention_mask": is_real, "position_ids": torch.arange(20)[None], "past_key_values": past}
+        if bool(is_real.all()):
+            with pytest.raises(ValueError, match="packed documents"):
+                model(ids[:, 20:40], **call)
+        else:
+            # only padding before it
+            model(ids[:, 20:40], **call)
+
+
+def test_documents_are_not_hidden_from_later_layers_of_a_hybrid_model() -> None:
+    """Its first layer is a convolution, so that attention begins in the second."""
+    config = transformers.Lfm2Config(**{**DECODER, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False})
+    with pytest.raises(ValueError, match="packed documents"):
+        on(seeded(transformers.Lfm2ForCausalLM, config), "dilated")(tokens(1), **HIDDEN["a mask of ones"])
+
+
+@pytest.mark.parametrize("name", ["dilated", "ring"])
+def test_padding_tells_no_documents(name: str) -> None:
+    """Positions of padding are anything; those of tokens may go on as if there were none, leave numbers out or begin late."""
+    model, ids = on(llama(), name), tokens()
+    left, right, hole = padded("left"), padded("right"), torch.ones(2, N, dtype=torch.long)
+    hole[1, 20:30] = 0
+    for mask in (left, right, hole):
+        of_tokens = mask.cumsum(1) - 1
+        for of_padding in (0, 1, N):
+            positions = torch.where(mask.bool(), of_tokens, of_padding)
+            found, expected = (model(ids, attention_mask=mask, position_ids=x).logits for x in (positions, of_tokens.clamp(min=0)))
+            assert torch.equal(found[mask.bool()], expected[mask.bool()])
+    for positions in (torch.arange(N) + 3, torch.arange(N) * 2, torch.where(torch.arange(N) < 20, 0, 9) + torch.arange(N)):
+        model(ids, attention_mask=torch.ones_like(ids), position_ids=positions[None])
+
+
 def test_dropout_in_training_only() -> None:
     model, ids = on(llama(attention_dropout=0.5), "dilated"), tokens()
     expected = model(ids).logits
@@ -495,6 +563,16 @@ def test_compiled_training_with_documents_and_new_settings() -> None:
     changed = compiled(ids, position_ids=positions, use_cache=False).logits
     assert (changed - expected).abs().max() > 1e-3
     torch.testing.assert_close(changed, model(ids, position_ids=positions, use_cache=False).logits, atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_refuses_hidden_documents() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(on(llama(num_hidden_layers=1), "dilated"), fullgraph=True)
+    positions = torch.arange(N)[None]
+    compiled(tokens(1), position_ids=positions, attention_mask=ONES)
+    with pytest.raises(RuntimeError, match="packed documents"):
+        compiled(tokens(1), position_ids=positions % 20, attention_mask=ONES)
 
 
 # ---- masks
@@ -949,6 +1027,58 @@ def test_two_processes_share_a_sequence(kind: str, layout: str, side: str) -> No
         torch.testing.assert_close(sum(gradients[name] for _, gradients, _ in results), parameter.grad, atol=1e-8, rtol=0)
 
 
+# documents of 13, 29 and 7 tokens in 49 positions, or with 3 of padding between and behind
+TOLD: dict[str, dict[str, Any]] = {
+    "positions": {"position_ids": positions_in(13, 29, 7)},
+    "a mask of ones": {"position_ids": positions_in(13, 29, 7), "attention_mask": torch.ones(1, 49, dtype=torch.long)},
+    "seq_idx": {"seq_idx": torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([13, 29, 7]))[None]},
+    "bounds": {f"cu_seq_lens_{x}": torch.tensor([0, 13, 42, 49]) for x in "qk"},
+    "padding": {
+        "position_ids": torch.tensor([*[1] * 3, *range(13), *[0] * 3, *range(24), *[5] * 6])[None],
+        "attention_mask": torch.tensor([*[0] * 3, *[1] * 13, *[0] * 3, *[1] * 24, *[0] * 6])[None],
+    },
+}
+
+
+def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
+    results = {}
+    for kind, told in TOLD.items():
+        model = on(llama(), name)
+        shard = shard_inputs({"input_ids": tokens(1, 49), **told}, layout=layout)
+        mine = positions_of(49, rank, world, layout, None)
+        logits = model(**shard).logits
+        weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        real = told.get("attention_mask", torch.ones(1, 49))
+        (logits * (weights * real[..., None])[:, mine]).sum().backward()
+        results[kind] = logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "layout"),
+    [(1, "ring", "zigzag"), (2, "ring", "zigzag"), (2, "ring_dilated", "contiguous"), (3, "ring_dilated", "striped")],
+)
+def test_processes_share_documents_told_in_any_way(world: int, name: str, layout: str) -> None:
+    """Logits of tokens and all gradients are those of the documents one by one, to the float32 of rotary angles."""
+    results = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
+    weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for kind in TOLD:
+        model = on(llama(), "dilated" if name == "ring_dilated" else "sdpa")
+        whole = torch.empty(1, 49, VOCABULARY, dtype=torch.float64)
+        for rank, result in enumerate(results):
+            whole[:, positions_of(49, rank, world, layout, None)] = result[kind][0]
+        total = 0.0
+        for begin, end in ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49)):
+            logits = model(tokens(1, 49)[:, begin:end]).logits
+            torch.testing.assert_close(whole[:, begin:end], logits.detach(), atol=1e-7, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
+            total = total + (logits * weights[:, begin:end]).sum()
+        total.backward()
+        for parameter, p in model.named_parameters():
+            found = sum(gradients[parameter] for gradients in (result[kind][1] for result in results))
+            torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
+
+
 def compiled_on_a_ring(rank: int, world: int) -> float:
     register(segment_lengths=LENGTHS, dilation_rates=RATES)
     model, inputs = on(llama(num_hidden_layers=1), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 49)})
@@ -978,7 +1108,8 @@ def refused_on_a_ring(rank: int, world: int) -> list[str]:
     for seen in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24, dtype=torch.bool)):
         refused(**{**inputs, "attention_mask": seen})
     # packed documents by positions alone
-    refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, "use_cache": False})
+    for beside in ({"use_cache": False}, {"attention_mask": torch.ones(2, 24)}, {}):
+        refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, **beside})
     return found
 
 
@@ -986,12 +1117,13 @@ def test_what_a_shared_sequence_cannot_have() -> None:
     first, second = pool_of(2).run(refused_on_a_ring)
     texts = [
         "1 queries at position 24 of 25 keys, from a cache",
-        "position_ids of rank 1 of 2 begin at 0",
+        "position_ids of rank 1 begin at 0",
         "attention_mask (1, 1, 24, 24) holds pairs of positions of one of 2 processes",
         "attention_mask (1, 1, 48, 48) holds pairs",
         "attention_mask (2, 1, 1, 24) holds pairs",
         "position_ids restart within the shard",
     ]
+    texts += ["position_ids begin again or seq_idx changes"] * 2
     for found, expected in ((first, [texts[0], *texts[2:]]), (second, texts)):
         assert len(found) == len(expected)
         assert all(text in message for text, message in zip(expected, found, strict=True)), found
@@ -1019,6 +1151,10 @@ def test_inputs_of_one_process() -> None:
     assert torch.equal(inputs["shift_labels"][:, :-1], ids[:, 1:]) and inputs["num_items_in_batch"] == 2 * (N - 1)
     with pytest.raises(ValueError, match="expected input_ids or inputs_embeds"):
         shard_inputs({"labels": ids})
+    with pytest.raises(ValueError, match=r"holds other numbers than 0 and 1.*position_ids that begin again"):
+        shard_inputs({"input_ids": ids, "attention_mask": torch.arange(N).expand(2, -1) // 20 + 1})
+    with pytest.raises(ValueError, match="packed documents are one row"):
+        shard_inputs({"input_ids": ids, "position_ids": torch.arange(N).expand(2, -1) % 20, "attention_mask": torch.ones_like(ids)})
     with pytest.raises(ValueError, match="group and mesh are both given"):
         shard_inputs({"input_ids": ids}, group=1, mesh=1)
 

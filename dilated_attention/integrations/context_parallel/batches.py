@@ -39,7 +39,10 @@ def check_trainer(trainer: Any) -> None:
         if is_given:
             raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
     if args.n_gpu > 1:
-        raise ValueError(f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each: torchrun")
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each, by torchrun, or one GPU: "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     if trainer.model_wrapped is not trainer.model:
         raise ValueError("the trainer has wrapped its model already; expected context_parallel(trainer, …) before trainer.train()")
 

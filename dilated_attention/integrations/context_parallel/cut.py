@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.integrations._hf_attend import packed_bounds
 from dilated_attention.integrations._hf_settings import configs_of
 from dilated_attention.integrations._hf_shards import shard_inputs
 
@@ -86,40 +85,16 @@ def checksum(x: torch.Tensor) -> int:
     return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
 
 
-def bounds_of(given: dict[str, Any]) -> torch.Tensor | None:
-    """Returns the bounds of packed documents, int32 (documents + 1,); None for one document a row.
-
-    They are ``cu_seq_lens_q``, or where ``position_ids`` do not go on by one, which is how transformers finds them if there is no mask.
-
-    Raises:
-        ValueError: if several rows hold documents.
-    """
-    if "cu_seq_lens_q" in given or "cu_seq_lens_k" in given:
-        return packed_bounds(given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
-    positions = given.get("position_ids")
-    if positions is None or "attention_mask" in given:
-        return None
-    starts = positions.diff(dim=-1) != 1
-    if not bool(starts.any()):
-        return None
-    if positions.shape[0] > 1:
-        raise ValueError(f"position_ids {tuple(positions.shape)} begin again: packed documents are one row; expected (1, sum of lengths)")
-    where = starts[0].nonzero()[:, 0] + 1
-    return torch.cat([where.new_zeros(1), where, where.new_full((1,), positions.shape[1])]).to(torch.int32)
-
-
-def cut(given: dict[str, Any], place: Any, layout: str) -> dict[str, Any]:
-    """Returns the arguments of the model's forward for this process's positions."""
-    given = {name: x for name, x in given.items() if name not in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")}
-    if "attention_mask" in given and bool(given["attention_mask"].all()):
-        # kernels without padding are faster
-        del given["attention_mask"]
+def cut(given: dict[str, Any], place: Any, layout: str) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns the arguments of the model's forward for this process's positions, and the bounds of packed documents in the whole."""
+    given = {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}
     if "shift_labels" in given and "num_items_in_batch" not in given:
         given["num_items_in_batch"] = int((given["shift_labels"] != _IGNORED).sum())
-    is_masked = "attention_mask" in given
     mine = shard_inputs(given, group=place, layout=layout)
-    if not is_masked:
-        # jumps of the layout are no documents: the masks of these calls know the bounds
+    if "attention_mask" not in given or bool(given["attention_mask"].all()):
+        # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
         mine.pop("attention_mask", None)
+    bounds = mine.pop("cu_seq_lens_q", None)
+    mine.pop("cu_seq_lens_k", None)
     # keys of a part are no cache
-    return mine | {"use_cache": False}
+    return mine | {"use_cache": False}, bounds

@@ -177,11 +177,11 @@ class ContextParallel:
         # first, since what one process alone refuses leaves the others waiting
         self._check_equal(given)
         cut.check_inputs(given, self.base.config, self.size)
-        bounds = cut.bounds_of(given)
+        mine, bounds = cut.cut(given, self._place, self.layout)
         whole_logits = self.whole_logits and not torch.is_grad_enabled()
         length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
         self._call = _Call(length, bounds, is_chunked=self.chunk is not None and not whole_logits)
-        return (), cut.cut(given, self._place, self.layout)
+        return (), mine
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         self._depth -= 1
