@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dilated_attention.functional.ring import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
