@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.sharding.layout import positions_of
-from dilated_attention.integrations.huggingface import configure, register, shard_inputs
+from dilated_attention.integrations.huggingface import register, shard_inputs
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 from tests.helpers.pool import patience, pool_of
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
@@ -327,12 +327,6 @@ def test_packed_documents_that_the_masks_do_not_tell_are_refused() -> None:
         with pytest.raises(ValueError, match="position_ids begin again, and the masks that this model makes"):
             on(model, name)(**given)
         on(model, name)(given["input_ids"], position_ids=torch.arange(N)[None])
-
-
-def test_models_that_keep_their_own_attention_are_refused() -> None:
-    config = transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=N, rotary_dim=4)
-    with pytest.raises(ValueError, match="computes its attention itself"):
-        configure(transformers.GPTJForCausalLM(config), **DENSE)
 
 
 if __name__ == "__main__":

@@ -744,9 +744,9 @@ def test_what_no_config_can_save() -> None:
 
 
 def test_models_that_never_ask_for_an_implementation() -> None:
-    config = transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
-    with pytest.raises(ValueError, match="GPTJForCausalLM computes its attention itself"):
-        configure(transformers.GPTJForCausalLM(config), segment_lengths=LENGTHS, dilation_rates=RATES)
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match="BloomForCausalLM computes its attention itself"):
+        configure(model, segment_lengths=LENGTHS, dilation_rates=RATES)
 
 
 def test_configs_within_a_config_are_told() -> None:
