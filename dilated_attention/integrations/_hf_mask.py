@@ -101,7 +101,7 @@ def key_mask(
     device: Any = None,
     **kwargs: Any,
 ) -> KeyMask:
-    """Makes a ``KeyMask``: the function that ``AttentionMaskInterface`` calls, for transformers 4.53 (``cache_position``) to 5.x.
+    """Makes a ``KeyMask``: the function that ``AttentionMaskInterface`` calls, for transformers 4.57 (``cache_position``) to 5.x.
 
     Args:
         attention_mask: (B, keys seen) bool, True = real; shorter than the cache if the cache is static; or an existing KeyMask.
@@ -114,7 +114,7 @@ def key_mask(
     if isinstance(attention_mask, KeyMask):
         return attention_mask
     if isinstance(q_length, torch.Tensor):
-        # 4.54 to 4.57 pass cache_position here, as a positional argument
+        # 4.57 passes cache_position here, as a positional argument
         q_length, cache_position = None, q_length
     assert kv_length is not None
     num_keys = kv_length

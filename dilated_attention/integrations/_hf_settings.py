@@ -151,13 +151,27 @@ STANDS_FOR: dict[str, str] = {}
 _KNOWN: dict[str, Settings] = {}
 
 
+def check_release(oldest: tuple[int, int], what: str) -> None:
+    """Refuses an older transformers than ``what`` is tested with.
+
+    Raises:
+        ImportError: naming its release, or if there is none.
+    """
+    minimum = ".".join(str(part) for part in oldest)
+    try:
+        release = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise ImportError(f'transformers {minimum} or later is needed ({error}): pip install "dilated-attention[hf]"') from error
+    if tuple(int(part) for part in release.split(".")[:2]) < oldest:
+        raise ImportError(f'transformers is {release}; expected {minimum} or later for {what}: pip install -U "transformers>={minimum}"')
+
+
 def interfaces() -> tuple[Any, Any]:
     """Returns transformers' registries of attention and mask functions, imported on first use."""
-    try:
-        modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
-        return modeling.AttentionInterface, masking.AttentionMaskInterface
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f'transformers 4.53 or later is needed ({error}): pip install "dilated-attention[hf]"') from error
+    # pyproject's extra "hf" asks for the same release
+    check_release((4, 57), "register")
+    modeling, masking = importlib.import_module("transformers.modeling_utils"), importlib.import_module("transformers.masking_utils")
+    return modeling.AttentionInterface, masking.AttentionMaskInterface
 
 
 def remember(name: str, settings: Settings) -> None:

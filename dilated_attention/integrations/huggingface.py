@@ -4,7 +4,7 @@
     register(segment_lengths=[2048, 8192, 32768], dilation_rates=[1, 4, 12])
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dilated")
 
-Needs transformers 4.53 or later: ``pip install "dilated-attention[hf]"``. What a model requests and is not supported here is refused,
+Needs transformers 4.57 or later: ``pip install "dilated-attention[hf]"``. What a model requests and is not supported here is refused,
 never ignored; see the table in docs/huggingface.md.
 
 Segments are counted in positions of the tensor. In a batch padded on the left, a row that begins with p padded positions has its first
@@ -49,7 +49,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
             for all: ``deterministic, backend``.
 
     Raises:
-        ImportError: if transformers is not installed, or is older than 4.53.
+        ImportError: if transformers is not installed, or is older than 4.57.
         ValueError, TypeError: if none of the names has an option, or its value is not accepted.
     """
     attention_interface, mask_interface = interfaces()

@@ -29,6 +29,8 @@ from dilated_attention.integrations.huggingface import configure, context_parall
 from tests.helpers.pool import patience, pool_of
 from tests.helpers.scripts import needs_pins
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
+    PINNED,
+    RELEASE,
     gemma2,
     gpt_oss,
     llama,
@@ -38,7 +40,11 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(RELEASE < PINNED, reason="context_parallel refuses older releases of transformers"),
+]
 
 MODELS = {"llama": llama, "gpt_oss": gpt_oss, "gemma2": gemma2}
 ARGUMENTS: dict[str, Any] = {
@@ -469,6 +475,8 @@ def test_a_refusal_leaves_no_trace() -> None:
 INPUTS = {
     "without labels": ({"labels": None}, "a training call of LlamaForCausalLM with input_ids and without labels"),
     "a cache": ({"past_key_values": [1]}, "past_key_values is given with labels"),
+    # its name since transformers 5.24; an empty one would take keys of a part
+    "an empty cache": ({"cache": transformers.DynamicCache()}, "cache is given with labels"),
     "some logits": ({"logits_to_keep": 3}, "logits_to_keep is given with labels"),
     "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 50, 50)}, r"attention_mask is \(2, 1, 50, 50\); expected padding"),
     "an image": ({"pixel_values": torch.ones(2, 3, 8, 8)}, r"pixel_values has shape \(2, 3, 8, 8\)"),
@@ -538,10 +546,75 @@ def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_pa
             context_parallel(trainer, size=1)
 
 
-def test_a_process_with_two_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Penalised(transformers.Trainer):  # type: ignore[misc]
+    """Adds a sum over the logits that it is given: those of a part, so that on two processes half of it would be missing."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class OfLogProbabilities(transformers.Trainer):  # type: ignore[misc]
+    """As TRL's trainers: calls the model for other things than its loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        chosen = model(**inputs).logits[:, :-1].log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0]
+        return -(chosen * (labels != -100)).sum() / num_items_in_batch
+
+
+class Counting(transformers.Trainer):  # type: ignore[misc]
+    """Overrides what leaves the loss alone."""
+
+    steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().training_step(*args, **kwargs)
+
+
+def trainer_of(kind: Any, folder: Path) -> Any:
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1})
+    return kind(model=llama(), args=args, train_dataset=Texts(2, 9))
+
+
+@pytest.mark.parametrize("kind", [Penalised, OfLogProbabilities, "bound to one trainer"])
+def test_a_loss_of_the_trainer_s_own_is_refused_before_training(kind: Any, tmp_path: Path) -> None:
     with launched(0, 1):
-        trainer = transformers.Trainer(model=llama(), args=transformers.TrainingArguments(output_dir=str(tmp_path), **ARGUMENTS))
-        monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+        if isinstance(kind, str):
+            trainer = trainer_of(transformers.Trainer, tmp_path)
+            trainer.compute_loss = functools.partial(OfLogProbabilities.compute_loss, trainer)
+        else:
+            trainer = trainer_of(kind, tmp_path)
+        with pytest.raises(
+            ValueError, match=r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
+        ):
+            context_parallel(trainer, size=1)
+
+
+def test_a_trainer_that_leaves_the_loss_alone_is_accepted(tmp_path: Path) -> None:
+    with launched(0, 1):
+        trainer = trainer_of(Counting, tmp_path)
+        context_parallel(trainer, size=1)
+        trainer.train()
+        assert trainer.steps == trainer.state.global_step == 1
+
+
+def test_an_older_transformers_is_refused_by_its_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(0, 1):
+        trainer = trainer_of(transformers.Trainer, tmp_path)
+        # what importorskip returns is another object
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.2")
+        for given in ((trainer,), (accelerate.Accelerator(cpu=True), llama())):
+            with pytest.raises(ImportError, match=r"transformers is 5\.22\.2; expected 5\.23 or later .*pip install"):
+                context_parallel(*given, size=1)
+
+
+def test_several_gpus_in_one_process_are_refused_with_two_ways_out(tmp_path: Path) -> None:
+    with launched(0, 1):
+        trainer = trainer_of(transformers.Trainer, tmp_path)
+        trainer.args._n_gpu = 2
         with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"):
             context_parallel(trainer, size=1)
 

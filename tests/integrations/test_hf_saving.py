@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from dilated_attention.integrations import _hf_refusals, _hf_settings
 from dilated_attention.integrations.huggingface import configure, register
 from dilated_attention.pattern import GlobalLocal, MaskFunction
 from tests.helpers.scripts import run_script
-from tests.integrations.test_huggingface import DECODER, LENGTHS, PATTERN, RATES
+from tests.integrations.test_huggingface import DECODER, LENGTHS, PATTERN, RATES, RELEASE
 
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -207,11 +209,13 @@ def test_an_adapter_brings_its_attention(name: str, tmp_path: Path) -> None:
     assert dense.get_base_model().config._attn_implementation == "eager"
 
 
+DENSE_BASE = r"adapter '\w+' was trained with attn_implementation='dilated'; its base model has 'sdpa'.* Load the base model with attn_impl"
+
+
 def test_an_adapter_on_a_dense_base_model_warns_of_one_argument(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     expected = tuned(tmp_path, "dilated", segment_lengths=[4, 16], dilation_rates=[1, 2])
-    text = r"adapter '\w+' was trained with attn_implementation='dilated'; its base model has 'sdpa'.* Load the base model with attn_impl"
-    with pytest.warns(UserWarning, match=text):
+    with pytest.warns(UserWarning, match=DENSE_BASE):
         model = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
     # as the warning says
     model.get_base_model().set_attn_implementation("dilated")
@@ -219,8 +223,15 @@ def test_an_adapter_on_a_dense_base_model_warns_of_one_argument(tmp_path: Path) 
     check_same(
         peft.PeftModel.from_pretrained(load(tmp_path / "base", attn_implementation="dilated"), tmp_path / "adapter").eval(), expected
     )
-    # transformers' own way to load an adapter
-    with pytest.warns(UserWarning, match=text):
+
+
+def test_an_adapter_that_transformers_loads_by_itself(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    wanted = importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION
+    if Version(peft.__version__) < Version(wanted):
+        pytest.skip(f"transformers {transformers.__version__} loads adapters with peft {wanted} or later, which is {peft.__version__} here")
+    expected = tuned(tmp_path, "dilated", segment_lengths=[4, 16], dilation_rates=[1, 2])
+    with pytest.warns(UserWarning, match=DENSE_BASE):
         load(tmp_path / "adapter")
     native = load(tmp_path / "adapter", attn_implementation="dilated")
     check_same(native, expected)
@@ -302,10 +313,7 @@ def test_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.stdout.split() == ["same", "dilated"]
 
 
-READS_IT = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 4)
-
-
-@pytest.mark.skipif(not READS_IT, reason="older releases of transformers read no implementation from config.json")
+@pytest.mark.skipif(RELEASE < (5, 4), reason="older releases of transformers read no implementation from config.json")
 def test_a_fresh_process_without_this_library(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     llama("dilated").save_pretrained(tmp_path / "model")

@@ -30,6 +30,11 @@ transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
 modeling = pytest.importorskip("transformers.modeling_utils")
 
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+# the one that CI has; what older ones lack is skipped by name, and later ones have all
+PINNED = (5, 23)
+# the argument and the output that hold a cache: renamed in 5.24, and the old name goes in 5.40
+CACHE = "cache" if RELEASE >= (5, 24) else "past_key_values"
 VOCABULARY, N = 61, 50
 LENGTHS, RATES = [8, 32], [1, 3]
 PATTERN = GlobalLocal(9, 4, block_size=64)
@@ -120,12 +125,15 @@ def inputs_of(model: Any, mask: torch.Tensor | None = None) -> dict[str, Any]:
     return {"input_ids": tokens(), "attention_mask": mask}
 
 
+def asks(model: Any) -> bool:
+    """Whether a model asks for an implementation by name, as all of these do in later releases."""
+    return RELEASE >= PINNED or model._can_set_attn_implementation()
+
+
 def on(model: Any, name: str) -> Any:
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(name)
-    else:
-        # transformers 4.53
-        model.config._attn_implementation = name
+    if not asks(model):
+        pytest.skip(f"{type(model).__name__} computes its attention itself in transformers {transformers.__version__}")
+    model.set_attn_implementation(name)
     return model
 
 
@@ -243,7 +251,7 @@ MODELS = {
 @pytest.mark.parametrize("ours", ["dilated", "ring_dilated", "ring", "block_sparse"])
 def test_one_segment_of_everything_is_sdpa(kind: str, ours: str) -> None:
     """In float32, with and without padding; without torch.distributed a ring has one process."""
-    model = MODELS[kind]().float()
+    model = on(MODELS[kind]().float(), ours)
     # transformers has no sdpa with sinks or caps
     theirs = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
     configure(model, segment_lengths=[4096], dilation_rates=[1], pattern=LocalWindow((None, None)))
@@ -268,6 +276,7 @@ def test_block_sparse_layers_are_the_formula(kind: str) -> None:
     check_equal(MODELS[kind](), "block_sparse", "literal", 1e-10, None if kind == "vit" else padded("right"))
 
 
+@pytest.mark.skipif(RELEASE < PINNED, reason="older releases make a causal mask for is_causal=False, which is refused")
 def test_a_decoder_that_sees_both_ways() -> None:
     """transformers lends config.is_causal the argument's value, and makes the mask from that."""
     model, ids = llama(), tokens()
@@ -342,7 +351,7 @@ def test_logits_of_chunks_and_steps_are_those_of_one_forward(kind: str, cache: s
         stop = start + size
         so_far = None if mask is None else mask[:, :stop]
         with torch.set_grad_enabled(mask is not None):
-            found.append(model(ids[:, start:stop], attention_mask=so_far, past_key_values=past, use_cache=True).logits)
+            found.append(model(ids[:, start:stop], attention_mask=so_far, **{CACHE: past}, use_cache=True).logits)
         start = stop
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], atol=1e-10, rtol=0)
@@ -772,7 +781,7 @@ def whole() -> Any:
 
 
 def test_mask_functions_of_every_version_of_transformers() -> None:
-    """4.53 hands over ``cache_position``, 5.x lengths and offsets."""
+    """4.57 hands over ``cache_position``, 5.x lengths and offsets."""
     old = key_mask(batch_size=2, cache_position=torch.arange(30, 34), kv_length=40, kv_offset=0, mask_function=masking.causal_mask_function)
     new = key_mask(2, 4, 40, 30, 0, masking.causal_mask_function)
     by_place = key_mask(2, torch.arange(30, 34), 40, mask_function=masking.causal_mask_function)
@@ -962,15 +971,29 @@ def test_what_no_config_can_save() -> None:
 
 
 def test_models_that_never_ask_for_an_implementation() -> None:
-    config = transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
-    with pytest.raises(ValueError, match="GPTJForCausalLM computes its attention itself"):
-        configure(transformers.GPTJForCausalLM(config), segment_lengths=LENGTHS, dilation_rates=RATES)
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match="BloomForCausalLM computes its attention itself"):
+        configure(model, segment_lengths=LENGTHS, dilation_rates=RATES)
 
 
 def test_configs_within_a_config_are_told() -> None:
     config = transformers.Gemma3Config(text_config={**DECODER, "head_dim": 8})
     configure(config, segment_lengths=LENGTHS, dilation_rates=RATES)
     assert config.text_config.dilated_attention == config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older than the extra's, which pip would not install."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    oldest = re.search(r'^hf = \["transformers>=(\d+)\.(\d+)"\]$', text, re.MULTILINE)
+    assert oldest is not None
+    major, minor = (int(part) for part in oldest.groups())
+    # what importorskip returns is another object
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", f"{major}.{minor - 1}.3")
+    with pytest.raises(ImportError, match=rf"transformers is {major}\.{minor - 1}\.3; expected {major}\.{minor} or later"):
+        register()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", f"{major}.{minor}.0.dev0")
+    register()
 
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1101,8 +1124,7 @@ def refused_on_a_ring(rank: int, world: int) -> list[str]:
         except ValueError as error:
             found.append(str(error))
 
-    past = model(**inputs, use_cache=True).past_key_values
-    refused(input_ids=tokens(2, 1), past_key_values=past)
+    refused(input_ids=tokens(2, 1), **{CACHE: model(**inputs, use_cache=True)[CACHE]})
     if rank == 1:
         refused(**{**inputs, "position_ids": torch.arange(24).expand(2, -1)})
     for seen in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24, dtype=torch.bool)):

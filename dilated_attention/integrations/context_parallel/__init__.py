@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from dilated_attention.integrations._hf_settings import check_release
 from dilated_attention.integrations.context_parallel import batches, memory
 from dilated_attention.integrations.context_parallel.model import ContextParallel
 from dilated_attention.pattern.checks import as_int
@@ -64,8 +65,10 @@ def context_parallel(
 
     Raises:
         ValueError, TypeError: the model's loss is no sum over positions, its layers mix positions other than by attention, the trainer has
-            an option that needs the whole sequence in one process, or an argument is not accepted.
+            a loss of its own or an option that needs the whole sequence in one process, or an argument is not accepted.
+        ImportError: transformers is older than 5.23.
     """
+    check_release((5, 23), "context_parallel")
     trainer = trainer_or_accelerator if hasattr(trainer_or_accelerator, "accelerator") else None
     accelerator = trainer_or_accelerator if trainer is None else trainer.accelerator
     if not hasattr(accelerator, "prepare_data_loader"):

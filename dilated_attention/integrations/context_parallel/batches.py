@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -16,15 +17,21 @@ from dilated_attention.pattern.checks import as_int
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuses a Trainer with options that need the whole sequence in one process, or that has begun.
+    """Refuses a Trainer with a loss of its own, with options that need the whole sequence in one process, or that has begun.
 
     Raises:
-        ValueError: naming the option.
-        ImportError: if transformers is too old.
+        ValueError: naming the method or the option.
     """
-    args = trainer.args
-    if not hasattr(trainer, "_track_num_input_tokens"):
-        raise ImportError("a Trainer of an older transformers; expected transformers 5.23, with which context_parallel is tested")
+    args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
+    if loss is not importlib.import_module("transformers").Trainer.compute_loss or loss.__module__ != "transformers.trainer":
+        where = getattr(loss, "__module__", type(loss).__name__)
+        raise ValueError(
+            f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
+            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
+            "with remove_unused_columns=False in args, or a loop of your own with context_parallel(accelerator, model, size=…). Other "
+            "losses, such as those of preferences and rewards, need whole sequences: train without context_parallel"
+        )
     against = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
         "compute_loss_func": trainer.compute_loss_func is not None,
@@ -40,8 +47,8 @@ def check_trainer(trainer: Any) -> None:
             raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
     if args.n_gpu > 1:
         raise ValueError(
-            f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each, by torchrun, or one GPU: "
-            "CUDA_VISIBLE_DEVICES=0"
+            f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each (torchrun), or "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
         )
     if trainer.model_wrapped is not trainer.model:
         raise ValueError("the trainer has wrapped its model already; expected context_parallel(trainer, …) before trainer.train()")

@@ -60,7 +60,8 @@ def check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
         raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
     if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
         raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
-    for name in ("past_key_values", "logits_to_keep", "output_attentions"):
+    # transformers 5.24 calls past_key_values cache
+    for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
         if not isinstance(given.get(name, False), int) or given.get(name):
             raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
     if given.get("return_dict") is False:
