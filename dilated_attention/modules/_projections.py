@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.functional.fused_layers import linear_layers
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.modules.rotary import (
@@ -179,7 +180,11 @@ class MultiheadProjections(nn.Module):
 
     def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
         """Returns the tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(positions.device)
+        if cu_seqlens is not None:
+            if torch.compiler.is_compiling():
+                # compiled code may compute the tables again in the backward
+                cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
+            cu_seqlens = cu_seqlens.to(positions.device)
         turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
         table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
         if self.xpos_scale_base is None:

@@ -21,7 +21,7 @@ from dilated_attention.distributed.load_balance.work import Work, works_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.ops.prepare import document_ranges
+from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, check_bool
 
@@ -195,4 +195,4 @@ def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) ->
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers (documents + 1,), "
             "e.g. int32 boundaries from 0 to N"
         )
-    return document_ranges(cu_seqlens, seq_len)
+    return document_ranges(tuple(cu_seqlens.tolist()), seq_len)
