@@ -228,7 +228,7 @@ def checked_settings(
         precision=options.precision,
         strategy=options.strategy,
         has_sinks=masks[2] is not None,
-        softcap=0.0 if options.softcap is None else check.check_positive("softcap", options.softcap),
+        softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,
         dropout_p=dropout_p,

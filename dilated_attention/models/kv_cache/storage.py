@@ -16,6 +16,9 @@ from dilated_attention.models.summary import readable
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import DTYPES
 
+# the host keeps a length of each
+MAX_REQUESTS = 2**20
+
 
 class Storage(ABC):
     """Keys and values of requests, and how far each request has come: what a pass over new positions reads and writes.
@@ -45,7 +48,7 @@ class Storage(ABC):
         if not config.is_causal:
             raise ValueError("config.is_causal is False; keys of past positions are useful only for causal attention")
         self.config = config
-        self.num_requests = as_int("num_requests", num_requests, minimum=1)
+        self.num_requests = as_int("num_requests", num_requests, minimum=1, maximum=MAX_REQUESTS)
         self.max_length = as_int("max_length", max_length, minimum=1)
         self.device = torch.empty(0, device=device).device
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
