@@ -91,7 +91,8 @@ class Stepper:
     """Computes the logits of the next token of every request from its last one: a step of the model over its cache.
 
     On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither lengths nor tokens. It is
-    captured again when tables of a block pattern have grown.
+    captured again when tables of a block pattern have grown. The token of a request that is finished or freed is dropped, and its logits
+    mean nothing: prefill the request first.
 
     Args:
         model: the model, in eval mode.

@@ -143,7 +143,10 @@ class Storage(ABC):
         self._place()
 
     def free(self, request: int) -> None:
-        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``."""
+        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``.
+
+        Until then a step over all requests drops its token, as that of a finished one.
+        """
         with self.writing_down([self._checked(request)]):
             self.lengths[request] = 0
             self.changes[request] += 1
