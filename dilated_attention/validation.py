@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_number, shown
 from dilated_attention.pattern.checks import check_bool as check_bool
 
 _STRIDED = torch.strided
@@ -105,6 +105,16 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, *, rotary: bo
     return head_dim
 
 
+def check_counts(head_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
+    """Checks the numbers of a call that is asked about and not made, and returns them; ``num_kv_heads`` may be None for num_heads."""
+    head_dim = as_int("head_dim", head_dim, minimum=1, maximum=MAX_HEAD_DIM)
+    num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+    num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    return head_dim, num_heads, num_kv_heads
+
+
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5
@@ -120,6 +130,23 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     return float(scale)
 
 
+def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
+    """Returns the cap, and 0.0 for None. ``scale`` is that of the call."""
+    if softcap is None:
+        return 0.0
+    check_number("softcap", softcap, "a number > 0, or None")
+    held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    # kernels compute tanh(scale / softcap · q·k), and treat quotients below the smallest normal number as 0: a larger cap would move scores
+    # by more than rounding does
+    lowest, highest = max(held.tiny, scale / held.max), held.eps / held.tiny
+    if not lowest <= softcap <= highest:
+        raise ValueError(
+            f"softcap is {shown(softcap)} and scale is {scale:.3g}; expected a number from {lowest:.3g} to {highest:.3g}, for which "
+            f"{held.dtype} holds scale / softcap, or None for scores without a cap"
+        )
+    return float(softcap)
+
+
 def check_probability(name: str, value: Any) -> float:
     check_number(name, value, "a number in [0, 1)")
     if not 0 <= value < 1:
@@ -127,10 +154,22 @@ def check_probability(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_positive(name: str, value: Any) -> float:
+def check_positive(name: str, value: Any, *, above: float = 0.0) -> float:
+    """Checks a number that is used in Python or in float64."""
+    check_number(name, value, f"a number > {above:g}")
+    # an integer may be larger than any float
+    if not above < value <= sys.float_info.max:
+        raise ValueError(f"{name} is {shown(value)}; expected a finite number > {above:g}")
+    return float(value)
+
+
+def check_held(name: str, value: Any, *, power: int = 1) -> float:
+    """Checks a positive number whose ``power`` float32 has to hold: 2 for one that a norm squares."""
     check_number(name, value, "a number > 0")
-    if not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} is {shown(value)}; expected a finite number > 0")
+    held = torch.finfo(torch.float32)
+    lowest, highest = held.tiny ** (1 / power), held.max ** (1 / power)
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} is {shown(value)}; expected a number from {lowest:.3g} to {highest:.3g}, which float32 can compute with")
     return float(value)
 
 

@@ -26,7 +26,8 @@ from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cache
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import bounds_of, document_ranges, kernel_ready, new_like, new_lse, prepare
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
+from dilated_attention.engine.ops.prepare import kernel_ready, new_like, new_lse, prepare
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.fork import cached_property
@@ -173,7 +174,8 @@ class RingPass:
         *of_backward: torch.Tensor,
     ) -> None:
         self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
-        self.padding, self.cu_seqlens, seed = inputs[3:6]
+        self.padding, _, seed = inputs[3:6]
+        self.bounds = bounds
         tensors = (*inputs[:3], *of_backward)
         # which of them kernels accept as they are, which strides and addresses decide
         accepted = call.passes.get(tuple([x.stride() for x in tensors]))
@@ -199,7 +201,7 @@ class RingPass:
     def _find_setup(self, settings: CallSettings, ring: RingCall) -> RingSetup:
         members, tensors, padding = self.members, self.tensors, self.padding
         whole = ((0, ring.seq_len),) if ring.seq_len else ()
-        documents = whole if self.cu_seqlens is None else document_ranges(self.cu_seqlens, ring.seq_len)
+        documents = whole if self.bounds is None else document_ranges(self.bounds, ring.seq_len)
         # the name of a pattern that holds a function may be given again once it is gone
         place = (self.call.make_setup, self.call.alive, members.rank, members.size, ring, documents)
         options = (settings, padding is None, torch.are_deterministic_algorithms_enabled())

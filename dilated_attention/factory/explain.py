@@ -21,7 +21,8 @@ from dilated_attention.backends import (
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.blocks.base import checked_block_size
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.validation import check_counts, check_probability, check_scale, check_softcap
 
 
 def list_backends() -> tuple[str, ...]:
@@ -182,22 +183,29 @@ def explain_backend(
         dtype = torch.float32
         if machine.device_type == "cuda":
             dtype = torch.bfloat16 if (machine.capability or (0, 0)) >= (8, 0) else torch.float16
+    if pattern is not None and not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a DilatedPattern, or block_size= for blocks")
     if (pattern is None) != (num_positions is None):
         raise ValueError("pattern or num_positions is given without the other; give both to ask about a call, or neither")
     if pattern is not None and num_positions is not None:
+        num_positions = as_int("num_positions", num_positions, minimum=1)
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
+    head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
+    length = as_int("length", length, minimum=0)
+    dropout_p = check_probability("dropout_p", dropout_p)
+    cap = check_softcap(softcap, check_scale(None, head_dim), dtype)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     request = AttentionRequest(
         hardware=machine,
         dtype=dtype,
         head_dim=head_dim,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads or num_heads,
+        num_kv_heads=num_kv_heads,
         causal=is_causal,
         key_mask=key_padding_mask,
         window=window,
         dropout=dropout_p > 0,
-        softcap=softcap is not None,
+        softcap=cap > 0,
         deterministic=deterministic,
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
@@ -210,8 +218,6 @@ def explain_backend(
         raise ValueError(f"block_masks is {block_masks!r} without a block_size; give block_size=128 to ask about block-sparse attention")
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
-    if not isinstance(length, int) or length < 0:
-        raise ValueError(f"length is {length!r}; expected rows of a problem, or 0 for a long one")
     forward_table = registry.table(request)
     backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
     rows = tuple(

@@ -16,6 +16,7 @@ from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.ops.attention_ops import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
+from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.engine.ops.resolve import ResolvedCall, find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
@@ -108,6 +109,8 @@ def attend(
             check.check_cu_seqlens(cu_seqlens, q, k)
         if sinks is not None:
             check.check_sinks(sinks, q)
+    if cu_seqlens is not None:
+        cu_seqlens = own_bounds(cu_seqlens, eager=eager)
     seed = draw_seed(options.dropout_p) if options.dropout_p else None
     kept = None
     if blocks is not None and blocks.is_chosen:
@@ -225,7 +228,7 @@ def checked_settings(
         precision=options.precision,
         strategy=options.strategy,
         has_sinks=masks[2] is not None,
-        softcap=0.0 if options.softcap is None else check.check_positive("softcap", options.softcap),
+        softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,
         dropout_p=dropout_p,

@@ -12,7 +12,8 @@ from dilated_attention.functional.arguments import Options, attend
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple, shown
 
-_converted: weakref.WeakKeyDictionary[BlockMask, BlockPattern] = weakref.WeakKeyDictionary()
+# each with what tells that it was written since
+_converted: weakref.WeakKeyDictionary[BlockMask, tuple[list[Any], BlockPattern]] = weakref.WeakKeyDictionary()
 
 
 def block_sparse_attention(
@@ -123,7 +124,7 @@ def block_sparse_dilated_attention(
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:
-    """Returns the block pattern; a ``BlockMask`` is converted, once in its lifetime."""
+    """Returns the block pattern; a ``BlockMask`` is converted, once as long as nobody writes it."""
     if isinstance(pattern, BlockPattern):
         return pattern
     if not isinstance(pattern, BlockMask):
@@ -136,7 +137,25 @@ def checked_pattern(pattern: Any) -> BlockPattern:
             "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
             "dilated_attention.pattern.from_block_mask(block_mask)"
         )
-    known = _converted.get(pattern)
-    if known is None:
-        known = _converted[pattern] = from_block_mask(pattern)
+    before, known = _converted.get(pattern, (None, None))
+    now = [getattr(pattern, name) for name in _TABLES]
+    if known is None or before is None or before[0] is not pattern.mask_mod or not all(map(_is_same, before[1:], now)):
+        known = from_block_mask(pattern)
+        _converted[pattern] = [pattern.mask_mod, *map(_copied, now)], known
     return known
+
+
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+def _copied(table: torch.Tensor | None) -> Any:
+    """Returns what ``_is_same`` compares: on the CPU the values, on a GPU, for whose values the host would wait, place and version."""
+    if table is None or table.device.type == "cpu":
+        return None if table is None else table.clone()
+    return table.data_ptr(), 0 if table.is_inference() else table._version
+
+
+def _is_same(before: Any, table: torch.Tensor | None) -> bool:
+    if table is None or table.device.type != "cpu":
+        return before == _copied(table)  # type: ignore[no-any-return]
+    return isinstance(before, torch.Tensor) and torch.equal(before, table)

@@ -116,9 +116,8 @@ def explain_decode(
     """
     select.check_name(backend)
     machine = hardware or detect(device)
-    request = AttentionRequest(
-        hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads
-    )
+    head_dim, num_heads, num_kv_heads = check.check_counts(head_dim, num_heads, num_kv_heads)
+    request = AttentionRequest(hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     return select.explain(request, dense, backend)
 
 

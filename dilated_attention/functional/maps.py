@@ -8,7 +8,8 @@ import torch
 
 from dilated_attention import validation as check
 from dilated_attention.engine.attention_rows import KeySide
-from dilated_attention.engine.ops.prepare import document_ranges, without_autocast
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
+from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.functional.block_sparse import checked_pattern
@@ -96,7 +97,7 @@ def attention_map(
     check.check_cu_seqlens(cu_seqlens, q, k)
     check.check_sinks(sinks, q)
     branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
-    documents = ((0, Nk),) if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
+    documents = ((0, Nk),) if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
     _check_lse(lse, q)
     step = CHUNK if chunk is None else as_int("chunk", chunk, minimum=1)

@@ -51,12 +51,14 @@ def dilated_attention(
         dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
         is_causal: a query sees keys at its own position and before.
         scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        softcap: c > 0: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can: ``explain_backend(softcap=…)`` says which.
+        softcap: c, from 1.18e-38 to 1.01e31: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can:
+            ``explain_backend(softcap=…)`` says which.
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale) · ``"zero"`` ·
             one list of H integers per branch.
         branch_heads: ``"all"``: every head runs every branch · ``"split"``: the heads are split among the branches (fkodom's layout).
         cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; segments start anew at position 0 of each document.
-            It is copied to the host once per tensor, and again after an in-place change; on a GPU, each copy synchronises.
+            The host reads it, at every call if it is on the CPU. On a GPU it waits for that once, and again after a change by torch; other
+            changes (``.data``, dlpack) are refused there by an assertion on the device.
         key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
         sinks: (H,), float32 or q's dtype: each head has one more key of value 0, whose score is this number: e^{sink_h} is added to the
             denominator, and to what lse is the logarithm of (as in gpt-oss). They may need a gradient. Not with detached mixing.

@@ -115,7 +115,8 @@ class DropPath(nn.Module):
             rows = torch.arange(x.shape[1], device=x.device)
         else:
             rows = self.ring.positions(x, int(cu_seqlens[-1]) if seq_len is None else seq_len)
-        return kept[torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True) - 1][None]
+        bounds = cu_seqlens.to(rows.device)
+        return kept[torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1][None]
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dilated_attention.files import parse_json, write_text
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.checks import as_int, check_number, one_of
+from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.pattern.spec import OBJECT
-from dilated_attention.validation import check_bool, check_heads, check_probability
+from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
 RING_KINDS = {"ring_dilated": "dilated", "ring": "dense", "ring_block_sparse": "block_sparse"}
@@ -202,12 +201,9 @@ class LongNetConfig(ModelConfig):
         for name in ("is_causal", "sub_norm", "qk_norm", "bias", "final_norm", "tie_embeddings", "scale_embedding"):
             check_bool(name, getattr(self, name))
         check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, rotary=self.positions != "none")
-        for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0), ("layer_norm_eps", 0.0)):
-            value = getattr(self, name)
-            check_number(name, value, f"a number > {above:g}")
-            # an integer may be larger than any float
-            if not above < value <= sys.float_info.max:
-                raise ValueError(f"{name} is {value}; expected a finite number > {above:g}")
+        for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0)):
+            self._set(name, check_positive(name, getattr(self, name), above=above))
+        self._set("layer_norm_eps", check_held("layer_norm_eps", self.layer_norm_eps))
         self._check_positions()
         for name in ("dropout", "attention_dropout", "drop_path"):
             self._set(name, check_probability(name, getattr(self, name)))

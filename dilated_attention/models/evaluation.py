@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES
@@ -186,10 +187,11 @@ def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> 
     weight: Any = model.output_weight
     hidden = model.hidden(inputs[None])[0]
     rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    parts = [
-        F.cross_entropy(F.linear(h, weight).float(), wanted, ignore_index=_NOT_SCORED, reduction="none")
-        for h, wanted in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
+    parts = []
+    for h, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = F.linear(h, weight)
+        wide = logits.to(accumulation_dtype(logits.dtype))
+        parts.append(F.cross_entropy(wide, wanted, ignore_index=_NOT_SCORED, reduction="none"))
     return torch.cat(parts).double()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from dilated_attention.models.kv_cache.cache import Cache, KVCache
 from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.text.kmer_embedding import following_codes
 from dilated_attention.models.tokens import check_ids, check_tokens
-from dilated_attention.pattern.checks import as_int, check_number
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
 # a LongNetLM, whose module imports this one
 LanguageModel = Any
@@ -33,8 +32,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "a number ≥ 0")
-        if not 0 <= self.temperature <= sys.float_info.max:
-            raise ValueError(f"temperature is {self.temperature}; expected a finite number ≥ 0, 0 for the likeliest token")
+        highest_held = torch.finfo(torch.float32).max
+        if not 0 <= self.temperature <= highest_held:
+            raise ValueError(
+                f"temperature is {shown(self.temperature)}; expected a number from 0, for the likeliest token, to {highest_held:.3g}"
+            )
+        # torch takes no integer of more than 64 bits
+        object.__setattr__(self, "temperature", float(self.temperature))
         if self.top_k is not None:
             as_int("top_k", self.top_k, minimum=1)
         if self.top_p is not None:
@@ -73,8 +77,10 @@ class Sampling:
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p is not None:
             ordered, order = probabilities.sort(-1, descending=True)
-            # a token stays if the probabilities before it sum to less than top_p; the likeliest always stays
-            dropped = ordered.cumsum(-1) - ordered >= self.top_p
+            # a token stays if the probabilities before it sum to less than top_p; the likeliest always stays, before which there is 0,
+            # also where float32 rounds top_p to 0
+            before = ordered.cumsum(-1) - ordered
+            dropped = (before >= self.top_p) & (before > 0)
             probabilities = probabilities.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
         # the same bits as torch.multinomial, but without its device-side assertion, after which a process cannot use its GPU any more
         rivals = torch.empty_like(probabilities).exponential_(1.0, generator=self.generator)
@@ -85,7 +91,8 @@ class Stepper:
     """Computes the logits of the next token of every request from its last one: a step of the model over its cache.
 
     On a GPU the step is captured once as a CUDA graph and replayed: nothing in it depends on the host, neither lengths nor tokens. It is
-    captured again when tables of a block pattern have grown.
+    captured again when tables of a block pattern have grown. The token of a request that is finished or freed is dropped, and its logits
+    mean nothing: prefill the request first.
 
     Args:
         model: the model, in eval mode.
@@ -192,7 +199,7 @@ def generate(
 
     For arguments, results and errors see ``LongNetLM.generate``.
     """
-    rows, max_new_tokens = _checked(model, prompts, max_new_tokens, stop_token)
+    rows, max_new_tokens, stop_token = _checked(model, prompts, max_new_tokens, stop_token)
     if max_new_tokens == 0 or not rows:
         return prompts
     # nothing waits for the device before the end: the draws of all steps are checked together
@@ -228,7 +235,7 @@ def generate_stream(
     >>> for token in generate_stream(model, prompt, 100, sampling=sampling):
     ...     print(BYTES.decode(token[0]), end="", flush=True)
     """
-    rows, max_new_tokens = _checked(model, prompts, max_new_tokens, stop_token)
+    rows, max_new_tokens, stop_token = _checked(model, prompts, max_new_tokens, stop_token)
     if max_new_tokens == 0 or not rows:
         return iter(())
     return _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=True)
@@ -335,8 +342,8 @@ def _until(tokens: torch.Tensor, is_end: torch.Tensor) -> torch.Tensor:
     return tokens[: int(found[0]) + 1] if len(found) else tokens
 
 
-def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int]:
-    """Checks arguments of ``generate``; returns the prompts as rows, and the number of new tokens."""
+def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int, int | None]:
+    """Checks arguments of ``generate``; returns the prompts as rows, the number of new tokens, and the stop token."""
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:
@@ -358,7 +365,8 @@ def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token
     for row in rows:
         if len(row) < 1:
             raise ValueError(f"prompt has shape {tuple(row.shape)}; expected at least one token to continue from")
-    max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0)
-    if stop_token is not None and as_int("stop_token", stop_token, minimum=0) >= model.config.vocab_size:
+    max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0, maximum=MAX_LENGTH // 2)
+    stop_token = None if stop_token is None else as_int("stop_token", stop_token, minimum=0)
+    if stop_token is not None and stop_token >= model.config.vocab_size:
         raise ValueError(f"stop_token is {stop_token}; expected a token below vocab_size = {model.config.vocab_size}")
-    return rows, max_new_tokens
+    return rows, max_new_tokens, stop_token

@@ -116,11 +116,13 @@ class LongNetLM(Pretrained):
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
             seq_len: N, for a sharded model. None: the processes ask each other once per call; inside torch.compile it is required.
             cache: a ``KVCache``, a ``PagedKVCache``, or one request of either, ``cache.of(i)``. Tokens are then new positions only, which
-                attend to those in the cache and are added to it: one token per request, or several for requests of equal length.
+                attend to those in the cache and are added to it: one token per request, or several for requests of equal length. With one
+                token per request, that of a request that is finished or freed is dropped; its logits mean nothing.
 
         Returns:
-            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32 scalar, for which
-            logits are computed for a chunk of positions at a time. For a sharded model it is the loss of the whole sequence.
+            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32 scalar (float64
+            of a float64 model), for which logits are computed for a chunk of positions at a time. For a sharded model it is the loss of
+            the whole sequence.
 
         Raises:
             ValueError, TypeError: if tensors do not fit, or tokens or targets on the CPU are out of range. On a GPU this is not checked,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.tokens import check_range
 from dilated_attention.pattern.checks import as_int, shown
 
@@ -27,7 +28,7 @@ def chunked_cross_entropy(
         chunk: positions per chunk; None for as many as keep its logits below 64 MiB.
 
     Returns:
-        float32 scalar; 0 with gradient 0 if no position counts.
+        float32 scalar, float64 for float64; 0 with gradient 0 if no position counts.
 
     Raises:
         TypeError: if targets are not integers.
@@ -61,7 +62,7 @@ def summed_cross_entropy(
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     single = hidden.shape[0] <= chunk
     vocabulary, weight = weight.shape[0], _aligned(weight)
-    total = hidden.new_zeros((), dtype=torch.float32)
+    total = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         if single:
             total = total + _sum(rows, weight, wanted, vocabulary, ignore_index)
@@ -89,4 +90,4 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
 def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int, ignore_index: int) -> torch.Tensor:
     """Of the first ``vocabulary`` rows of the weight."""
     logits = F.linear(hidden, weight)[:, :vocabulary]
-    return F.cross_entropy(logits.float(), targets.long(), ignore_index=ignore_index, reduction="sum")
+    return F.cross_entropy(logits.to(accumulation_dtype(logits.dtype)), targets.long(), ignore_index=ignore_index, reduction="sum")

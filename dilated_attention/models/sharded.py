@@ -44,7 +44,8 @@ def sharded_cross_entropy(
         group, mesh: the processes, see ``ring_attention``; None for all.
 
         Returns:
-            The mean over all processes' targets, float32, equal on all; its gradient is meant for DDP, FSDP2 or ``average_gradients``.
+            The mean over all processes' targets, float32 (float64 for float64), equal on all; its gradient is meant for DDP, FSDP2 or
+            ``average_gradients``.
     """
     total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
     return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.engine.ops.bounds import own_bounds
+from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache.cache import Cache, Requests
@@ -79,11 +81,14 @@ class LongNetStack(nn.Module):
             seq_len = None
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
-        states = [x]
+        states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled()
+        if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
+            # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
+            cu_seqlens = own_bounds(cu_seqlens, eager=is_eager([x, cu_seqlens]), on_host=False)
         for block in self.blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)
-            elif self.checkpoint_activations and torch.is_grad_enabled():
+            elif recomputes:
                 x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
             else:
                 x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.functional.fused_layers import linear_layers
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.modules.rotary import (
@@ -75,9 +76,7 @@ class MultiheadProjections(nn.Module):
             check.check_bool(name, flag)
         self.rotary = rotary
         self.head_dim = check.check_heads(self.embed_dim, self.num_heads, self.num_kv_heads, rotary=rotary)
-        self.rotary_base = check.check_positive("rotary_base", rotary_base)
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base is {rotary_base}; expected a number > 1, e.g. 10000.0")
+        self.rotary_base = check.check_positive("rotary_base", rotary_base, above=1.0)
         if not rotary and self.rotary_base != 10000.0:
             raise ValueError(
                 f"rotary_base is {rotary_base} and rotary is False, so that nothing is rotated; leave it out, or use rotary=True"
@@ -87,8 +86,8 @@ class MultiheadProjections(nn.Module):
             raise ValueError(
                 f"xpos_scale_base is {xpos_scale_base} and rotary is False; XPOS scales rotated vectors: use rotary=True with it"
             )
-        self.gamma_init = check.check_positive("gamma_init", gamma_init)
-        eps = check.check_positive("layer_norm_eps", layer_norm_eps)
+        self.gamma_init = check.check_held("gamma_init", gamma_init, power=2)
+        eps = check.check_held("layer_norm_eps", layer_norm_eps)
         kv_dim = self.num_kv_heads * self.head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
@@ -179,7 +178,11 @@ class MultiheadProjections(nn.Module):
 
     def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
         """Returns the tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(positions.device)
+        if cu_seqlens is not None:
+            if torch.compiler.is_compiling():
+                # compiled code may compute the tables again in the backward
+                cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
+            cu_seqlens = cu_seqlens.to(positions.device)
         turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
         table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
         if self.xpos_scale_base is None:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention import validation as check
 from dilated_attention.backends import registry
 from dilated_attention.functional import attention_map, attention_received
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, one_of
 
 PATTERN_ARGUMENTS = ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail")
 # what a module shows of itself where it differs from the default
@@ -48,7 +49,8 @@ class KernelSettings(nn.Module):
         if sinks:
             # like torch's lazy modules: the first call, or a loaded state, says how many heads there are
             lazy = nn.UninitializedParameter()
-            self.sinks = lazy if num_heads is None else nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1)))
+            heads = None if num_heads is None else as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+            self.sinks = lazy if heads is None else nn.Parameter(torch.zeros(heads))
             self.register_load_state_dict_pre_hook(_make_loaded_sinks)
 
     def reset_parameters(self) -> None:
@@ -59,8 +61,7 @@ class KernelSettings(nn.Module):
     def _sinks_for(self, query: Any) -> Any:
         """Returns the sinks, which are made here if the number of heads was not known before."""
         if isinstance(self.sinks, nn.UninitializedParameter) and isinstance(query, torch.Tensor) and query.ndim == 4:
-            self.sinks.materialize((query.shape[2],))
-            self.reset_parameters()
+            _make_sinks(self.sinks, (query.shape[2],))
         return self.sinks
 
     def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
@@ -90,7 +91,14 @@ def _make_loaded_sinks(module: KernelSettings, state: dict[str, Any], prefix: st
     """Makes sinks of the size of those that are about to be loaded."""
     loaded = state.get(f"{prefix}sinks")
     if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
-        module.sinks.materialize(loaded.shape)
+        _make_sinks(module.sinks, loaded.shape)
+
+
+def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> None:
+    """Makes a parameter of zeros, as in the constructor, whatever modes are on: one of inference mode could never be trained."""
+    with torch.inference_mode(False), _disable_current_modes():
+        sinks.materialize(shape)
+        nn.init.zeros_(sinks)
 
 
 class LocalAttention(KernelSettings):

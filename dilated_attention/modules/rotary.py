@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.ops.transforms import each
+from dilated_attention.pattern.checks import MAX_LENGTH
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
@@ -78,7 +79,7 @@ def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base
 
 def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
     """Returns the longest sequence for which ``dtype`` can hold the factors at its ends times a query or key element of 16."""
-    return int(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM))
+    return int(min(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM), MAX_LENGTH))
 
 
 def xpos_positions(positions: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,8 @@ from dilated_attention.parsing import shown as shown
 
 # limits on the heads that a pattern's counts may enumerate, and on its branches
 MAX_HEADS, MAX_BRANCHES = 2**20, 1024
+# limit on the processes of a group that is planned and not made
+MAX_RANKS = 2**20
 # elements of a mask of all pairs
 MAX_MASK = 2**32
 
@@ -24,7 +26,8 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
         number = value
     else:
         try:
-            number = operator.index(value)
+            # a bool tensor has an index, too
+            number = None if str(getattr(value, "dtype", "")).endswith("bool") else operator.index(value)
         except (TypeError, RuntimeError):
             # a tensor with several elements or on the meta device
             number = None

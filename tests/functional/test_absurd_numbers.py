@@ -12,9 +12,34 @@ import numpy as np
 import pytest
 import torch
 
-from dilated_attention import attention, block_sparse_attention, dilated_attention, local_positions
+from dilated_attention import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    attention,
+    balanced_layout,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
+    explain_backend,
+    explain_decode,
+    local_positions,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+    ring_dilated_attention,
+)
 from dilated_attention.cli import main
-from dilated_attention.models import LongNetLM
+from dilated_attention.distributed import explain_exchange
+from dilated_attention.models import (
+    KVCache,
+    LongNetConfig,
+    LongNetLM,
+    PagedKVCache,
+    Sampling,
+    SlideEncoderConfig,
+    VisionConfig,
+)
+from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks, Sparsity
 from dilated_attention.planning import plan_attention, recommend
 
@@ -216,3 +241,101 @@ def test_a_seed_of_numpy_is_that_of_python() -> None:
     assert torch.equal(
         block_sparse_attention(q, q, q, Sparsity(0.5, seed=np.int64(3))), block_sparse_attention(q, q, q, Sparsity(0.5, seed=3))
     )
+
+
+WINDOW = LocalWindow(16)
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "dilated": lambda q, k, v, **options: dilated_attention(q, k, v, [16], [2], **options),
+    "blocks": lambda q, k, v, **options: block_sparse_attention(q, k, v, WINDOW, **options),
+    "union": lambda q, k, v, **options: block_sparse_dilated_attention(q, k, v, [16], [2], WINDOW, **options),
+    "ring": ring_attention,
+    "ring_dilated": lambda q, k, v, **options: ring_dilated_attention(q, k, v, [16], [2], **options),
+    "ring_blocks": lambda q, k, v, **options: ring_block_sparse_attention(q, k, v, WINDOW, **options),
+    "ring_union": lambda q, k, v, **options: ring_block_sparse_dilated_attention(q, k, v, [16], [2], WINDOW, **options),
+}
+
+
+def _with_gradients(call: Callable[..., Any], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(1, 64, 2, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
+    out = call(*x, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_softcap_is_computed_right_or_refused(name: str) -> None:
+    call = ATTENTIONS[name]
+    for cap in (1.2e-38, 1e-30, 1, np.float64(50), 2**70, 1e31):
+        mine, truth = (_with_gradients(call, dtype, softcap=cap) for dtype in (torch.float32, torch.float64))
+        for x, y in zip(mine, truth, strict=True):
+            assert float((x - y).abs().max()) < 1e-5, cap
+    for cap in (0.0, -0.0, -1, 1e-39, 1e-46, 5e-324, 1.1e31, 1e39, 10**400, float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ValueError, match="softcap is"):
+            _with_gradients(call, torch.float32, softcap=cap)
+    # the quotient that kernels multiply q·k by
+    with pytest.raises(ValueError, match="softcap is 1e-30 and scale is 1e"):
+        _with_gradients(call, torch.float32, softcap=1e-30, scale=1e10)
+    for wrong in (True, "50", [50.0], torch.tensor(50.0), 1j, np.bool_(True)):
+        with pytest.raises(TypeError, match="softcap is"):
+            _with_gradients(call, torch.float32, softcap=wrong)
+
+
+CONFIG: dict[str, Any] = {"vocab_size": 16, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "attention": "dense"}
+ENCODER = LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, attention="dense", is_causal=False, positions="none")
+
+
+def _multihead(**options: Any) -> Any:
+    return MultiheadDilatedAttention(16, 2, [16], [2], **options)
+
+
+# by argument: what takes it, and numbers of its type that it refuses
+REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("gamma_init", _multihead, (0.0, 1e-20, 1e-46, 1e20, 1e39, 2**64)),
+    ("layer_norm_eps", _multihead, (0.0, 1e-39, 1e-46, 5e-324, 1e39, 10**400)),
+    ("layer_norm_eps", lambda **options: LongNetConfig(**CONFIG, **options), (0.0, 1e-39, 1e-46, 5e-324, 1e39, 10**400)),
+    ("norm_eps", lambda **options: SlideEncoderConfig(encoder=ENCODER, **options), (0.0, 1e-46, 1e39)),
+    ("norm_eps", lambda **options: VisionConfig(encoder=ENCODER, **options), (0.0, 1e-46, 1e39)),
+    ("rotary_base", lambda **options: _multihead(rotary=True, **options), (1, 0.5, -2.0, 10**400)),
+    ("xpos_scale_base", lambda **options: _multihead(rotary=True, **options), (0.0, -1, 10**400)),
+    ("temperature", Sampling, (-1e-46, -1, 1e39, 1e308, 10**400)),
+    ("top_p", Sampling, (0.0, -0.0, 1.0000001, 2, 1e39)),
+    ("head_dim", explain_backend, (0, 257)),
+    ("num_heads", explain_backend, (0, 2**21)),
+    ("num_kv_heads", explain_backend, (0, 3)),
+    ("dropout_p", explain_backend, (1, -0.1, 1e39)),
+    ("softcap", explain_backend, (0.0, 1e39, 1e-46)),
+    ("num_positions", lambda **options: explain_backend(pattern=DilatedPattern((8,), (1,)), **options), (0, 2**63)),
+    ("head_dim", explain_decode, (0, 257)),
+    ("num_heads", explain_decode, (0, 2**21)),
+    ("size", lambda **options: explain_exchange(64, num_heads=2, **options), (0, -1, 2**21)),
+    ("itemsize", lambda **options: explain_exchange(64, 2, num_heads=2, **options), (0, -1)),
+    ("num_heads", lambda **options: DilatedAttention([8], [1], sinks=True, **options), (0, 2**21, 2**62)),
+    ("world_size", lambda **options: balanced_layout(WINDOW, 64, **options), (0, 2**21, 2**62)),
+    ("num_requests", lambda **options: KVCache(LongNetConfig(**CONFIG), max_length=8, **options), (0, 2**21, 2**62)),
+    ("num_pages", lambda **options: PagedKVCache(LongNetConfig(**CONFIG), 1, 8, **options), (0, 2**31, 2**62)),
+    ("page_size", lambda **options: PagedKVCache(LongNetConfig(**CONFIG), 1, 8, **options), (0, 2**31, 2**62)),
+    ("grid_size", lambda **options: grid_positions(torch.zeros(1, 2), 16, **options), (0, -1, 2**31)),
+    ("embed_dim", lambda **options: grid_positions(torch.zeros(1, 2), **options), (0, 6, 2**31)),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "numbers"), REFUSED)
+def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, call: Callable[..., Any], numbers: tuple[Any, ...]) -> None:
+    for number in (*numbers, float("nan"), float("inf"), -float("inf"), True, torch.tensor(True), "1", [1], 1j):
+        with pytest.raises((TypeError, ValueError), match=name):
+            call(**{name: number})
+
+
+def test_sampling_at_its_limits_draws_by_its_definition() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, -torch.inf]])
+    for options in ({"top_p": 1e-46}, {"top_p": 5e-324}, {"temperature": 1e-46}, {"temperature": -0.0}, {"temperature": 1e-3}):
+        assert int(Sampling(**options).draw(logits)) == 1, options
+    torch.manual_seed(0)
+    flat = [int(Sampling(temperature=2**64, top_k=3).draw(logits)) for _ in range(100)]
+    assert set(flat) == {0, 1, 2}
+
+
+def test_lengths_of_xpos_have_no_end_where_its_scale_has_none() -> None:
+    x = torch.randn(1, 16, 16)
+    assert bool(_multihead(rotary=True, xpos_scale_base=1e308)(x, is_causal=True)[0].isfinite().all())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import dilated_attention.pattern as patterns
 from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention
@@ -528,3 +528,17 @@ def test_a_block_mask_of_flex_attention_is_taken_as_it_is(block: int) -> None:
     grads = torch.autograd.grad((out, lse), (q, k, v), (x.dout, x.dlse))
     mine = dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
     assert max(errors(mine, truth).values()) <= TOLERANCE
+
+
+def test_a_block_mask_written_anew_is_read_anew() -> None:
+    def mask_of(window: int) -> BlockMask:
+        return create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= window), None, None, 512, 512, device="cpu")
+
+    q = torch.randn(1, 512, 1, 8, generator=torch.Generator().manual_seed(0))
+    mask, other = mask_of(100), mask_of(300)
+    before, wanted = block_sparse_attention(q, q, q, mask), block_sparse_attention(q, q, q, other)
+    assert not torch.equal(before, wanted)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        getattr(mask, name).data.copy_(getattr(other, name))
+    mask.mask_mod = other.mask_mod
+    assert torch.equal(block_sparse_attention(q, q, q, mask), wanted)

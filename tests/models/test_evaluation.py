@@ -42,8 +42,9 @@ def test_each_target_is_scored_once_with_the_promised_context(context: int, stri
         assert places == list(range(1 if is_causal else 0, n))
 
 
-def test_bits_are_those_of_the_logits() -> None:
-    lm, records = model(), [tokens(90), tokens(0), tokens(31), tokens(1)]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_bits_are_those_of_the_logits(dtype: torch.dtype, tolerance: float) -> None:
+    lm, records = model().to(dtype), [tokens(90), tokens(0), tokens(31), tokens(1)]
     found = evaluate(lm, records, context=24, stride=10)
     nats: list[float] = []
     by_seen: dict[int, list[float]] = {}
@@ -60,7 +61,7 @@ def test_bits_are_those_of_the_logits() -> None:
                 inputs += len(losses)
                 scored, end = end, min(len(record), end + 10)
     assert found.scored == len(nats) == 89 + 30 and found.positions == inputs
-    assert found.bits == pytest.approx(sum(nats) / len(nats) / math.log(2), abs=1e-5)
+    assert found.bits == pytest.approx(sum(nats) / len(nats) / math.log(2), abs=tolerance)
     assert [(b.least, b.most, b.targets) for b in found.by_position] == [
         (2 ** (p - 1), min(2**p - 1, 24), len(losses)) for p, losses in sorted(by_seen.items())
     ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention import BackendUnavailable, DilatedPattern
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
-from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
 from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
 
 LENGTHS, RATES = [4, 8], [1, 2]
@@ -580,3 +583,26 @@ def test_an_empty_sequence_gives_an_empty_result() -> None:
     out, _ = make_layer(rotary=True)(x, is_causal=True)
     out.sum().backward()
     assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+
+
+CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kind", [DilatedAttention, RingDilatedAttention])
+def test_sinks_that_a_first_call_makes_are_trained_like_any(kind: Any, context: str) -> None:
+    q = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(0))
+    module = kind([16], [2], sinks=True)
+    with CONTEXTS[context]():
+        module(q, q, q)
+    module(q, q, q).square().sum().backward()
+    other = kind([16], [2], sinks=True, num_heads=2)
+    other(q, q, q).square().sum().backward()
+    assert type(module.sinks) is torch.nn.Parameter and module.sinks.dtype is torch.float32 and module.sinks.device == q.device
+    assert torch.equal(module.sinks.grad, other.sinks.grad)

@@ -1,140 +1,219 @@
-"""Bounds of packed documents are read once a tensor: what is kept of them, and when it is read anew."""
+"""Bounds of packed documents: a call computes with what the tensor holds then, however it was written, and its backward with the same."""
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dilated_attention import dilated_attention
-from dilated_attention.engine.ops import prepare, resolve
+from dilated_attention import (
+    attention,
+    attention_map,
+    attention_received,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+    ring_dilated_attention,
+)
+from dilated_attention.engine.ops import bounds as packed
+from dilated_attention.models import LongNetLM
+from dilated_attention.models.config import LongNetConfig
+from dilated_attention.pattern import LocalWindow, TopBlocks
+from tests.helpers.pool import pool_of
 
-N = 24
+N = 256
+PATTERN = LocalWindow(40)
+Call = Callable[..., torch.Tensor]
+CALLS: dict[str, Call] = {
+    "attention": attention,
+    "dilated_attention": lambda q, k, v, **o: dilated_attention(q, k, v, [64, 128], [1, 2], **o),
+    "detached": lambda q, k, v, **o: dilated_attention(q, k, v, [64, 128], [1, 2], mixture_grad="detached", **o),
+    "block_sparse_attention": lambda q, k, v, **o: block_sparse_attention(q, k, v, PATTERN, **o),
+    "top_blocks": lambda q, k, v, **o: block_sparse_attention(q, k, v, TopBlocks(blocks=1), **o),
+    "block_sparse_dilated_attention": lambda q, k, v, **o: block_sparse_dilated_attention(q, k, v, [64, 128], [1, 2], PATTERN, **o),
+    "ring_attention": lambda q, k, v, **o: ring_attention(q, k, v, seq_len=N, **o),
+    "ring_dilated_attention": lambda q, k, v, **o: ring_dilated_attention(q, k, v, [64, 128], [1, 2], seq_len=N, **o),
+    "ring_detached": lambda q, k, v, **o: ring_dilated_attention(q, k, v, [64], [2], seq_len=N, mixture_grad="detached", **o),
+    "ring_block_sparse_attention": lambda q, k, v, **o: ring_block_sparse_attention(q, k, v, PATTERN, seq_len=N, **o),
+    "ring_block_sparse_dilated_attention": lambda q, k, v, **o: ring_block_sparse_dilated_attention(
+        q, k, v, [64, 128], [1, 2], PATTERN, seq_len=N, **o
+    ),
+}
+MAPS: dict[str, Call] = {
+    "attention_map": lambda q, k, v, **o: attention_map(q, k, query_rows=[0, 100, 200], **o),
+    "attention_received": lambda q, k, v, **o: attention_received(q, k, **o),
+}
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Bounds each time that they are read."""
-    found, read = [], resolve.document_ranges
-
-    def counted(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[tuple[int, int], ...]:
-        found.append(cu_seqlens.tolist())
-        return read(cu_seqlens, num_keys)
-
-    monkeypatch.setattr(resolve, "document_ranges", counted)
-    return found
+def compiled(call: Call) -> Call:
+    torch.compiler.reset()
+    return torch.compile(lambda q, k, v, cu_seqlens: call(q, k, v, cu_seqlens=cu_seqlens), backend="aot_eager", fullgraph=True)
 
 
-def call(cu_seqlens: torch.Tensor, rates: tuple[int, int] = (1, 2)) -> torch.Tensor:
+FORMS: dict[str, Callable[[Call], Call]] = {"eager": lambda call: call, "compiled": compiled}
+
+
+def fresh(*middles: int) -> torch.Tensor:
+    return torch.tensor([0, *middles, N], dtype=torch.int32)
+
+
+def numpy_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
+    buffer = np.array([0, 100, N], dtype=np.int32)
+    return torch.from_numpy(buffer), lambda middle: buffer.__setitem__(1, middle)
+
+
+def data_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
+    cu = fresh(100)
+    return cu, lambda middle: cu.data.__setitem__(1, middle)
+
+
+def dlpack_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
+    cu = fresh(100)
+    return cu, lambda middle: torch.from_dlpack(cu).__setitem__(1, middle)
+
+
+def plain_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
+    cu = fresh(100)
+    return cu, lambda middle: cu.__setitem__(1, middle)
+
+
+def inputs() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, N, 2, 8, generator=generator).requires_grad_() for _ in range(3))
-    out = dilated_attention(q, k, v, [4, 8], rates, cu_seqlens=cu_seqlens)
-    return torch.cat([out, *torch.autograd.grad(out.square().sum(), (q, k, v))]).detach()
+    return [torch.randn(1, N, 2, 8, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def bounds(*values: int) -> torch.Tensor:
-    return torch.tensor([0, *values, N], dtype=torch.int32)
+def result(call: Call, cu: torch.Tensor, between: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """Output and gradients, with something in between."""
+    x = inputs()
+    out = call(*x, cu_seqlens=cu)
+    between()
+    return torch.cat([out, *torch.autograd.grad(out.square().sum(), x)]).detach()
 
 
-def test_one_tensor_is_read_once_by_calls_of_a_kind(reads: list[list[int]]) -> None:
-    one = bounds(5, 11)
-    first = call(one)
-    assert reads == [[0, 5, 11, N]]
-    assert torch.equal(call(one), first)
-    assert len(reads) == 1
-    # another kind of call has records of its own; an equal tensor may be changed later
-    call(one, rates=(1, 4))
-    assert torch.equal(call(one.clone()), first)
-    assert len(reads) == 3
+@pytest.mark.parametrize(
+    ("name", "form", "writes"),
+    [(name, form, numpy_writes) for name in CALLS for form in FORMS]
+    + [("attention", "eager", writes) for writes in (data_writes, dlpack_writes, plain_writes)],
+)
+def test_a_tensor_written_anew_is_read_anew_and_the_backward_has_the_forwards_bounds(
+    name: str, form: str, writes: Callable[[], tuple[torch.Tensor, Callable[[int], None]]]
+) -> None:
+    call = FORMS[form](CALLS[name])
+    cu, write = writes()
+    at_100, at_37 = result(CALLS[name], fresh(100)), result(CALLS[name], fresh(37))
+    assert not torch.equal(at_100, at_37)
+    assert torch.equal(result(call, cu), at_100)
+    write(37)
+    assert torch.equal(result(call, cu), at_37)
+    # the batch's buffer is filled anew before the backward
+    assert torch.equal(result(call, cu, lambda: write(100)), at_37)
+    assert torch.equal(result(call, cu), at_100)
 
 
-def test_a_change_in_place_is_seen(reads: list[list[int]]) -> None:
-    one = bounds(5, 11)
-    before = call(one)
-    one[1] = 7
-    after = call(one)
-    assert reads == [[0, 5, 11, N], [0, 7, 11, N]]
-    assert not torch.equal(before, after) and torch.equal(after, call(bounds(7, 11)))
+@pytest.mark.parametrize("name", MAPS)
+def test_maps_read_a_tensor_anew(name: str) -> None:
+    cu, write = numpy_writes()
+    x = [x.detach() for x in inputs()]
+    for middle in (100, 37, 200):
+        write(middle)
+        assert torch.equal(MAPS[name](*x, cu_seqlens=cu), MAPS[name](*x, cu_seqlens=fresh(middle)))
 
 
-def test_a_tensor_of_inference_mode_counts_no_changes_and_is_read_each_time(reads: list[list[int]]) -> None:
-    x = torch.randn(1, N, 2, 8)
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["saved", "recomputed"])
+def test_a_models_step_has_one_batchs_bounds(checkpoints: bool) -> None:
+    config = LongNetConfig(vocab_size=16, embed_dim=16, num_layers=2, num_heads=2, segment_lengths=(64, 128), dilation_rates=(1, 2))
+    torch.manual_seed(0)
+    model = LongNetLM(config, checkpoint_activations=checkpoints)
+    tokens = torch.randint(16, (1, N))
 
-    def forward(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return dilated_attention(x, x, x, [4, 8], [1, 2], cu_seqlens=cu_seqlens)  # type: ignore[no-any-return]
+    def gradient(cu: torch.Tensor, between: Callable[[], None] = lambda: None) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(tokens, targets=tokens, cu_seqlens=cu)
+        between()
+        loss.backward()
+        return torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
 
-    with torch.inference_mode():
-        one = bounds(5, 11)
-        before = forward(one)
-        assert torch.equal(forward(one), before)
-        one[1] = 7
-        assert torch.equal(forward(one), forward(bounds(7, 11)))
-    assert reads == [[0, 5, 11, N]] * 2 + [[0, 7, 11, N]] * 2
-
-
-def test_a_new_tensor_in_the_place_of_an_old_one_is_read(reads: list[list[int]]) -> None:
-    """A tensor's id is free again when it is gone; the record knows whose it was."""
-    middles = range(1, N, 3)
-    wanted = {middle: call(bounds(middle)) for middle in middles}
-    del reads[:]
-    # what other tests left alive is not looked through once a tensor
-    gc.collect()
-    gc.freeze()
-    for middle in middles:
-        one = bounds(middle)
-        assert torch.equal(call(one), wanted[middle])
-        del one
-        gc.collect()
-    gc.unfreeze()
-    assert [x[1] for x in reads] == list(middles)
+    cu, write = numpy_writes()
+    wanted = gradient(fresh(100))
+    assert torch.equal(gradient(cu, lambda: write(37)), wanted)
+    assert torch.equal(gradient(cu, lambda: write(100)), gradient(fresh(37)))
 
 
-def test_more_tensors_than_are_kept(reads: list[list[int]]) -> None:
-    some = [bounds(middle) for middle in range(1, 12)]
-    first = [call(x) for x in some]
-    assert all(torch.equal(call(x), y) for x, y in zip(some, first, strict=True))
-    assert len(reads) >= len(some)
+def _steps_of_a_ring(rank: int, world: int, name: str) -> list[bool]:
+    rows = slice(rank * N // world, (rank + 1) * N // world)
+
+    def step(cu: torch.Tensor, between: Callable[[], None] = lambda: None) -> torch.Tensor:
+        x = [x.detach()[:, rows].clone().requires_grad_() for x in inputs()]
+        out = CALLS[name](*x, cu_seqlens=cu)
+        between()
+        return torch.cat([out, *torch.autograd.grad(out.square().sum(), x)]).detach()
+
+    cu, write = numpy_writes()
+    at_100, at_37 = step(fresh(100)), step(fresh(37))
+    first = torch.equal(step(cu, lambda: write(37)), at_100)
+    return [first, torch.equal(step(cu, lambda: write(100)), at_37), torch.equal(step(cu), at_100)]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("ring")])
+def test_two_ranks_read_a_tensor_anew(name: str) -> None:
+    assert pool_of(2).run(_steps_of_a_ring, name) == [[True, True, True]] * 2
 
 
 @pytest.mark.parametrize("wrong", [[1, N], [0, N - 1], [0, 9, 5, N], [0, N + 1]])
 def test_bounds_that_bound_nothing_are_refused_each_time(wrong: list[int]) -> None:
-    one = torch.tensor(wrong, dtype=torch.int32)
+    one, good = torch.tensor(wrong, dtype=torch.int32), fresh(9)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"expected bounds that start at 0, never decrease and end at N = 24"):
-            call(one)
-    good = bounds(9)
-    call(good)
+        with pytest.raises(ValueError, match=rf"expected bounds that start at 0, never decrease and end at N = {N}"):
+            result(attention, one)
+    result(attention, good)
     good[-1] = N - 1
     with pytest.raises(ValueError, match="cu_seqlens is"):
-        call(good)
+        result(attention, good)
 
 
 class Counted(torch.Tensor):
-    """Counts how often its values are read."""
+    """Counts how often its values are copied to the host."""
 
-    reads = 0
+    waits = 0
 
-    def tolist(self) -> list[int]:
-        Counted.reads += 1
-        return self.as_subclass(torch.Tensor).tolist()
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counted.waits += func is torch.Tensor.to
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def test_rings_read_the_bounds_of_a_version_once() -> None:
-    """Rings read them in every pass, without a record for each tensor."""
-    x, before = bounds(7, 15).as_subclass(Counted), Counted.reads
-    assert [prepare.bounds_of(x) for _ in range(3)] == [(0, 7, 15, N)] * 3
-    assert Counted.reads == before + 1
-    x[1] = 9
-    assert prepare.document_ranges(x, N) == ((0, 9), (9, 15), (15, N))
-    assert Counted.reads == before + 2
+def on_gpu(*middles: int) -> torch.Tensor:
+    """Bounds that count as those on a GPU do here, where there may be none."""
+    return fresh(*middles).as_subclass(Counted)
+
+
+def test_the_host_waits_once_for_a_version_of_a_tensor_on_a_gpu() -> None:
+    one, before = on_gpu(7), Counted.waits
+    assert [packed.remembered(one).tolist() for _ in range(3)] == [[0, 7, N]] * 3
+    assert Counted.waits == before + 1
+    one[1] = 9
+    assert packed.remembered(one).tolist() == [0, 9, N]
+    one.set_(on_gpu(3, 5))
+    assert packed.remembered(one).tolist() == [0, 3, 5, N]
+    assert Counted.waits == before + 3
     with torch.inference_mode():
-        y = bounds(5).as_subclass(Counted)
-    assert prepare.bounds_of(y) == prepare.bounds_of(y) == (0, 5, N)
-    assert Counted.reads == before + 4
+        other = on_gpu(5)
+        other[1] = 6
+    assert [packed.remembered(other).tolist() for _ in range(2)] == [[0, 6, N]] * 2
+    assert Counted.waits == before + 5
+    del one
+    assert [packed.remembered(on_gpu(i)).tolist()[1] for i in range(200)] == list(range(200))
 
 
-def test_few_tensors_of_bounds_are_remembered() -> None:
-    kept = [bounds(1 + i % 20) for i in range(prepare.MOST_BOUNDS + 5)]
-    assert all(prepare.bounds_of(x) == tuple(x.tolist()) for x in kept)
-    assert len(prepare._bounds) <= prepare.MOST_BOUNDS
+def test_a_write_on_a_gpu_that_torch_does_not_see_fails_an_assertion() -> None:
+    one = on_gpu(7)
+    packed.remembered(one)
+    one.data[1] = 9
+    with pytest.raises(RuntimeError, match="cu_seqlens was written where torch does not see it"):
+        packed.remembered(one)

@@ -15,6 +15,8 @@ from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.distributed.sharding.custom_layout import Layout, is_dealt, layout_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern.checks import MAX_RANKS, as_int
+from dilated_attention.validation import check_counts
 
 logger = logging.getLogger("dilated_attention")
 
@@ -228,7 +230,10 @@ def explain_exchange(
         itemsize: bytes per element of q.
         memory: bytes of memory of each device.
     """
-    heads = num_heads if num_kv_heads is None else num_kv_heads
+    head_dim, num_heads, heads = check_counts(head_dim, num_heads, num_kv_heads)
+    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("size", size, minimum=1, maximum=MAX_RANKS)
+    batch, itemsize = as_int("batch", batch, minimum=1), as_int("itemsize", itemsize, minimum=1)
+    memory = as_int("memory", memory, minimum=1)
     shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
     question = ExchangeRequest(
         size=size, layout=layout_name(layout), seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,

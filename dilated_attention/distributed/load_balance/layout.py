@@ -21,9 +21,9 @@ from dilated_attention.distributed.load_balance.work import Work, works_of
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.ops.prepare import document_ranges
+from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.checks import as_int, as_int_tuple, check_bool
+from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, check_bool
 
 # query-key pairs that a GPU computes while it receives one key row (key and value) of the same head dim: 580 TFLOP/s at 4 FLOPs per pair
 # and channel, 235 GB/s at 4 bytes per row and channel. Measured on 4 H200s in rings in steps of heads (bench scaling, window): a
@@ -82,7 +82,7 @@ def balanced_layout(
     ...     group, [tokens, targets], [1, 1], layout=layout)
     """
     patterns = _checked(pattern)
-    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1)
+    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
     num_heads = as_int("num_heads", num_heads, minimum=1)
     check_bool("is_causal", is_causal)
     documents = _documents(cu_seqlens, seq_len)
@@ -195,4 +195,4 @@ def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) ->
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers (documents + 1,), "
             "e.g. int32 boundaries from 0 to N"
         )
-    return document_ranges(cu_seqlens, seq_len)
+    return document_ranges(tuple(cu_seqlens.tolist()), seq_len)

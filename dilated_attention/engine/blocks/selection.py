@@ -21,8 +21,9 @@ from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.oom.requirement import requirement
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.op_hooks import op_hook
-from dilated_attention.engine.ops.prepare import document_ranges, kernel_ready, without_autocast
+from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.blocks.content import share_of
@@ -50,7 +51,7 @@ def choose_blocks_op(
     caller checks the arguments.
     """
     pattern = _top_blocks(spec)
-    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, k.shape[1])
+    documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), k.shape[1])
     num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     before = pattern.queries_are_before(is_causal)
     block = (pattern.q_block, pattern.k_block)

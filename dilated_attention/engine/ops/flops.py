@@ -16,7 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention.engine.blocks.documents import pieces_of
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
-from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, document_ranges
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
+from dilated_attention.engine.ops.prepare import WINDOW_BLOCK
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.pattern import pattern_from_spec
@@ -62,7 +63,7 @@ def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], setti
     (B, Nq, H), Nk = q.shape[:3], k.shape[1]
     if pattern.is_chosen and kept is None:
         return B * pattern.pairs(Nk, H, is_causal=settings.is_causal) * Nq // Nk
-    documents = None if cu_seqlens is None else document_ranges(cu_seqlens, Nk)
+    documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
     total = 0
     for piece in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):

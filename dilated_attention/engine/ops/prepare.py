@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,12 +26,6 @@ from dilated_attention.pattern import DilatedPattern
 # queries per windowed problem on a backend that masks keys instead of skipping them
 WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
-# tensors of bounds whose values are remembered; at this many, all are forgotten
-MOST_BOUNDS = 64
-T = TypeVar("T")
-# by address, version and kind
-Versions: TypeAlias = dict[tuple[int, int, object], tuple["weakref.ref[torch.Tensor]", T]]
-_bounds: Versions[tuple[int, ...]] = {}
 
 
 def prepare(
@@ -182,44 +173,6 @@ def saved_elements_of_sequence(pattern: DilatedPattern, shape: tuple[int, ...], 
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
     return elements if elements * itemsize <= strategy.saved_budget() else 0
-
-
-def document_ranges(cu_seqlens: torch.Tensor, num_keys: int) -> tuple[Range, ...]:
-    """Returns (start, end) of each document that is not empty. It reads the values: see ``bounds_of``."""
-    bounds = list(bounds_of(cu_seqlens))
-    if bounds[0] != 0 or bounds[-1] != num_keys or any(b < a for a, b in itertools.pairwise(bounds)):
-        shown = bounds if len(bounds) <= 12 else [*bounds[:6], "…", *bounds[-5:]]
-        raise ValueError(f"cu_seqlens is {shown}; expected bounds that start at 0, never decrease and end at N = {num_keys}")
-    return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
-
-
-def bounds_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """Returns the values of ``cu_seqlens``.
-
-    Reading synchronizes with the GPU that holds them, and the layers of a model share them. So a tensor is read once for each version.
-    """
-    return once_a_version(_bounds, MOST_BOUNDS, cu_seqlens, None, lambda: tuple(cu_seqlens.tolist()))
-
-
-def once_a_version(known: Versions[T], most: int, x: torch.Tensor, kind: object, make: Callable[[], T]) -> T:
-    """Returns what ``make`` returns, which is called once for each kind and version of exactly this tensor.
-
-    A tensor made in inference mode has no version counter, so nothing is remembered for it.
-
-    Args:
-        known: what is remembered; with ``most`` entries, all of it is forgotten.
-    """
-    if x.is_inference():
-        return make()
-    key = id(x), x._version, kind
-    found = known.get(key)
-    if found is not None and found[0]() is x:
-        return found[1]
-    made = make()
-    if len(known) >= most:
-        known.clear()
-    known[key] = weakref.ref(x), made
-    return made
 
 
 def segment_extent(x: torch.Tensor, length: int) -> int:

@@ -21,18 +21,10 @@ from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_requirement
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
-from dilated_attention.engine.ops.prepare import (
-    Versions,
-    document_ranges,
-    kernel_ready,
-    new_like,
-    new_lse,
-    once_a_version,
-    prepare,
-    saved_elements,
-)
+from dilated_attention.engine.ops.prepare import kernel_ready, new_like, new_lse, prepare, saved_elements
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
@@ -42,7 +34,7 @@ Tensors = tuple[torch.Tensor, ...]
 INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "sinks")
 # the largest number of sets of strides that are remembered for one kind of call
 MOST_PASSES = 16
-# the largest number of ``cu_seqlens`` tensors whose records are kept, each with its tables
+# the largest number of records with documents that are kept, each with its tables
 _MOST_PACKED = 4
 Self = TypeVar("Self", bound="ResolvedCall")
 
@@ -56,12 +48,11 @@ class ResolvedCall(ABC):
 
     Args:
         device_type: device type of all tensors.
-        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document. A record with
-            documents belongs to one ``cu_seqlens`` tensor.
+        documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document.
         saves_documents: a forward over documents may save tensors whose size depends on the documents. The op saves none, since its
             fake implementation does not know the documents.
         passes: how a pass runs, keyed by the strides of the tensors it reads: q, k, v, and in a backward dout and out.
-        packed: records with documents, keyed by the ``cu_seqlens`` tensor and its version, since the layers of a model share one.
+        packed: records with documents, keyed by their bounds, which the layers of a model share, and ``saves_documents``.
         alive: a pattern that holds a function or a tensor. It is found by its name only while it is alive: until after the backward.
     """
 
@@ -71,7 +62,7 @@ class ResolvedCall(ABC):
     documents: tuple[Range, ...] | None = None
     saves_documents: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
-    packed: Versions[Any] = field(default_factory=dict)
+    packed: dict[tuple[tuple[int, ...], bool], Any] = field(default_factory=dict)
     alive: Any = None
 
     @staticmethod
@@ -138,21 +129,21 @@ class ResolvedCall(ABC):
         return out, lse
 
     def with_documents(self: Self, cu_seqlens: Optional, num_keys: int, *, saves: bool = False) -> Self:
-        """Returns the record for calls with exactly this tensor. Its bounds are data, so an equal or modified tensor gets a new record.
-
-        The tensor is read once, which synchronizes with the GPU if it is on one.
+        """Returns the record for calls with these bounds.
 
         Raises:
             ValueError: its values are not the bounds of documents that cover ``num_keys`` positions.
         """
         if cu_seqlens is None or self.documents is not None:
             return self
-        tensor = cu_seqlens
-
-        def make() -> Self:
-            return replace(self, documents=document_ranges(tensor, num_keys), saves_documents=saves, passes={}, packed={})
-
-        return once_a_version(self.packed, _MOST_PACKED, tensor, saves, make)
+        key = bounds_of(cu_seqlens), saves
+        record: Self | None = self.packed.get(key)
+        if record is None:
+            record = replace(self, documents=document_ranges(key[0], num_keys), saves_documents=saves, passes={}, packed={})
+            if len(self.packed) >= _MOST_PACKED:
+                self.packed.clear()
+            self.packed[key] = record
+        return record
 
     def keep_pass(self, tensors: Tensors, found: Any) -> None:
         if len(self.passes) >= MOST_PASSES:

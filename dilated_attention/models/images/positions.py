@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from dilated_attention.pattern.checks import as_int
+
 WAVELENGTH_BASE = 10000.0
 
 
@@ -76,6 +78,12 @@ def grid_positions(
     Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a
     coordinate outside the grid is refused instead of wrapping into another row.
     """
+    embed_dim, tile_size, grid_size = (
+        as_int(name, value, minimum=1, maximum=2**31 - 1)
+        for name, value in (("embed_dim", embed_dim), ("tile_size", tile_size), ("grid_size", grid_size))
+    )
+    if embed_dim % 4:
+        raise ValueError(f"embed_dim is {embed_dim}; expected a multiple of 4: a sine and a cosine for each of two coordinates")
     cells = grid_indices(coords, tile_size, grid_size)
     table = sincos_table(grid_size, embed_dim // 2, device=cells.device)
     table = table.to(device=cells.device, dtype=torch.get_default_dtype() if dtype is None else dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.pattern.checks import as_int, shown
-from dilated_attention.validation import check_bool, check_positive
+from dilated_attention.validation import check_bool, check_held
 
 # side in pixels of the largest slide that Prov-GigaPath's segment lengths are made for
 GIGAPATH_MAX_WSI_SIZE = 262144
@@ -66,7 +66,7 @@ class SlideEncoderConfig(ModelConfig):
             if name != "num_classes" or self.num_classes is not None:
                 object.__setattr__(self, name, as_size(name, getattr(self, name)))
         check_bool("global_pool", self.global_pool)
-        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+        object.__setattr__(self, "norm_eps", check_held("norm_eps", self.norm_eps))
 
     def _check_names(self) -> None:
         names = self.class_names

@@ -18,7 +18,7 @@ from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
-from dilated_attention.validation import check_positive
+from dilated_attention.validation import check_held
 
 POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
 # LongViT's segment lengths by the side of the image in pixels, with patches of 32; other sides use the first
@@ -75,7 +75,7 @@ class VisionConfig(ModelConfig):
             raise ValueError(
                 f"num_classes is {self.num_classes} and pooling is 'none'; a class describes a whole image: pool, or leave num_classes out"
             )
-        object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+        object.__setattr__(self, "norm_eps", check_held("norm_eps", self.norm_eps))
 
     @property
     def grid(self) -> int:

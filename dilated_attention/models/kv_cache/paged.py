@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dilated_attention.engine.decode.row import Cached
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import LongNetConfig, as_size
 from dilated_attention.models.kv_cache.cache import Cache
 from dilated_attention.pattern.checks import as_int
 
@@ -46,13 +46,13 @@ class PagedKVCache(Cache):
         backend: str = "auto",
     ) -> None:
         super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
-        self.page_size = as_int("page_size", page_size, minimum=1)
+        self.page_size = as_size("page_size", page_size)
         of_request = -(-self.max_length // self.page_size)
         if num_pages is None:
             # each of the at most two stretches begins and ends inside a page
             steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
             num_pages = self.num_requests * steady + min(of_request - steady, -(-as_int("chunk", chunk, minimum=1) // self.page_size) + 1)
-        self.num_pages = as_int("num_pages", num_pages, minimum=1)
+        self.num_pages = as_size("num_pages", num_pages)
         # page 0 belongs to no request: freed requests write there in steps
         self._allocate(self.num_pages + 1, self.page_size)
         self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)

@@ -16,6 +16,9 @@ from dilated_attention.models.summary import readable
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import DTYPES
 
+# the host keeps a length of each
+MAX_REQUESTS = 2**20
+
 
 class Storage(ABC):
     """Keys and values of requests, and how far each request has come: what a pass over new positions reads and writes.
@@ -45,7 +48,7 @@ class Storage(ABC):
         if not config.is_causal:
             raise ValueError("config.is_causal is False; keys of past positions are useful only for causal attention")
         self.config = config
-        self.num_requests = as_int("num_requests", num_requests, minimum=1)
+        self.num_requests = as_int("num_requests", num_requests, minimum=1, maximum=MAX_REQUESTS)
         self.max_length = as_int("max_length", max_length, minimum=1)
         self.device = torch.empty(0, device=device).device
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -140,7 +143,10 @@ class Storage(ABC):
         self._place()
 
     def free(self, request: int) -> None:
-        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``."""
+        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``.
+
+        Until then a step over all requests drops its token, as that of a finished one.
+        """
         with self.writing_down([self._checked(request)]):
             self.lengths[request] = 0
             self.changes[request] += 1

@@ -19,7 +19,8 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 
     Args:
         block_mask: must be for a single sequence with as many queries as keys, and with block sizes that are multiples of 64. Larger
-            blocks are cut into blocks of 128 or 64. A mask function that depends on the head needs a BlockMask made for all heads.
+            blocks are cut into blocks of 128 or 64. A mask function that depends on the head needs a BlockMask made for all heads. Tensors
+            that it reads must not change afterwards, nor, on a GPU, the BlockMask's tables where torch does not see it (``.data``, dlpack).
         batch: index of the batch entry; may be omitted if there is only one. A pattern is the same for a whole batch.
 
     Raises:
