@@ -147,8 +147,10 @@ class Checkpoints:
             state = json.loads((path / _STATE).read_text(encoding="utf-8"))
             if not isinstance(state, dict):
                 raise TypeError(f"{_STATE} holds a {type(state).__name__}")
-        # what torch raises for several processes is no Exception
+        # what torch raises for several processes is no Exception, and holds an interrupt of any of them, too
         except (CheckpointException, Exception) as error:
+            if isinstance(error, CheckpointException) and any(isinstance(e, KeyboardInterrupt) for e, _ in error.failures.values()):
+                raise KeyboardInterrupt from error
             raise ValueError(
                 f"{path} cannot be loaded ({cause_of(error)}); if it is damaged, move it out of {path.parent}: "
                 "the run goes on from the one before"

@@ -312,6 +312,52 @@ def test_a_damaged_checkpoint_is_reported_in_one_line(text: Path, whole: Path, t
     assert bits_of(run) == bits_of(whole)
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+sys.path[0] = sys.argv[5].rpartition("/")[0]
+from recipe.checkpoints import Checkpoints
+from torch.distributed.checkpoint import FileSystemReader
+kind, name, rank, error = sys.argv[1:5]
+original = getattr(globals()[kind], name)
+def interrupted(*arguments, **options):
+    try:
+        if os.environ.get("RANK", rank) == rank:
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        if not error:
+            raise
+        raise ImportError(error)
+    return original(*arguments, **options)
+setattr(globals()[kind], name, interrupted)
+del sys.argv[:5]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "processes"),
+    [
+        ("FileSystemReader read_data 0", None),
+        # a module of C makes an error of its own of it
+        ("FileSystemReader read_metadata 0 numpy._core.multiarray", None),
+        ("Checkpoints __init__ 0 numpy._core.multiarray", None),
+        ("FileSystemReader read_data 1", 2),
+    ],
+)
+def test_an_interrupt_is_reported_as_one_whatever_a_library_makes_of_it(
+    text: Path, whole: Path, tmp_path: Path, place: str, processes: int | None
+) -> None:
+    """Torch wraps it, also another process's, in an exception of its checkpoints; a user must not move a good one away."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    words = [*(place.split() + [""])[:4], str(SCRIPT), "--data", str(text), "--out", str(run), "--steps", "9", "--resume", "auto"]
+    result = run_script(tmp_path / "interrupted.py", *words, processes=processes)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "interrupted; what is not saved is lost")
+    assert "cannot be" not in result.stderr and "Traceback" not in result.stderr
+    assert "after step 8" in train(text, run, "--steps", "9", "--resume", "auto")
+
+
 def test_a_longer_run_is_evaluated_on_its_way(text: Path, whole: Path, tmp_path: Path) -> None:
     """Whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32."""
     run = tmp_path / "run"
