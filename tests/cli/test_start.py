@@ -88,6 +88,16 @@ assert {"attention", "DilatedAttention", "modules"} <= set(vars(dilated_attentio
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("name", ["torch", "argparse"])
+def test_an_interrupt_is_not_lost_while_modules_are_imported(tmp_path: Path, name: str) -> None:
+    """Torch's import swallowed it, and the command went on, or aborted in C++; argparse stands for what the parser needs."""
+    (tmp_path / f"{name}.py").write_text(
+        "import contextlib, signal\nwith contextlib.suppress(KeyboardInterrupt):\n    signal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n"
+    )
+    result = python("-m", "dilated_attention", "info", folder=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_other_programs_import_the_whole_package(tmp_path: Path) -> None:
     whole = "import torch, dilated_attention; torch.ops.dilated_attention.ring_attention.default; vars(dilated_attention)['attention']"
     (tmp_path / "program.py").write_text(SCRIPT.format(whole))
