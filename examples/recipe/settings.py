@@ -18,7 +18,10 @@ from recipe.main import interrupted
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ImportError as error:
+        raise SystemExit(f'{error}: pip install "dilated-attention[train]"') from None
 
 FILE = "settings.json"
 # these say what the processes of one start are, so that a resumed run does not keep them

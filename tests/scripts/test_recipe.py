@@ -351,7 +351,7 @@ def test_an_interrupt_is_reported_as_one_whatever_a_library_makes_of_it(
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    words = [*(place.split() + [""])[:4], str(SCRIPT), "--data", str(text), "--out", str(run), "--steps", "9", "--resume", "auto"]
+    words = [*f"{place} ".split(" ")[:4], str(SCRIPT), "--data", str(text), "--out", str(run), "--steps", "9", "--resume", "auto"]
     result = run_script(tmp_path / "interrupted.py", *words, processes=processes)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "interrupted; what is not saved is lost")
     assert "cannot be" not in result.stderr and "Traceback" not in result.stderr
