@@ -358,6 +358,29 @@ def test_an_interrupt_is_reported_as_one_whatever_a_library_makes_of_it(
     assert "after step 8" in train(text, run, "--steps", "9", "--resume", "auto")
 
 
+@pytest.mark.parametrize("what", ["the count of steps", "a file of another checkpoint"])
+def test_a_checkpoint_of_other_bytes_is_refused(text: Path, whole: Path, tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    train(text, run, "--steps", "9", "--resume", "auto")
+    path = run / "checkpoints" / "step-00000009"
+    if what == "the count of steps":
+        state = (path / "run.json").read_text()
+        (path / "run.json").write_text(state.replace('"step": 9', '"step": 1'))
+        assert (path / "run.json").read_text() != state
+    else:
+        shutil.copy(whole / "checkpoints" / "step-00000008" / "__0_0.distcp", path)
+    printed = train(text, run, "--steps", "10", "--resume", "auto", code=2)
+    assert f"error: {path} cannot be loaded (ValueError: its files are not those that were written)" in printed
+    # a checkpoint of an earlier version says nothing of its files
+    state = json.loads((whole / "checkpoints" / "step-00000008" / "run.json").read_text())
+    del state["sha256"]
+    shutil.rmtree(path)
+    shutil.copytree(whole / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000008", dirs_exist_ok=True)
+    (run / "checkpoints" / "step-00000008" / "run.json").write_text(json.dumps(state))
+    assert "after step 8" in train(text, run, "--steps", "9", "--resume", "auto")
+
+
 def test_a_longer_run_is_evaluated_on_its_way(text: Path, whole: Path, tmp_path: Path) -> None:
     """Whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32."""
     run = tmp_path / "run"
