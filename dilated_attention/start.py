@@ -8,6 +8,8 @@ of the package. Only the process that is the command line does without, until a 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from pathlib import PurePath
 
@@ -24,7 +26,16 @@ def _is_command_line(given: list[str], whole: list[str]) -> bool:
     return as_module or (PurePath(given[0]).name in _SCRIPTS and whole[first] == given[0])
 
 
+def _end(*_: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 _without_torch = _is_command_line(sys.argv, sys.orig_argv)
+# until a command runs there is nothing to clean up; imports of C++ swallow KeyboardInterrupt, or abort. One that is ignored stays ignored
+_ends_at_once = _without_torch and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _ends_at_once:
+    signal.signal(signal.SIGINT, _end)
 
 
 def is_without_torch() -> bool:
@@ -38,3 +49,5 @@ def load() -> None:
     if _without_torch:
         _without_torch = False
         importlib.reload(sys.modules["dilated_attention"])
+        if _ends_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

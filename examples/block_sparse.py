@@ -14,7 +14,6 @@ Last line: ``done: 10 % chosen is … times as fast as dense, output off by …,
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from _pictures import can_draw
 from _text import random_windows
 from torch import nn
 
@@ -142,10 +142,8 @@ def main() -> None:
                 f"{kept:7.1%} {seconds:8.4f} {rows[0][2] / seconds:6.2f} {rows[-1][3]:7.3f} {loss_of(model, end, sparse).item():10.3f}"
             )
             print(f"{f'{kind} {density:.0%}':<14} {figures}", flush=True)
-    if importlib.util.find_spec("matplotlib"):
+    if can_draw():
         plot(rows, args.out / "block_sparse.png")
-    else:
-        print('no plot: pip install "dilated-attention[plot]"')
     chosen, random = rows[4:6]
     errors = f"output off by {chosen[3]:.3f}, at random by {random[3]:.3f}"
     print(f"done: 10 % chosen is {rows[0][2] / chosen[2]:.1f} times as fast as dense, {errors}")

@@ -29,10 +29,14 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from _memory import measured
-from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 from dilated_attention.integrations.huggingface import context_parallel
+
+try:
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+except ImportError as error:
+    raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
 
 DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -27,9 +27,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from _memory import measured
 from _text import random_windows
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention.integrations.huggingface import configure, register
+
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise SystemExit(f'{error}: pip install "dilated-attention[hf]"') from None
 
 # a real text in one piece on any machine with Python: its language reference, 757,011 bytes in 3.11
 DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"

@@ -22,10 +22,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-from skimage import color, data, feature, filters, io, util
-from sklearn.metrics import roc_auc_score
+
+try:
+    import h5py
+    from skimage import color, data, feature, filters, io, util
+    from sklearn.metrics import roc_auc_score
+except ImportError as error:
+    raise SystemExit(f'{error}: pip install "dilated-attention[slides]"') from None
 
 TILE, SQUARE, CROP = 8, 128, 96
 RADII = ((1, 8), (2, 16), (3, 24))

@@ -15,7 +15,6 @@ Last line: ``done: slides of … tiles, step of … s``
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import math
 import os
@@ -28,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from _memory import measured
+from _pictures import can_draw
 from torch import nn
 
 from dilated_attention import create_model
@@ -169,7 +169,7 @@ def main() -> None:
             panels, correlations = by_order(model, slide)
             for pair, value in correlations.items():
                 print(f"  attention with tiles {pair}: correlation {value:.4f}")
-        if importlib.util.find_spec("matplotlib"):
+        if can_draw():
             draw(slide[1], panels, f"{tiles:,} tiles, last layer, random weights", args.out / f"slide_attention_{tiles}.png")
         seconds = fine_tune(model, tiles // 2 if DEVICE == "cpu" else tiles, args.steps)
     print(f"done: slides of {', '.join(map(str, args.tiles))} tiles, step of {seconds:.2f} s")

@@ -37,6 +37,7 @@ import _markov
 import torch
 from _genome import UNKNOWN, Chromosome, find_fasta, read_genome, shrink_output
 from _muon import optimizers_of
+from _pictures import can_draw
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops, plot
 from recipe.main import run_safely
@@ -274,8 +275,11 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
         "evaluations": [(line["step"], line["seconds"], line["held_out/bits"]) for line in evaluated],
     }
     (args.out / "genome.json").write_text(json.dumps(results) + "\n")
-    plot(results, args.out / "genome.png")
-    print(f"log.jsonl, checkpoint (the model), checkpoints, genome.json and genome.png in {args.out}")
+    picture = ""
+    if can_draw():
+        picture = ", genome.png"
+        plot(results, args.out / "genome.png")
+    print(f"log.jsonl, checkpoint (the model), checkpoints, genome.json{picture} in {args.out}")
     below = [row.k for row in rows if bits < row.smoothed]
     # a two-sided model of order 1 sees two bases, as the other kind of order 2 does
     needed = range(min(3 if chromosome.is_causal else 2, len(rows)))

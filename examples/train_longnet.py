@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 from _muon import optimizers_of
+from _pictures import can_draw
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops
 from recipe.main import run_safely
@@ -181,17 +182,20 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     sample = _text.windows(valid_text, min(args.context, 512), 2)
     assert isinstance(trainer.model, LongNetLM)
     model = check_checkpoint(trainer.model, run / "checkpoint", sample.to(device), args.backend)
-    plot(run, {"validation": bits, **entropy}, args.data.name if args.data else "Python's source text")
-    # drawn with segments a 16th as long: at full length one segment would fill a legible picture
-    segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
-    drawn = DilatedPattern(segments, model.config.dilation_rates)
-    drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
+    pictures = ""
+    if can_draw():
+        pictures = ", loss.png and pattern.png (segments at a 16th)"
+        plot(run, {"validation": bits, **entropy}, args.data.name if args.data else "Python's source text")
+        # drawn with segments a 16th as long: at full length one segment would fill a legible picture
+        segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
+        drawn = DilatedPattern(segments, model.config.dilation_rates)
+        drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
     prompt = sample[0, :64].tolist() if args.data else list(b"def read_lines(path, encoding='utf-8'):\n    ")
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = torch.tensor(prompt, device=device)[None]
     written = model.generate(tokens, 160, temperature=0.7, top_k=40, generator=generator)[0].tolist()
     print(f"\nsample:\n{bytes(token & 255 for token in written).decode('utf-8', 'replace')}\n")
-    print(f"log.jsonl, checkpoint (the model, loaded back), checkpoints, loss.png and pattern.png (segments at a 16th) in {run}")
+    print(f"log.jsonl, checkpoint (the model, loaded back), checkpoints{pictures} in {run}")
     code = 0
     if not args.skip_memory_test:
         # a process of its own: the highest memory use of this one is the training's

@@ -17,8 +17,8 @@ import torch
 from dilated_attention.files import flush, locked, remove_leftovers, replacing
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-# keys in the header of the weights' file: the configuration, and the SHA-256 of the previous config.json
-_CONFIG, _REPLACED = "dilated_attention.config", "dilated_attention.replaced_config_sha256"
+# keys in the header of the weights' file: the configuration, its SHA-256, and the SHA-256 of the previous config.json
+_CONFIG, _SUM, _REPLACED = (f"dilated_attention.{name}" for name in ("config", "config_sha256", "replaced_config_sha256"))
 _EXPECTED = f"expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
 
 
@@ -48,7 +48,7 @@ def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) ->
     with locked(folder / ".save_pretrained.lock"):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             remove_leftovers(folder / name)
-        metadata = {"format": "pt", _CONFIG: config}
+        metadata = {"format": "pt", _CONFIG: config, _SUM: _digest(config.encode())}
         if (folder / CONFIG_FILE).is_file():
             metadata[_REPLACED] = _digest((folder / CONFIG_FILE).read_bytes())
         # the inner file is put in place first
@@ -74,6 +74,11 @@ def read_folder(folder: Path, device: Any = None) -> Stored:
         if _read_config(folder) == beside:
             break
     saved_with = metadata.get(_CONFIG)
+    # an earlier version wrote no sum
+    if saved_with is not None and metadata.get(_SUM, "") not in ("", _digest(saved_with.encode())):
+        raise ValueError(
+            f"the configuration in {folder / WEIGHTS_FILE} is damaged: its SHA-256 is not the one saved with it; copy or download it again"
+        )
     if beside is None and saved_with is None:
         raise FileNotFoundError(f"{folder / CONFIG_FILE} does not exist, and {folder / WEIGHTS_FILE} holds no configuration; {_EXPECTED}")
     replaced = (

@@ -63,6 +63,7 @@ class Pretrained(nn.Module):
 
         Weights saved by ``save_pretrained`` contain their configuration, so ``config.json`` may be missing. Weights without one, made by
         hand or by an older version, are loaded with ``config.json`` alone.
+        Damaged bytes inside the weights are not noticed (docs/models.md has the figures).
 
         Args:
             path: the folder.

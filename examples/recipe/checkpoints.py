@@ -7,6 +7,7 @@ are on disk. It loads on any number of processes, with or without FSDP2.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 # one process is a run, too
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 _STATE, _PREFIX, _PART = "run.json", "step-", ".part-"
+# key in _STATE of the digest of a checkpoint
+_SUM = "sha256"
 
 
 def newest(run: Path) -> Path | None:
@@ -43,6 +46,20 @@ def _steps(folder: Path) -> list[Path]:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
+
+
+def _digest(folder: Path, state: dict[str, Any]) -> str:
+    """SHA-256 of the state, the index, and the size and end of each part, where torch's own sum of its last tensor is.
+
+    A sum of whole parts would take half as long as loading them.
+    """
+    whole = hashlib.sha256(json.dumps(state, sort_keys=True).encode() + (folder / ".metadata").read_bytes())
+    for path in sorted(folder.glob("*.distcp")):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 4096))
+            whole.update(f"{path.name} {size} ".encode() + file.read())
+    return whole.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -66,7 +83,7 @@ class Checkpoints:
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         # of its own: what a thread writes in the background must not meet the messages of training
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._pending: tuple[Future[Any], Path, Path] | None = None
+        self._pending: tuple[Future[Any], Path, Path, dict[str, Any]] | None = None
         self._lock: IO[str] | None = None
         if self.is_first and run.is_dir():
             self.lock()
@@ -105,10 +122,9 @@ class Checkpoints:
         part, whole = (self.folder / f"{prefix}{step:08d}" for prefix in (_PART, _PREFIX))
         if self.is_first:
             part.mkdir(parents=True, exist_ok=True)
-            (part / _STATE).write_text(json.dumps(state), encoding="utf-8")
         future = dcp.async_save(self._tensors(), checkpoint_id=part, process_group=self.group)
         assert isinstance(future, Future)
-        self._pending = (future, part, whole)
+        self._pending = (future, part, whole, state)
 
     def poll(self) -> None:
         """Puts a checkpoint in place that has been written meanwhile."""
@@ -119,11 +135,12 @@ class Checkpoints:
         """Waits until the checkpoint is whole and on disk, and raises what kept it from that."""
         if self._pending is None:
             return
-        future, part, whole = self._pending
+        future, part, whole, state = self._pending
         self._pending = None
         future.result()
         # the first process ends last: it writes the index of what all wrote
         if self.is_first:
+            (part / _STATE).write_text(json.dumps({**state, _SUM: _digest(part, state)}), encoding="utf-8")
             _sync(part / _STATE)
             _sync(part)
             part.rename(whole)
@@ -141,14 +158,19 @@ class Checkpoints:
         """
         tensors = self._tensors()
         try:
-            # dcp.load itself would log a traceback if it is damaged
-            dcp.FileSystemReader(path).read_metadata()
-            dcp.load(tensors, checkpoint_id=path, process_group=self.group)
             state = json.loads((path / _STATE).read_text(encoding="utf-8"))
             if not isinstance(state, dict):
                 raise TypeError(f"{_STATE} holds a {type(state).__name__}")
-        # what torch raises for several processes is no Exception
+            # an earlier version wrote none
+            if state.pop(_SUM, "") not in ("", _digest(path, state)):
+                raise ValueError("its files are not those that were written")
+            # dcp.load itself would log a traceback if it is damaged
+            dcp.FileSystemReader(path).read_metadata()
+            dcp.load(tensors, checkpoint_id=path, process_group=self.group)
+        # what torch raises for several processes is no Exception, and holds an interrupt of any of them, too
         except (CheckpointException, Exception) as error:
+            if isinstance(error, CheckpointException) and any(isinstance(e, KeyboardInterrupt) for e, _ in error.failures.values()):
+                raise KeyboardInterrupt from error
             raise ValueError(
                 f"{path} cannot be loaded ({cause_of(error)}); if it is damaged, move it out of {path.parent}: "
                 "the run goes on from the one before"

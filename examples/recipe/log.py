@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import time
@@ -64,12 +63,12 @@ class Log:
         self._file = (run / FILE).open("a", encoding="utf-8", buffering=1)
         self._writer: Any = None
         self._next_point = 0.0
-        if importlib.util.find_spec("tensorboard"):
+        try:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-        else:
-            print('no TensorBoard curves: pip install tensorboard, or "dilated-attention[train]"; log.jsonl has the same figures')
+        except ImportError as error:
+            print(f'no TensorBoard curves, {error}: pip install "dilated-attention[train]"; log.jsonl has the same figures')
         self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=1.0)
 
     def add(self, step: int, values: dict[str, float]) -> None:

@@ -35,7 +35,13 @@ def run_safely(main: Callable[[], int]) -> int:
     before = signal.signal(signal.SIGINT, _interrupt)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first else nowhere):
         try:
-            return main()
+            try:
+                return main()
+            except Exception as error:
+                # a library may have made an error of its own of it
+                if interrupted():
+                    raise KeyboardInterrupt from error
+                raise
         except KeyboardInterrupt:
             if is_first:
                 print("interrupted; what is not saved is lost", file=sys.stderr)

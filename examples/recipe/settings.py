@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipe import checkpoints
+from recipe.main import interrupted
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ImportError as error:
+        raise SystemExit(f'{error}: pip install "dilated-attention[train]"') from None
 
 FILE = "settings.json"
 # these say what the processes of one start are, so that a resumed run does not keep them
@@ -57,17 +61,22 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        _wait_for_the_first()
+        _before_refusing()
         super().error(message)
 
     def refuse(self, message: str) -> NoReturn:
         """Ends like ``error``, without the usage: for input that no other flag would repair."""
-        _wait_for_the_first()
+        _before_refusing()
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _wait_for_the_first() -> None:
-    """The first process reports, and torchrun ends the others once it has; what is wrong with this one alone shows after that."""
+def _before_refusing() -> None:
+    """The first process reports, and torchrun ends the others once it has; what is wrong with this one alone shows after that.
+
+    After a Ctrl-C nothing is wrong but that: a library may have made an error of its own of it.
+    """
+    if interrupted():
+        raise KeyboardInterrupt
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10.0)
 

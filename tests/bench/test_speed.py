@@ -197,7 +197,7 @@ def test_the_floor_is_the_branches_flops_as_dense_problems() -> None:
 
 def test_a_call_is_seen_in_several_ways() -> None:
     found = call_figures(lambda: time.sleep(0.002), CPU, seconds=0.02, ways=("called", "host", "kernels", "graph"))
-    assert set(found) == {"called", "host"} and all(2 <= ms < 20 for ms in found.values())
+    assert set(found) == {"called", "host"} and all(2 <= ms < 1000 for ms in found.values())
 
 
 # TorchScale's modules: its own results to the first shifted position, another function's after it

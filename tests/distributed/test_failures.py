@@ -24,9 +24,12 @@ from dilated_attention.distributed.comm.watchdog import watch
 from dilated_attention.distributed.errors import RingError
 from tests.helpers.pool import fresh_processes
 
-TIMEOUT = 2.0
+# how late a rank that nothing ails may be: on a busy machine more than 2 s
+TIMEOUT = 4.0
 # of the timeout, until all have said why: COLLECT, and process ends on a busy machine
-MARGIN = 5.0
+MARGIN = 8.0
+# where no rank fails to come
+PATIENT = 30.0
 SILENT = "has not reported: dead, stalled or in another call"
 
 
@@ -50,7 +53,7 @@ def play(world: int, scene: Callable[..., None], *args: Any, serve_at: int | Non
     processes = [context.Process(target=_act, args=(r, world, port, serve_at, str(folder), scene, args)) for r in range(world)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 80
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -128,7 +131,7 @@ def survivors_name(ends: list[End], victim: int) -> None:
             end.error,
         )
         assert f"rank {victim} {SILENT}" in end.error, end.error
-        assert end.error.endswith(f". Look at the output of rank {victim}, or raise timeout= (2 s) if only slow")
+        assert end.error.endswith(f". Look at the output of rank {victim}, or raise timeout= ({TIMEOUT:g} s) if only slow")
     # the first to fail is one that exchanges with the victim, in the hop that the victim left out
     direct = rf"hop 1: K and V: (sending 4.0 MB to|receiving 4.0 MB from) rank {victim} failed after "
     assert any(re.search(direct, end.error) for end in ends), ends
@@ -192,13 +195,14 @@ def two_failures(rank: int, world: int) -> None:
         with pytest.raises(RingError, match="this group failed before and cannot be used again; it failed with: ") as second:
             again()
         assert str(first.value) in str(second.value)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < TIMEOUT
     raise first.value
 
 
 def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
     ends = play(2, two_failures, folder=tmp_path)
-    assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 4.0 MB from rank 1 failed after 2.")
+    assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 4.0 MB from rank 1 failed after ")
+    assert ends[0].seconds >= TIMEOUT
     assert ends[1].code == 0
 
 
@@ -242,11 +246,11 @@ def test_the_watch_ends_ranks_that_wait_without_blocking(tmp_path: Path) -> None
         assert ends[rank].code == 1 and TIMEOUT <= ends[rank].seconds < TIMEOUT + MARGIN
         text = (
             f"RingError: rank {rank}: ring backward, hop 0: dK and dV: "
-            f"exchange 2 with ranks {(rank - 1) % 4}, {(rank + 1) % 4} is not done 2."
+            f"exchange 2 with ranks {(rank - 1) % 4}, {(rank + 1) % 4} is not done "
         )
         assert ends[rank].error.startswith(text), ends[rank]
         assert f"rank 1 {SILENT}" in ends[rank].error
-        assert ends[rank].error.endswith(". Look at the output of rank 1, or raise timeout= (2 s) if only slow")
+        assert ends[rank].error.endswith(f". Look at the output of rank 1, or raise timeout= ({TIMEOUT:g} s) if only slow")
 
 
 def dies_before(rank: int, world: int, victim: int, what: str) -> None:
@@ -261,8 +265,8 @@ def dies_before(rank: int, world: int, victim: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("lane", "first use of the communicator for gradients failed after 2.0 s"),
-        ("handshake", "ring_attention: check that all ranks make the same call failed after 2.0 s"),
+        ("lane", "first use of the communicator for gradients failed after 4.0 s"),
+        ("handshake", "ring_attention: check that all ranks make the same call failed after 4.0 s"),
     ],
 )
 def test_a_rank_dies_before_the_others_need_it(tmp_path: Path, what: str, text: str) -> None:
@@ -277,7 +281,7 @@ def disagrees(rank: int, world: int, argument: str, value: Any) -> None:
     same: dict[str, Any] = {"function": "ring_attention", "dtype": torch.bfloat16, "heads": 8, "pattern": "dilated(64, 1)", "causal": True}
     if rank == 1:
         same[argument] = value
-    agree(members_of(None), same, {"rows": rank}, TIMEOUT)
+    agree(members_of(None), same, {"rows": rank}, PATIENT)
     ring(rank, world, 1, lambda _: None)
 
 
@@ -298,4 +302,4 @@ def test_every_rank_ends_with_the_same_refusal(tmp_path: Path, argument: str, va
         f"ranks 0, 2 have {usual}, rank 1 has {value}; all ranks must make the same call"
     )
     for end in ends:
-        assert end.code == 1 and end.error == text and end.seconds < TIMEOUT
+        assert end.code == 1 and end.error == text and end.seconds < PATIENT

@@ -80,11 +80,9 @@ def refusal(rank: int, function: Any, **where: Any) -> str:
         while time.monotonic() - began < 5:
             time.sleep(0.1)
             call(**where)
-    assert time.monotonic() - began < TIMEOUT / 2
-    again = time.monotonic()
     with pytest.raises(RingError, match="this group failed before and cannot be used again"):
         call(**where)
-    assert time.monotonic() - again < 0.5
+    assert time.monotonic() - began < TIMEOUT / 2
     # what the message offers
     group = dist.new_group()
     assert torch.isfinite(call(group=group)).all()
@@ -190,9 +188,11 @@ def many_alike(rank: int, world: int) -> int:
         out = call(grad=True, is_causal=bool(turn % 3))
         if turn % 2:
             out.sum().backward()
-    time.sleep(1.5)
-    assert session.failed is None and session.comparison is not None
-    assert session.comparison._equal == session.order.count
+    assert session.comparison is not None
+    until = time.monotonic() + TIMEOUT
+    while session.comparison._equal < session.order.count and time.monotonic() < until:
+        time.sleep(0.05)
+    assert session.failed is None and session.comparison._equal == session.order.count
     return session.order.count
 
 

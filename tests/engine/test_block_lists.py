@@ -208,10 +208,11 @@ class _CountOps(TorchDispatchMode):
     ids=["window", "global_local", "big_bird"],
 )
 def test_a_million_positions(pattern: BlockPattern, is_causal: bool, seconds: float, ops: int) -> None:
-    begin = time.perf_counter()
+    # of this thread, whoever else uses the machine
+    begin = time.thread_time()
     with _CountOps() as count:
         lists = block_lists(pattern, MILLION, 16, is_causal=is_causal, device="cpu")
-    taken = time.perf_counter() - begin
+    taken = time.thread_time() - begin
     print(f"{pattern}, causal {is_causal}: {taken:.3f} s, {count.ops} ops, {lists.nbytes / BYTES_OF_Q:.2%} of q, largest {count.largest:,}")
     assert lists.nbytes <= 0.01 * BYTES_OF_Q
     assert taken <= seconds

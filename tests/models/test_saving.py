@@ -133,6 +133,21 @@ def test_files_that_do_not_belong_together_are_refused_with_the_way_out(tmp_path
     assert version_of(tmp_path / "3") == 3
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_damaged_configuration_in_the_weights_is_refused(is_alone: bool, tmp_path: Path) -> None:
+    """Saved twice, config.json is what was there before, too: the one in the weights passed for a newer one."""
+    for _ in range(2):
+        model(1).save_pretrained(tmp_path)
+    if is_alone:
+        (tmp_path / "config.json").unlink()
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'rotary_base\\": 100.0', b'rotary_base\\": 108.0'))
+    assert path.read_bytes() != whole
+    with pytest.raises(ValueError, match=r"the configuration in .*model\.safetensors is damaged: .*copy or download it again"):
+        LongNetLM.from_pretrained(tmp_path)
+
+
 def test_checkpoints_without_the_tie_load_by_their_configuration(tmp_path: Path) -> None:
     model(1).save_pretrained(tmp_path)
     untied(tmp_path)

@@ -86,6 +86,61 @@ def test_training_that_is_not_below_the_baselines_fails_where_that_was_asked_for
     assert "bits per byte, not below both: unigram" in result.stdout.splitlines()[-1]
 
 
+WITHOUT = """
+import runpy, sys
+package = sys.argv[1]
+for name in [name for name in sys.modules if package in name.split(".")]:
+    del sys.modules[name]
+sys.modules[package] = None
+del sys.argv[:2]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "said"),
+    [
+        ("matplotlib", ["train_longnet.py", "--data", "{text}", "--steps", "2", "--validations", "0", *SMALL, *NARROW], "no pictures, "),
+        ("tensorboard", ["train_longnet.py", "--data", "{text}", "--steps", "2", *SMALL, *NARROW], "no TensorBoard curves, "),
+        (
+            "matplotlib",
+            ["train_genome.py", "--fasta", "{fasta}", "--steps", "2", "--length", "256", "--markov-order", "3"],
+            "no pictures, ",
+        ),
+        ("matplotlib", ["slide_encoder.py", "--tiles", "30", "--layers", "1", "--steps", "1"], "no pictures, "),
+    ],
+)
+def test_what_a_missing_package_draws_is_left_out_and_the_work_is_not_lost(
+    text: Path, tmp_path: Path, package: str, words: list[str], said: str
+) -> None:
+    (tmp_path / "without.py").write_text(WITHOUT)
+    (tmp_path / "bases.fasta").write_text(">bases\n" + "ACGTTGCAAC" * 2000)
+    script, *options = (word.format(text=text, fasta=tmp_path / "bases.fasta") for word in words)
+    result = run_script(tmp_path / "without.py", package, str(EXAMPLES / script), *options, "--out", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(said)]
+    assert package in line and 'pip install "dilated-attention[' in line
+    assert result.stdout.splitlines()[-1].startswith("done: ")
+
+
+@pytest.mark.parametrize(
+    ("package", "script", "extra"),
+    [
+        ("tqdm", "train_longnet.py", "train"),
+        ("tqdm", "slide_features.py", "train"),
+        ("skimage", "make_ihc_slides.py", "slides"),
+        ("transformers", "hf_long_document.py", "hf"),
+        ("accelerate", "hf_context_parallel.py", "hf"),
+    ],
+)
+def test_a_missing_package_that_is_needed_ends_a_script_at_its_start(tmp_path: Path, package: str, script: str, extra: str) -> None:
+    (tmp_path / "without.py").write_text(WITHOUT)
+    result = run_script(tmp_path / "without.py", package, str(EXAMPLES / script))
+    assert result.returncode == 1 and result.stdout == ""
+    assert package in result.stderr and f'pip install "dilated-attention[{extra}]"' in result.stderr and result.stderr.count("\n") == 1
+
+
 def torchrun(processes: int = 2) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
 

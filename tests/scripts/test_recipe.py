@@ -145,15 +145,18 @@ def test_a_run_goes_on_past_its_end(text: Path, whole: Path, tmp_path: Path) -> 
 
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on more processes."""
-    options = ["--steps", "60", "--save-minutes", "0.003"]
+    options = ["--steps", "120", "--save-minutes", "0.003"]
     train(text, tmp_path / "whole", *options)
     run = tmp_path / "killed"
     words = ["--data", str(text), "--out", str(run), *kills.SMALL, *options, "--resume", "auto"]
+    log = run / "log.jsonl"
     for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
+        # a run that goes on begins with a log of its own, without the steps that are done again
+        before = file_of(log)
         script = Script(SCRIPT, *words, quick=True)
         (process,) = script.processes
         deadline = time.monotonic() + 200
-        while process.is_alive() and len(steps_of(run)) < 8 * count and time.monotonic() < deadline:
+        while process.is_alive() and (file_of(log) == before or len(steps_of(run)) < 8 * count) and time.monotonic() < deadline:
             time.sleep(0.02)
         # before, in or after the writing of a checkpoint
         time.sleep(0.05 * count)
@@ -161,10 +164,14 @@ def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) 
         process.join(60)
         assert process.exitcode == code, script.output()
         assert "Traceback" not in script.output()[1]
-        assert 8 * count <= len(steps_of(run)) < 60
+        assert 8 * count <= len(steps_of(run)) < 120
         script.end()
     train(text, run, *options, "--resume", "auto")
     assert kills.log_of(run) == kills.log_of(tmp_path / "whole")
+
+
+def file_of(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def steps_of(run: Path) -> set[int]:
@@ -310,6 +317,75 @@ def test_a_damaged_checkpoint_is_reported_in_one_line(text: Path, whole: Path, t
     printed = train(text, run, "--steps", "9", "--resume", "auto", code=2)
     assert f"error: {path} cannot be loaded (" in printed and f"move it out of {path.parent}" in printed
     assert bits_of(run) == bits_of(whole)
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+sys.path[0] = sys.argv[5].rpartition("/")[0]
+from recipe.checkpoints import Checkpoints
+from torch.distributed.checkpoint import FileSystemReader
+kind, name, rank, error = sys.argv[1:5]
+original = getattr(globals()[kind], name)
+def interrupted(*arguments, **options):
+    try:
+        if os.environ.get("RANK", rank) == rank:
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        if not error:
+            raise
+        raise ImportError(error)
+    return original(*arguments, **options)
+setattr(globals()[kind], name, interrupted)
+del sys.argv[:5]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "processes"),
+    [
+        ("FileSystemReader read_data 0", None),
+        # a module of C makes an error of its own of it
+        ("FileSystemReader read_metadata 0 numpy._core.multiarray", None),
+        ("Checkpoints __init__ 0 numpy._core.multiarray", None),
+        ("FileSystemReader read_data 1", 2),
+    ],
+)
+def test_an_interrupt_is_reported_as_one_whatever_a_library_makes_of_it(
+    text: Path, whole: Path, tmp_path: Path, place: str, processes: int | None
+) -> None:
+    """Torch wraps it, also another process's, in an exception of its checkpoints; a user must not move a good one away."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    words = [*f"{place} ".split(" ")[:4], str(SCRIPT), "--data", str(text), "--out", str(run), "--steps", "9", "--resume", "auto"]
+    result = run_script(tmp_path / "interrupted.py", *words, processes=processes)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "interrupted; what is not saved is lost")
+    assert "cannot be" not in result.stderr and "Traceback" not in result.stderr
+    assert "after step 8" in train(text, run, "--steps", "9", "--resume", "auto")
+
+
+@pytest.mark.parametrize("what", ["the count of steps", "a file of another checkpoint"])
+def test_a_checkpoint_of_other_bytes_is_refused(text: Path, whole: Path, tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    train(text, run, "--steps", "9", "--resume", "auto")
+    path = run / "checkpoints" / "step-00000009"
+    if what == "the count of steps":
+        state = (path / "run.json").read_text()
+        (path / "run.json").write_text(state.replace('"step": 9', '"step": 1'))
+        assert (path / "run.json").read_text() != state
+    else:
+        shutil.copy(whole / "checkpoints" / "step-00000008" / "__0_0.distcp", path)
+    printed = train(text, run, "--steps", "10", "--resume", "auto", code=2)
+    assert f"error: {path} cannot be loaded (ValueError: its files are not those that were written)" in printed
+    # a checkpoint of an earlier version says nothing of its files
+    state = json.loads((whole / "checkpoints" / "step-00000008" / "run.json").read_text())
+    del state["sha256"]
+    shutil.rmtree(path)
+    shutil.copytree(whole / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000008", dirs_exist_ok=True)
+    (run / "checkpoints" / "step-00000008" / "run.json").write_text(json.dumps(state))
+    assert "after step 8" in train(text, run, "--steps", "9", "--resume", "auto")
 
 
 def test_a_longer_run_is_evaluated_on_its_way(text: Path, whole: Path, tmp_path: Path) -> None:

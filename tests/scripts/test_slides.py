@@ -553,14 +553,6 @@ def test_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_progress_bar_is_named(tmp_path: Path) -> None:
-    code = f"import runpy, sys\nsys.modules['tqdm'] = None\nsys.path.insert(0, {str(EXAMPLES)!r})\nrunpy.run_module('slide_features')\n"
-    (tmp_path / "without.py").write_text(code)
-    result = run_script(tmp_path / "without.py")
-    assert result.returncode == 1 and result.stderr.startswith('tqdm is not installed: pip install "dilated-attention[train]"')
-    assert result.stderr.count("\n") == 1
-
-
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "features")
     result = run_script(EXAMPLES / "slide_features.py", *inputs(folder), "--out", str(tmp_path / "out"), processes=2)
