@@ -12,7 +12,8 @@ from dilated_attention.functional.arguments import Options, attend
 from dilated_attention.pattern import BlockPattern, HeadOffsets, from_block_mask
 from dilated_attention.pattern.checks import as_int_tuple, shown
 
-_converted: weakref.WeakKeyDictionary[BlockMask, BlockPattern] = weakref.WeakKeyDictionary()
+# with the function that it was converted with, which users may set anew
+_converted: weakref.WeakKeyDictionary[BlockMask, tuple[Any, BlockPattern]] = weakref.WeakKeyDictionary()
 
 
 def block_sparse_attention(
@@ -123,7 +124,7 @@ def block_sparse_dilated_attention(
 
 
 def checked_pattern(pattern: Any) -> BlockPattern:
-    """Returns the block pattern; a ``BlockMask`` is converted, once in its lifetime."""
+    """Returns the block pattern; a ``BlockMask`` is converted, once for its ``mask_mod``."""
     if isinstance(pattern, BlockPattern):
         return pattern
     if not isinstance(pattern, BlockMask):
@@ -137,6 +138,6 @@ def checked_pattern(pattern: Any) -> BlockPattern:
             "dilated_attention.pattern.from_block_mask(block_mask)"
         )
     known = _converted.get(pattern)
-    if known is None:
-        known = _converted[pattern] = from_block_mask(pattern)
-    return known
+    if known is None or known[0] is not pattern.mask_mod:
+        known = _converted[pattern] = pattern.mask_mod, from_block_mask(pattern)
+    return known[1]

@@ -129,6 +129,10 @@ class TopBlocks(BlockPattern):
         parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
+    @property
+    def reads_batch(self) -> bool:
+        return any(pattern is not None and pattern.reads_batch for pattern in (self.always, self.within))
+
     def queries_are_before(self, is_causal: bool) -> bool:
         """Whether rows are scored by the queries up to and including their first one."""
         return is_causal if self.queries is None else self.queries == "before"
