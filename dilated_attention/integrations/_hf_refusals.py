@@ -90,9 +90,10 @@ def refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> N
         )
 
 
-def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
+def check_pattern(name: str, settings: Settings, mask: KeyMask, num_batch: int) -> None:
     pattern = settings.pattern
     assert pattern is not None
+    pattern.check_batch(num_batch)
     if mask.query_offset == 0 or pattern.is_prefix_stable:
         return
     raise ValueError(
