@@ -197,6 +197,8 @@ def checked_settings(
 ) -> CallSettings:
     """Checks all arguments of a call, named as in ``attend`` and ``CallSettings``, and returns its record."""
     check.check_tensors(q, k, v)
+    if blocks is not None:
+        blocks.check_batch(q.shape[0])
     if sharding:
         check.check_rows(q, k)
     plain = None if branches is None else checked_branches(branches, q.shape[2])

@@ -96,7 +96,7 @@ def attention_map(
     check.check_key_padding_mask(key_padding_mask, k)
     check.check_cu_seqlens(cu_seqlens, q, k)
     check.check_sinks(sinks, q)
-    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, q)
     documents = ((0, Nk),) if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
     _check_lse(lse, q)
@@ -144,7 +144,7 @@ def checked_patterns(
     branch_heads: str,
     tail: str,
     pattern: Any,
-    num_heads: int,
+    q: torch.Tensor,
 ) -> tuple[DilatedPattern | None, BlockPattern | None]:
     """Returns the dilated pattern and the block pattern of a call, None for one that the call does not give."""
     if (segment_lengths is None) != (dilation_rates is None):
@@ -153,6 +153,8 @@ def checked_patterns(
             "each branch needs one of each: give both, or neither"
         )
     blocks = None if pattern is None else checked_pattern(pattern)
+    if blocks is not None:
+        blocks.check_batch(q.shape[0])
     if segment_lengths is None:
         for name, value, default in (
             ("head_offsets", head_offsets, "cyclic"),
@@ -165,7 +167,7 @@ def checked_patterns(
                 )
         return None, blocks
     branches = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
-    branches.offsets(num_heads)
+    branches.offsets(q.shape[2])
     return branches, blocks
 
 

@@ -69,7 +69,7 @@ def attention_received(
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
     H = q.shape[2]
-    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, H)
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, q)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is not None and dtype not in check.DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")

@@ -76,7 +76,8 @@ def attend(
     if window is not None and settings.kind != "ring" and (sliding_window is not None or not is_alone):
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
-        refusals.check_stable(name, settings, mask)
+        # before packed rows become one
+        refusals.check_pattern(name, settings, mask, query.shape[0])
     dropout_p = float(dropout) if module.training else 0.0
     is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0
     if is_plain and _is_step(settings, mask, query, key, value, s_aux):

@@ -115,9 +115,10 @@ def check_part(name: str, attention_mask: torch.Tensor, is_causal: bool) -> None
         )
 
 
-def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
+def check_pattern(name: str, settings: Settings, mask: KeyMask, num_batch: int) -> None:
     pattern = settings.pattern
     assert pattern is not None
+    pattern.check_batch(num_batch)
     if mask.query_offset == 0 or pattern.is_prefix_stable:
         return
     raise ValueError(

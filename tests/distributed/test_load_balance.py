@@ -16,7 +16,7 @@ from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
 from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
 from dilated_attention.distributed.load_balance.work import DENSE, BlockWork, BranchWork, Documents, works_of
-from dilated_attention.pattern import BigBird, BlockPattern, Causal, LocalWindow, RandomBlocks, TopBlocks
+from dilated_attention.pattern import BigBird, BlockPattern, Causal, LocalWindow, RandomBlocks, Strided, TopBlocks
 
 CPU = torch.device("cpu")
 N = 131072
@@ -136,6 +136,16 @@ def test_blocks_are_not_cut(bounds: list[int], size: int, is_causal: bool) -> No
     layout = balanced_layout([None, LocalWindow(200)], bounds[-1], size, is_causal=is_causal, cu_seqlens=bounds)
     starts = {start - max(x for x in bounds if x <= start) for mine in layout.runs for start, _ in mine}
     assert max(held(layout)) - min(held(layout)) < 2 * 128 and not any(start % 128 for start in starts)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bounds", "size"),
+    [(LocalWindow(5), [0, 45, 49, 63, 65], 4), (Strided(4, block_size=(128, 64)), [0, 1076, 1867, 1918, 2156], 14)],
+)
+def test_processes_of_one_or_two_blocks_hold_each_position_once(pattern: BlockPattern, bounds: list[int], size: int) -> None:
+    """Zigzag's two cuts of such a process, each moved to the begin of a block, once passed each other."""
+    layout = balanced_layout(pattern, bounds[-1], size, cu_seqlens=bounds)
+    assert layout.size == size and sum(held(layout)) == bounds[-1]
 
 
 @pytest.mark.parametrize("world", [4, 8])

@@ -17,7 +17,16 @@ from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.functional import block_sparse_attention
-from dilated_attention.pattern import BlockPattern, ChosenBlocks, LocalWindow, PerHead, TopBlocks, pattern_from_spec
+from dilated_attention.pattern import (
+    BlockPattern,
+    BlockTensor,
+    ChosenBlocks,
+    LocalWindow,
+    MaskFunction,
+    PerHead,
+    TopBlocks,
+    pattern_from_spec,
+)
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
@@ -54,6 +63,8 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
         LocalWindow((rng.randint(0, 200), rng.randint(0, 200)), block_size=block),
         LocalWindow((300, None), block_size=block) & LocalWindow((None, 0), block_size=block),
         LocalWindow((500, 300), block_size=block),
+        # of which some heads keep no block of the diagonal
+        MaskFunction(lambda b, h, i, j: (j < 90 + 70 * h) | ((h == 2) & (i == j)), block_size=block),
     ]
     always, within = (rng.choice([None, None, *statics]) for _ in range(2))
     amount = rng.choice([{"blocks": rng.randint(1, 6)}, {"density": rng.choice([0.1, 0.3, 1.0, rng.random()])}, {"mass": rng.random()}])
@@ -130,11 +141,13 @@ def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
             while take < len(best) and sum(weight[c] for c in best[:take]) < wanted:
                 take += 1
         else:
-            # blocks that the row would see if the sequence did not end in it
-            missing = (first + q_block - 1) // k_block - last // k_block if is_causal else 0
-            seen += missing
-            wanted_blocks = pattern.blocks or max(1, math.ceil(pattern.share * seen - 1e-9))  # type: ignore[operator]
-            take = max(0, wanted_blocks - len(forced) - missing)
+            # blocks that the row would see, and those that it would always keep, if the sequence did not end in it
+            missing = range(last // k_block + 1, (first + q_block - 1) // k_block + 1) if is_causal and before else range(0)
+            wanted_blocks = pattern.blocks or max(1, math.ceil(pattern.share * (seen + len(missing)) - 1e-9))  # type: ignore[operator]
+            statics = [blocks_of(x, first + q_block, H) for x in (pattern.within, pattern.always) if x is not None]
+            if pattern.within is not None:
+                missing = [c for c in missing if any(bool(x[h, row, c]) for x in statics)]  # type: ignore[assignment]
+            take = max(0, wanted_blocks - len(forced) - len(missing))
         found[b, h, row - rows.start, forced + best[:take]] = True
     return found
 
@@ -223,7 +236,7 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
     forced, candidates = (x.expand_as(bits) for x in selection.fates(part, 16))
     assert bits[0, 0, 10:13, 3].all()  # NaN is kept where it may be
     if part.budget is not None:
-        count = torch.minimum(part.budget[:, None] - forced.sum(-1), candidates.sum(-1)).clamp(min=0)
+        count = torch.minimum(part.budget - forced.sum(-1), candidates.sum(-1)).clamp(min=0)
         assert torch.equal(bits.sum(-1), forced.sum(-1) + count)
 
 
@@ -241,6 +254,13 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
     assert torch.equal(pattern.choose(later_q, later_k, is_causal=True).dense_mask(N, N, 2, is_causal=True)[:, :stop], whole[:, :stop])
     shorter = pattern.choose(q[:, :stop], k[:, :stop], is_causal=True).dense_mask(stop, stop, 2, is_causal=True)
     assert torch.equal(shorter, whole[:, :stop, :stop])
+    # nor where heads do not keep the block of the diagonal that a longer sequence adds
+    some = MaskFunction(lambda b, h, i, j: (j < 400) | ((h == 1) & (i == j)), block_size=block)
+    apart = TopBlocks(**{name: getattr(pattern, name) for name in ("blocks", "mass")}, density=pattern.share, within=some, block_size=block)
+    longer, shorter = (
+        apart.choose(q[:, :n], k[:, :n], is_causal=True).dense_mask(n, n, 2, is_causal=True)[:, :stop, :stop] for n in (N, stop)
+    )
+    assert torch.equal(shorter, longer)
     # and what the choice of a row is made of does reach it
     assert not torch.equal(pattern.choose(-q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True), whole)
 
@@ -381,6 +401,27 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
         *(torch.randn(1, 6400, 1, 4) for _ in range(2)), None, None, TopBlocks(density=0.3, block_size=64).spec(), False, 1.0, 0
     )
     assert unpacked(words, 100).sum(-1).unique().tolist() == [30]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("amount", [{"blocks": 3}, {"density": 1.0}], ids=str)
+def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any], fused: bool, request: pytest.FixtureRequest) -> None:
+    """Its missing queries would add a block of the diagonal, which counts only where they may not change what the others keep."""
+    if fused:
+        request.getfixturevalue("kernels")
+    q, k = (torch.randn(1, 130, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    of_table = BlockTensor(torch.ones(2, 3, dtype=torch.bool), block_size=(128, 64))
+    for change, kept in (
+        ({"queries": "block"}, 3),
+        # a table says nothing about longer sequences
+        ({"within": of_table}, 3),
+        ({}, 2 if "blocks" in amount else 3),
+    ):
+        pattern = TopBlocks(**amount, near=False, block_size=(128, 64), **change)  # type: ignore[arg-type]
+        chosen = pattern.choose(q, k, is_causal=True)
+        assert unpacked(chosen.kept, 3)[0, :, -1].sum(-1).tolist() == [kept] * 4
+        if "within" not in change:
+            assert pattern.pairs(130, 4, is_causal=True) == chosen.pairs(130, 4, is_causal=True)
 
 
 @pytest.mark.parametrize(

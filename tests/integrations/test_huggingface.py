@@ -429,6 +429,16 @@ def test_packed_documents_are_alone() -> None:
         model(ids, **varlen)
 
 
+def test_a_pattern_that_tells_batch_entries_apart_takes_one() -> None:
+    """Rows that are packed with documents become one row, in which every entry would be the first."""
+    register("entries", pattern=MaskFunction(lambda b, h, q, k: q - k <= 5 * (b + 1)))
+    model, ids, packed = on(llama(), "entries"), tokens(), torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
+    for positions in (packed, None):
+        with pytest.raises(ValueError, match="the batch has 2 entries, which the function of MaskFunction"):
+            model(ids, position_ids=positions, use_cache=False)
+        assert model(ids[:1], position_ids=None if positions is None else positions[:1], use_cache=False).logits.isfinite().all()
+
+
 def test_packed_windows_count_within_documents() -> None:
     check = qwen3()
     positions = torch.cat([torch.arange(30), torch.arange(20)])[None]

@@ -456,7 +456,7 @@ def test_there_and_back(name: str) -> None:
 @pytest.mark.parametrize("heads", [None, 3])
 def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
     def mask_mod(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q - k).abs() <= 100 + 50 * h * (heads is not None)
+        return (q - k).abs() <= (100 if heads is None else 100 + 50 * h)
 
     n = 700
     block_mask = create_block_mask(mask_mod, None, heads, n, n, device="cpu", BLOCK_SIZE=size)

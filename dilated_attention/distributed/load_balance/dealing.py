@@ -79,7 +79,9 @@ def zigzag(cuts: Cuts, size: int) -> list[Runs]:
     """Returns for each process two runs that are equally far from both ends, together equally long up to a unit."""
     whole = -(-cuts.seq_len // cuts.unit) * cuts.unit
     front = [cuts.before(whole * rank // (2 * size)) for rank in range(size + 1)]
-    back = [cuts.before(whole + first - whole * rank // size) for rank, first in enumerate(front)]
+    ends = [cuts.before(whole + first - whole * rank // size) for rank, first in enumerate(front)]
+    # where a process holds a block or two, a place before may be behind the next process's
+    back = list(itertools.accumulate(reversed(ends), max))[::-1]
     return [cuts.within(front[r], front[r + 1]) + cuts.within(back[r + 1], back[r]) for r in range(size)]
 
 

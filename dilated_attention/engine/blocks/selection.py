@@ -188,11 +188,30 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
     missing = grid.missing[rows]
     budget = None
-    if pattern.blocks is not None:
-        budget = (pattern.blocks - missing)[None]
-    elif pattern.share is not None:
-        budget = (share_of(pattern.share, existing + missing) - missing).to(torch.int32)
+    if pattern.mass is None:
+        wanted = missing.new_full((1, 1), pattern.blocks) if pattern.share is None else share_of(pattern.share, existing + missing)
+        budget = (wanted[:, None] - _kept_beyond(pattern, missing, query_offset + document.num_queries, num_heads)).to(torch.int32)
     return Part(grid.own[:, rows], grid.scored[rows], seen, pattern.near, budget, always, within, real)
+
+
+def _kept_beyond(pattern: TopBlocks, missing: torch.Tensor, end: int, num_heads: int) -> torch.Tensor:
+    """Returns (H or 1, rows) int32: of the ``missing`` columns (see ``Grid``) those that each row would always keep.
+
+    Only the last row, that of query ``end`` − 1, can have any, and with blocks of 64 or 128 positions at most one.
+    """
+    q_block, k_block = pattern.q_block, pattern.k_block
+    whole, first_key = -(-end // q_block) * q_block, -(-end // k_block) * k_block
+    if pattern.within is None or first_key >= whole:
+        # the diagonal is always kept
+        return missing[None]
+    statics = [x for x in (pattern.within, pattern.always) if x is not None]
+    if not all(x.is_prefix_stable for x in statics):
+        # of a longer sequence they may keep anything
+        return torch.zeros_like(missing)[None]
+    places = [torch.arange(*x, device=missing.device) for x in ((whole - q_block, whole), (first_key, whole), (0, num_heads))]
+    queries, keys, heads = places[0][:, None], places[1], places[2][:, None, None]
+    kept = [x.at(whole).allowed(queries, keys, heads, whole).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
+    return missing * torch.stack(kept).any(0)[:, None]
 
 
 def share_units(mass: float) -> int:
@@ -214,7 +233,7 @@ def _rows_of(part: Part, start: int, stop: int) -> Part:
     own, scored, seen, near, budget, always, within, real = part
     rows = slice(start, stop)
     always, within = (None if x is None else x[:, rows] for x in (always, within))
-    return Part(own[:, rows], scored[rows], seen[rows], near, None if budget is None else budget[:, rows], always, within, real)
+    return Part(own[:, rows], scored[rows], seen[rows], near, None if budget is None else budget[..., rows], always, within, real)
 
 
 def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
@@ -278,7 +297,7 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
         weight = candidates[..., :width].long() if weights is None else weights.long()
         if weights is None:
             assert part.budget is not None
-            need = part.budget[:, None, :, None] - forced.sum(-1, keepdim=True)
+            need = part.budget[..., None] - forced.sum(-1, keepdim=True)
         else:
             before = (weight * forced[..., :width]).sum(-1, keepdim=True)
             need = ((weight.sum(-1, keepdim=True) * share + 2**SHARE_BITS - 1) >> SHARE_BITS) - before

@@ -42,8 +42,8 @@ class Grid:
         scored: (rows,) int32: columns before this one are scored. Under causality, these are the ones that every query of the row sees
             entirely.
         seen: (rows,) int32: columns before this one exist for the row.
-        missing: (rows,) int32: columns that a causal row would also see if the sequence did not end inside the row. They count as kept
-            wherever blocks are counted; otherwise further keys would change the result of earlier queries.
+        missing: (rows,) int32: columns that a causal row would also see if the sequence did not end inside the row, where nothing later
+            may change the choice; otherwise 0. Those that the row would always keep count as kept.
         last_scored: the same as ``scored``, on the host.
     """
 
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
     Args:
         own, scored, seen: the entries of these rows, see ``Grid``.
-        budget: (B or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
+        budget: (B or 1, H or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
         near: a row always keeps its ``own`` columns and the first one with a key that is not padding, even if ``always`` is given.
         always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
         within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
@@ -152,5 +152,6 @@ def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool
     scored, seen = ((first + 1) // k_block, own_high) if is_causal else (columns, columns)
     if near:
         own_low, own_high = (own_low - 1).clamp(min=0), torch.minimum(own_high + 1, seen)
-    missing = (first + q_block - 1) // k_block + 1 - seen if is_causal else torch.zeros_like(first)
+    # a row that is scored by its own queries depends on what follows them anyway
+    missing = (first + q_block - 1) // k_block + 1 - seen if is_causal and before else torch.zeros_like(first)
     return torch.stack([queries[0] + low, queries[0] + high, own_low, own_high, scored, seen, missing])

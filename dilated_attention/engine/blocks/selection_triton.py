@@ -56,7 +56,8 @@ def _has_bit(words, at, column, inside):  # type: ignore[no-untyped-def]
 @triton.jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
     kept, scores, weights, own_low, own_high, scored, seen, budget, always, within, real,
-    num_rows, num_heads, width, num_words, kept_stride_g, kept_stride_r, budget_stride, always_stride, within_stride, bits_stride, share,
+    num_rows, num_heads, width, num_words, kept_stride_g, kept_stride_r, budget_stride_b, budget_stride_h, always_stride, within_stride,
+    bits_stride, share,
     OWN: tl.constexpr, NEAR: tl.constexpr, ALWAYS: tl.constexpr, WITHIN: tl.constexpr, REAL: tl.constexpr, MASS: tl.constexpr,
     SHARE_BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +96,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         need = tl.maximum(wanted - taken_before, 0)
     else:
         weight = candidate.to(tl.int32)
-        need = tl.load(budget + batch * budget_stride + row) - tl.sum(forced.to(tl.int32), 0)
+        need = tl.load(budget + batch * budget_stride_b + head * budget_stride_h + row) - tl.sum(forced.to(tl.int32), 0)
         need = tl.minimum(tl.maximum(need, 0), tl.sum(weight, 0))
     # in unsigned order: the largest threshold such that the scores at or above it suffice
     limit = tl.zeros((), tl.int32)
@@ -152,7 +153,7 @@ def choose_rows(kept: Tensor, scores: Tensor, weights: Tensor | None, part: Part
             kept, scores, scores if weights is None else weights, part.own[0], part.own[1], part.scored, part.seen,
             kept if part.budget is None else part.budget, *(kept if x is None else x for x in tables),
             rows, H, width, min(kept.shape[-1], columns // 32), kept.stride(1), kept.stride(2),
-            0 if part.budget is None or part.budget.shape[0] == 1 else part.budget.stride(0), *head_strides,
+            *(0 if part.budget is None or part.budget.shape[i] == 1 else part.budget.stride(i) for i in (0, 1)), *head_strides,
             strides.pop() if strides else 0,
             share,
             OWN=part.near or part.always is None, NEAR=part.near, ALWAYS=part.always is not None, WITHIN=part.within is not None,

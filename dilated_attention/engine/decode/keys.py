@@ -232,6 +232,7 @@ class BlockKeys(RowKeys):
         self._stride = torch.ones(1, dtype=torch.int32, device=device)
 
     def prepare(self, positions: Sequence[int]) -> int:
+        self.pattern.check_batch(len(positions))
         rows = [position // self.pattern.q_block for position in positions]
         if rows == self._rows:
             return self.generation

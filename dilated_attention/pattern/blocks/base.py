@@ -122,6 +122,11 @@ class BlockPattern(SpecPattern):
         return False
 
     @property
+    def reads_batch(self) -> bool:
+        """Whether the pairs may differ between batch entries. The pattern is then that of entry 0."""
+        return False
+
+    @property
     def is_prefix_stable(self) -> bool:
         """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to contain it, whatever follows.
 
@@ -171,6 +176,14 @@ class BlockPattern(SpecPattern):
 
     def check(self, num_positions: int, num_heads: int) -> None:
         """Raises ValueError if the pattern does not exist for this number of positions or heads."""
+
+    def check_batch(self, num_batch: int) -> None:
+        """Raises ValueError if the pairs differ between the entries of a batch of this size: a pattern holds for all of them."""
+        if num_batch > 1 and self.reads_batch:
+            raise ValueError(
+                f"the batch has {num_batch} entries, which the function of {shown(self)} may tell apart; expected one, of index 0: call "
+                "once for each entry b, with from_block_mask(mask, batch=b) of a BlockMask made for all of them, or with its own function"
+            )
 
     def at(self, num_positions: int) -> BlockPattern:
         """Returns the pattern for ``num_positions``, which is the pattern itself unless it is defined by a density."""

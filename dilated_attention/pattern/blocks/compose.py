@@ -53,6 +53,10 @@ class _Composite(BlockPattern):
         return any(part.per_head for part in self.parts)
 
     @property
+    def reads_batch(self) -> bool:
+        return any(part.reads_batch for part in self.parts)
+
+    @property
     def is_prefix_stable(self) -> bool:
         return all(part.is_prefix_stable for part in self.parts)
 

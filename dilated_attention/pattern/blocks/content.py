@@ -31,9 +31,11 @@ class TopBlocks(BlockPattern):
     pair is kept (may be chosen) whole. Blocks that hold only padding are never kept.
 
     Args:
-        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist.
+        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist. Where nothing later may
+            change a choice (causality with ``queries="before"``), a last row that lacks queries counts as complete: with the block of the
+            diagonal that its further queries would add, which is there if query blocks are longer than key blocks.
         density: alternatively, the fraction of blocks to keep: of those with a key that is not padding and, under causality, of those that
-            the row sees (a last row that lacks queries counts as complete). It is rounded up and at least 1 block.
+            the row sees (a last row counts as for ``blocks``). It is rounded up and at least 1 block.
         mass: alternatively, keep the fewest blocks whose softmax of scores sums to this (XAttention, arXiv 2503.16428, with means instead
             of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
             always kept count first. Weights below 2^-25 of a row's largest count as 0.
@@ -129,6 +131,10 @@ class TopBlocks(BlockPattern):
         parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
+    @property
+    def reads_batch(self) -> bool:
+        return any(pattern is not None and pattern.reads_batch for pattern in (self.always, self.within))
+
     def queries_are_before(self, is_causal: bool) -> bool:
         """Whether rows are scored by the queries up to and including their first one."""
         return is_causal if self.queries is None else self.queries == "before"
@@ -202,8 +208,8 @@ class TopBlocks(BlockPattern):
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
         grid = self.grid(num_positions)
         first, last = grid.queries(grid.rows())
-        # a causal row counts as if the sequence did not end inside it
-        own_end = (first + (self.q_block - 1) if is_causal else last) // self.k_block + 1
+        # where nothing later may change the choice, a causal row counts as if the sequence did not end inside it
+        own_end = (first + (self.q_block - 1) if is_causal and self.queries_are_before(is_causal) else last) // self.k_block + 1
         own = own_end - first // self.k_block
         seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
         budget = torch.full_like(seen, self.blocks) if self.blocks is not None else share_of(self.share or 0.0, seen)

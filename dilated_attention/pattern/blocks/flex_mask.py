@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -19,9 +20,12 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 
     Args:
         block_mask: must be for a single sequence with as many queries as keys, and with block sizes that are multiples of 64. Larger
-            blocks are cut into blocks of 128 or 64. A mask function that depends on the head needs a BlockMask made for all heads. Tensors
-            that it reads must not change afterwards, nor, on a GPU, the BlockMask's tables where torch does not see it (``.data``, dlpack).
-        batch: index of the batch entry; may be omitted if there is only one. A pattern is the same for a whole batch.
+            blocks are cut into blocks of 128 or 64. If it has one list for all heads, and ``mask_mod`` reads the head, the list is that of
+            head 0, as ``create_block_mask(mask_mod, None, None, …)`` makes it: then ``mask_mod`` alone says what every head keeps. Where
+            the list keeps other blocks than ``mask_mod`` does for head 0, it holds for all heads. Tensors that it reads must not change
+            afterwards, nor, on a GPU, the BlockMask's tables where torch does not see it (``.data``, dlpack).
+        batch: index of the batch entry, which the pattern then keeps for a whole batch; may be omitted if there is only one. If
+            ``mask_mod`` then reads the batch entry, attention takes one entry only.
 
     Raises:
         ValueError: no pattern describes the BlockMask.
@@ -35,6 +39,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     sizes = tuple(int(size) for size in block_mask.BLOCK_SIZE)
     if any(size % BLOCK_SIZES[0] for size in sizes):
         raise ValueError(f"block_mask has BLOCK_SIZE {sizes}; expected multiples of {BLOCK_SIZES[0]}: make it with BLOCK_SIZE=128")
+    _check_whole(block_mask, -(-num_queries // sizes[0]), -(-num_keys // sizes[1]))
     entries = block_mask.kv_num_blocks.shape[0]
     if batch is None and entries > 1:
         raise ValueError(
@@ -57,17 +62,65 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
 
     mask_mod: MaskMod = block_mask.mask_mod
-    if chosen:
+    if batch is not None:
         # patterns have no batch dimension: their functions are called with entry 0
         def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            return block_mask.mask_mod(batch + chosen, head, q_idx, kv_idx)
+            return block_mask.mask_mod(torch.full_like(batch, chosen), head, q_idx, kv_idx)
 
-    partial = table(block_mask.kv_num_blocks, block_mask.kv_indices)
-    pattern: BlockPattern = partial & MaskFunction(mask_mod, per_head=partial.per_head, block_size=block_size)
+    masked = MaskFunction(mask_mod, block_size=block_size)
+    partial, full = table(block_mask.kv_num_blocks, block_mask.kv_indices), None
     if block_mask.full_kv_num_blocks is not None:
         assert block_mask.full_kv_indices is not None
-        pattern = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | pattern
-    return pattern
+        full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if masked.per_head and not partial.per_head and _are_of_head_0(masked, partial, full, num_keys, sizes):
+        return masked
+    pattern = partial & masked
+    return pattern if full is None else full | pattern
+
+
+def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
+    """Refuses a BlockMask that lists other blocks than its sequence has, as slices do."""
+    shape = tuple(block_mask.kv_num_blocks.shape)
+    # by the name of torch's function, which no version promises to keep
+    is_slice = getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
+    if is_slice or len(shape) != 3 or shape[2] != rows:
+        raise ValueError(
+            f"block_mask lists blocks for {shape} (batch entries, heads, rows of queries) and its {block_mask.seq_lengths[0]} queries have "
+            f"{rows} rows: it is a slice of a BlockMask, such as mask[:, :, 0], {'without mask_mod' if is_slice else 'without some rows'}; "
+            "convert the whole one: from_block_mask(mask, batch=0) takes one batch entry, query_offset of the attention call some "
+            "queries; for some heads make a BlockMask of these"
+        )
+    for counts, indices in (
+        (block_mask.kv_num_blocks, block_mask.kv_indices),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
+        if counts is None or indices is None:
+            continue
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        if bool((listed & ((indices < 0) | (indices >= columns))).any()):
+            raise ValueError(
+                f"block_mask lists blocks of keys up to {int(indices[listed].max())} and its {block_mask.seq_lengths[1]} keys have "
+                f"{columns}, numbered from 0; expected indices of these: check BLOCK_SIZE and seq_lengths"
+            )
+
+
+def _are_of_head_0(
+    masked: MaskFunction, partial: BlockTensor, full: BlockTensor | None, num_positions: int, sizes: tuple[int, int]
+) -> bool:
+    """Whether a list for all heads has just the blocks of which ``masked`` keeps a pair for head 0, as full ones those that it keeps."""
+    blocks = replace(masked, per_head=False).entries(num_positions, 1, device=partial.mask.device)
+    listed = partial.mask[0] if full is None else partial.mask[0] | full.mask[0]
+    if full is not None:
+        whole = torch.zeros_like(listed)
+        whole[blocks.row[blocks.full], blocks.column[blocks.full]] = True
+        if bool((full.mask[0] & ~whole).any()):
+            return False
+    # a large block is listed where any block that it was cut into keeps a pair
+    cut = [size // block for size, block in zip(sizes, (masked.q_block, masked.k_block), strict=True)]
+    found = torch.zeros(*(-(-num // n) for num, n in zip(listed.shape, cut, strict=True)), dtype=torch.bool, device=listed.device)
+    found[blocks.row // cut[0], blocks.column // cut[1]] = True
+    found = found.repeat_interleave(cut[0], 0).repeat_interleave(cut[1], 1)[: listed.shape[0], : listed.shape[1]]
+    return torch.equal(found, listed)
 
 
 def to_block_mask(

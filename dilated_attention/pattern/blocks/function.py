@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention.pattern.blocks.base import FULL, PARTIAL, BlockPattern, Grid, MaskMod, expand
 from dilated_attention.pattern.blocks.whole_blocks import merged
+from dilated_attention.pattern.checks import check_bool
 
 # pairs that are evaluated at once
 _PAIRS_AT_ONCE = 2**24
+# functions whose result does not depend on the values of their tensor arguments; attributes (``__get__``) are others
+_VALUE_FREE = {
+    *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor", "ones_like", "zeros_like", "full_like", "empty_like"),
+    *("size", "dim", "numel", "is_floating_point"),
+}
 
 
 @dataclass(frozen=True)
@@ -23,12 +31,14 @@ class MaskFunction(BlockPattern):
 
     Args:
         fn: fn(batch, head, q_idx, kv_idx) -> bool, elementwise on int64 tensors that broadcast, on the device on which lists are built. Any
-            function works that FlexAttention takes and that has no Python branches. ``batch`` is 0. It must not change afterwards.
-        per_head: whether the result depends on ``head``; if not, ``head`` is 0.
+            function works that FlexAttention takes and that has no Python branches. ``batch`` is 0: of a function that reads it,
+            attention takes one batch entry only. It must not change afterwards.
+        per_head: whether the result depends on ``head``; if not, ``head`` is 0. None: whether ``fn`` reads it.
     """
 
     fn: MaskMod
-    per_head: bool = False
+    per_head: bool | None = None  # type: ignore[assignment]
+    reads_batch: bool = field(default=False, init=False, repr=False, compare=False)  # type: ignore[assignment]
 
     holds_objects: ClassVar[bool] = True
     is_tight: ClassVar[bool] = False
@@ -37,6 +47,12 @@ class MaskFunction(BlockPattern):
         super().__post_init__()
         if not callable(self.fn):
             raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
+        if self.per_head is not None:
+            check_bool("per_head", self.per_head)
+        # a pattern that is made inside a compiled function is refused
+        reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
+        object.__setattr__(self, "reads_batch", reads_batch)
+        object.__setattr__(self, "per_head", reads_head if self.per_head is None else self.per_head)
 
     @property
     def is_prefix_stable(self) -> bool:
@@ -45,12 +61,26 @@ class MaskFunction(BlockPattern):
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
         # a function may index tables of N entries with positions
         queries, keys = (x.clamp(max=num_positions - 1) for x in (queries, keys))
-        batch = torch.zeros_like(heads)
-        kept = self.fn(batch, heads if self.per_head else batch, queries, keys)
+        return self._of_entry(torch.zeros_like(heads), heads, queries, keys)
+
+    def _of_entry(self, batch: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        try:
+            kept = self.fn(batch, heads if self.per_head else torch.zeros_like(heads), queries, keys)
+        except IndexError as error:
+            raise ValueError(
+                f"fn reads a tensor behind its end ({error}); expected tensors with an entry for each query head and each position of q: "
+                "make them longer, or let fn take the indices modulo their length"
+            ) from error
         if not isinstance(kept, torch.Tensor) or kept.dtype is not torch.bool:
             found = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
             raise TypeError(f"fn returned {found}; expected a bool tensor, True where query q_idx attends to key kv_idx")
         return kept
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return self._of_entry(batch, head, *(x.clamp(max=num_positions - 1) for x in (q_idx, kv_idx)))
+
+        return mask_mod
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = grid.rows()
@@ -76,3 +106,46 @@ class MaskFunction(BlockPattern):
     def cost(self, grid: Grid) -> float:
         # more expensive than any list
         return 4.0 * grid.num_columns
+
+
+class _Reads(TorchFunctionMode):
+    """Follows which of some tensors each result is computed from. ``escaped``: those whose values have left torch, as by ``item()``."""
+
+    def __init__(self, positions: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.escaped: set[int] = set()
+        # with the tensors, whose ids another could have once they are freed
+        self._sources = {id(x): (x, {i}) for i, x in enumerate(positions)}
+
+    def of(self, values: Any) -> set[int]:
+        return set().union(*(self._sources[id(x)][1] for x in tree_leaves(values) if id(x) in self._sources))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if read := set() if name in _VALUE_FREE else self.of((args, kwargs)):
+            # what is written in place is not always returned
+            written = args[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else ()
+            for x in tree_leaves((result, written)):
+                if isinstance(x, torch.Tensor):
+                    self._sources[id(x)] = (x, read | self.of(x))
+                elif name != "__get__":
+                    self.escaped |= read
+        return result
+
+
+def reads_of(fn: MaskMod) -> tuple[bool, bool]:
+    """Returns whether the result of ``fn`` may depend on the batch entry, and on the head: followed through one call for one pair."""
+    # a function may hold tensors of a GPU
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        positions = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+        mode = _Reads(positions)
+        try:
+            with mode:
+                kept = fn(*positions)
+        except Exception:  # noqa: BLE001  whatever a user's function raises
+            continue
+        read = mode.of(kept) | mode.escaped
+        return 0 in read, 1 in read
+    # no call for one pair works, so nothing is known
+    return True, True
