@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,29 +68,47 @@ class Chromosome:
     k: int
     both_strands: bool
 
+    @functools.cached_property
+    def known(self) -> float:
+        return known_share(self.symbols[: self.cut])
+
     def random_window(self, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets), each (length,), somewhere in the training part."""
+        """(inputs, targets), each (length,), somewhere in the training part; never one that has no target, or less than half of its
+        share of known bases.
+        """
         assert self.cut > length
+        # where one in a hundred is known, so is about one window in a hundred
+        for _ in range(10_000):
+            window, inputs, targets = self._draw(length, generator)
+            if known_share(window) >= self.known / 2 and bool((targets != -100).any()):
+                return inputs, targets
+        raise ValueError(
+            f"of 10,000 windows of {length:,} bases none has {self.known / 2:.1%} known ones; expected fewer N, or a longer one"
+        )
+
+    def _draw(self, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         start = int(torch.randint(self.cut - length, (), generator=generator))
         window = self.symbols[start : start + length + 1]
         # drawn in any case: with and without, a seed gives the same windows
         if torch.rand((), generator=generator) < 0.5 and self.both_strands:
             window = other_strand(window)
         if self.is_causal:
-            return self._inputs(window[:-1]), targets_of(window[1:])
+            return window, self._inputs(window[:-1]), targets_of(window[1:])
         masked = torch.rand(length, generator=generator) < 0.15
-        return self._hide(window[:-1], masked.to(window.device))
+        return window, *self._hide(window[:-1], masked.to(window.device))
 
     def held_out(self, length: int, share: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of
-        them.
+        those that have one.
 
         Half of a window is scored or less, and what is before it is read only (with masks: what is around it).
         """
         n, stride = len(self.symbols), max(1, length // 2)
         hidden = self.hidden()
+        targets = nn.functional.pad(self.scored()[self.cut :], (0, -(n - self.cut) % stride)).view(-1, stride)
+        starts = self.cut + stride * targets.any(1).nonzero().flatten()[::share]
         windows = []
-        for start in range(self.cut, n, stride * share):
+        for start in starts.tolist():
             end = min(start + stride, n)
             scored = torch.zeros_like(hidden)
             scored[start:end] = True
@@ -121,6 +140,10 @@ class Chromosome:
 
     def _hide(self, symbols: torch.Tensor, masked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._inputs(symbols.where(~masked, UNKNOWN)), targets_of(symbols).where(masked, -100)
+
+
+def known_share(symbols: torch.Tensor) -> float:
+    return float((symbols != UNKNOWN).double().mean())
 
 
 def targets_of(symbols: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _markov
 import torch
-from _genome import UNKNOWN, Chromosome, find_fasta, read_genome, shrink_output
+from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output
 from _muon import optimizers_of
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops, plot
@@ -178,6 +178,11 @@ def main() -> int:
             raise ValueError(f"{cut:,} bases to train on, and --length is {args.length:,}; choose a smaller one, or a longer genome")
         if not (symbols[cut:] != UNKNOWN).any():
             raise ValueError(f"the last {len(symbols) - cut:,} bases are all unknown; expected some to evaluate: choose another --held-out")
+        known = known_share(symbols[:cut])
+        if known < 0.01:
+            raise ValueError(
+                f"of the {cut:,} bases to train on {known:.1%} are known; expected at least 1%: leave records of little but N out of --fasta"
+            )
         processes = Processes(args.context_parallel, args.layout, args.fsdp)
         symbols = symbols.to(processes.device)
         chromosome = Chromosome(symbols=symbols, cut=cut, is_causal=args.objective == "causal", k=args.kmer, both_strands=args.both_strands)

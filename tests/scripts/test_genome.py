@@ -131,6 +131,22 @@ def test_training_windows(genome: ModuleType) -> None:
     assert 0.1 < sum(hidden) / 20 < 0.2
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
+    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
+    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
+    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
+    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
+    for seed in range(100):
+        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
+        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
+        assert bool((targets != -100).any())
+    # the curve's windows are every fourth of those that have a target
+    for share in (1, 4):
+        windows = chromosome.held_out(16, share)
+        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
+
+
 def brute_force_adaptive(symbols: list[int], scored: list[bool], k: int, both_strands: bool, alpha: float) -> float:
     pairs: Counter[tuple[int, ...]] = Counter()
     contexts: Counter[tuple[int, ...]] = Counter()
@@ -365,6 +381,7 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         (["--fasta", "{empty}"], "holds no FASTA record"),
         (["--fasta", "{unknown}"], "bases are all unknown; expected some to evaluate"),
         (["--fasta", "{missing}"], "is not a file; give a FASTA file"),
+        (["--fasta", "{gaps}"], "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
         (["--length", "9000"], "6,375 bases to train on, and --length is 9,000"),
         (["--held-out", "0"], "got 0; expected a number > 0"),
         (["--kmer", "0"], "got 0; expected a number >= 1"),
@@ -382,7 +399,8 @@ def test_settings_are_refused(
 ) -> None:
     (tmp_path / "empty").write_text("")
     (tmp_path / "unknown").write_text(">a\n" + "ACGT" * 1500 + "N" * 1500)
-    words = [word.format(**{name: tmp_path / name for name in ("empty", "unknown", "missing")}) for word in flags]
+    (tmp_path / "gaps").write_text(">a\n" + "ACGTA" * 85 + "N" * 84_575 + "ACGTA" * 3000)
+    words = [word.format(**{name: tmp_path / name for name in ("empty", "unknown", "gaps", "missing")}) for word in flags]
     with pytest.raises(SystemExit) as stop:
         here("--fasta", str(fasta), *SMALL, "--out", str(tmp_path / "run"), *words)
     assert stop.value.code == 2
