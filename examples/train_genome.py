@@ -181,7 +181,7 @@ def main() -> int:
         known = known_share(symbols[:cut])
         if known < 0.01:
             raise ValueError(
-                f"of the {cut:,} bases to train on {known:.1%} are known; expected at least 1%: leave records of little but N out of --fasta"
+                f"of the {cut:,} bases to train on {known:.1%} are known; expected at least 1%: leave records of N out of --fasta"
             )
         processes = Processes(args.context_parallel, args.layout, args.fsdp)
         symbols = symbols.to(processes.device)
@@ -209,7 +209,7 @@ def main() -> int:
         print(f"compiled in {compile_seconds:.0f} s", flush=True)
     trainer.train()
     if trainer.stopped_by:
-        return trainer.report_stop()
+        return trainer.report_stop(lambda: build(args, None))
     # taken before the evaluation of all windows, which does not belong to the training
     memory = trainer.peak_memory()
     trainer.save_model(lambda: build(args, None))

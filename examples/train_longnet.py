@@ -139,7 +139,7 @@ def main() -> int:
     print(f"{source}: {len(train_text):,} bytes to train on, {len(valid_text):,} held out")
     trainer.train()
     if trainer.stopped_by:
-        return trainer.report_stop()
+        return trainer.report_stop(lambda: build(args, None))
     print(f"peak memory of a process in training: {trainer.peak_memory():.2f} GiB")
     trainer.save_model(lambda: build(args, None))
     bits = trainer.evaluate()

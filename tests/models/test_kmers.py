@@ -143,7 +143,7 @@ def test_a_model_encodes_what_it_reads(is_causal: bool) -> None:
     with pytest.raises(ValueError, match=r"vocab_size is 300; expected 256 \(bytes\) or 5"):
         model(kmer=1, vocab_size=300).encode("x")
     for wrong in (["ACGT"], 5, torch.zeros(3), torch.zeros(1, 1, 3, dtype=torch.int64)):
-        with pytest.raises((TypeError, ValueError), match="text (is a|has)"):
+        with pytest.raises((TypeError, ValueError), match=r"text (is a|has)"):
             lm.encode(wrong)
 
 

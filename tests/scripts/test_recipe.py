@@ -12,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from dilated_attention.models import LongNetLM
 from tests.helpers import kills
 from tests.helpers.scripts import Script, run_script
 from tests.scripts.test_examples import EXAMPLES, bits_of, write_text
@@ -162,9 +164,19 @@ def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) 
         assert process.exitcode == code, script.output()
         assert "Traceback" not in script.output()[1]
         assert 8 * count <= len(steps_of(run)) < 60
+        if kind == signal.SIGKILL:
+            assert not (run / "checkpoint").exists()
+        else:
+            step = max(steps_of(run))
+            assert f"stopped by {kind.name} after step {step}, which is saved; evaluate and generate" in script.output()[1]
+            with pytest.warns(UserWarning, match=f"is the model of step {step}, after which the run was stopped"):
+                LongNetLM.from_pretrained(run)
         script.end()
     train(text, run, *options, "--resume", "auto")
     assert kills.log_of(run) == kills.log_of(tmp_path / "whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LongNetLM.from_pretrained(run)
 
 
 def steps_of(run: Path) -> set[int]:
@@ -339,7 +351,7 @@ def test_a_run_whose_reader_ends_saves_and_stops(text: Path, tmp_path: Path) -> 
     process.stdout.close()
     printed = process.stderr.read()
     assert process.wait(60) == 141, printed
-    assert "Traceback" not in printed and "which is saved; go on with --resume auto" in printed
+    assert "Traceback" not in printed and "which is saved; " in printed and "; go on with --resume auto" in printed
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
