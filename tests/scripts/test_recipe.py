@@ -145,6 +145,13 @@ def test_a_run_goes_on_past_its_end(text: Path, whole: Path, tmp_path: Path) -> 
     assert kills.log_of(run) == before
 
 
+def test_a_pipe_gets_few_lines_of_progress(text: Path, tmp_path: Path) -> None:
+    result = run_script(SCRIPT, "--data", str(text), "--out", str(tmp_path), *kills.SMALL, "--steps", "60", "--validations", "2", quick=True)
+    shown = [line for line in re.split(r"[\r\n]", result.stderr) if "bits/byte" in line]
+    assert len(bits_of(tmp_path)) == 60 and len(shown) == 1 and re.match(r"step 1, \d\.\d{3} bits/byte, [\d,]+ bytes/s", shown[0])
+    assert "\r" not in result.stderr and result.stdout.count("held out: ") == 3
+
+
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on more processes."""
     options = ["--steps", "60", "--save-minutes", "0.003"]
