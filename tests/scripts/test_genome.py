@@ -26,7 +26,7 @@ from tests.helpers.pool import pool_of
 from tests.helpers.scripts import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = ["--length", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
+SMALL = ["--context", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
 # the machine's FLOP/s are measured in test_training_ends_below_markov_models[masked]
 PEAK = ["--peak-tflops", "1"]
 SMALL += ["--evaluations", "1", "--evaluate-share", "2", "--markov-order", "6"]
@@ -303,7 +303,7 @@ def test_training_ends_below_markov_models(
         objective,
         "--steps",
         "40",
-        "--short-length",
+        "--short-context",
         "256",
         "--short-share",
         "0.4",
@@ -361,7 +361,7 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path) -> None:
     """With Muon's momentum, k-mers and windows of two lengths: to the bits of a run that was not stopped."""
-    lengths = ["--short-length", "256", "--short-share", "0.5"]
+    lengths = ["--short-context", "256", "--short-share", "0.5"]
     common = ["--fasta", str(fasta), *SMALL, *PEAK, *lengths, "--dropout", "0.1", "--save-minutes", "1e-9"]
     assert here(*common, "--steps", "12", "--out", str(tmp_path / "whole"))[0] == 0
     run = tmp_path / "stopped"
@@ -382,7 +382,7 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         (["--fasta", "{unknown}"], "bases are all unknown; expected some to evaluate"),
         (["--fasta", "{missing}"], "is not a file; give a FASTA file"),
         (["--fasta", "{gaps}"], "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
-        (["--length", "9000"], "6,375 bases to train on, and --length is 9,000"),
+        (["--context", "9000"], "6,375 bases to train on, and --context is 9,000"),
         (["--held-out", "0"], "got 0; expected a number > 0"),
         (["--kmer", "0"], "got 0; expected a number >= 1"),
         (["--segment-lengths", "64"], "--segment-lengths and --dilation-rates belong together"),
