@@ -7,9 +7,10 @@
     python examples/train_genome.py --scale gpu --minutes 3      # one H200: 1,048,576 bases in one sequence, bf16, compiled, checkpointed
     torchrun --nproc_per_node=4 examples/train_genome.py --scale gpu --context-parallel 4 --fsdp  # the same sequence over 4 GPUs
 
-The chromosome is in the wheel of pyrodigal (``pip install pyrodigal==3.7.1``). The last 15 % are held out. ``--out`` gets ``log.jsonl``
-and TensorBoard's curves while the run goes, a checkpoint every ``--save-minutes`` and on Ctrl-C or SIGTERM; at the end the model,
-``genome.json`` (settings, every step, results) and ``genome.png`` (the curve and the Markov models).
+The chromosome is in the wheel of pyrodigal (``pip install pyrodigal==3.7.1``). The last 15 % are held out, or with ``--held-out NAME …``
+the records of these names. ``--out`` gets ``log.jsonl`` and TensorBoard's curves while the run goes, a checkpoint every
+``--save-minutes`` and on Ctrl-C or SIGTERM, then the model and ``held_out.fa``; at the end also ``genome.json`` (settings, every step,
+results) and ``genome.png`` (the curve and the Markov models).
 Last line: ``done: held-out … bits per base, below the Markov models of orders …``; exit code 1 if it is not below orders 0 to 2, or with
 masks 0 and 1, and ``--expect-below-markov`` asked for that.
 """
@@ -35,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _markov
 import torch
-from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output
+from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output, write_held_out
 from _muon import optimizers_of
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops, plot
@@ -54,6 +55,15 @@ SCALES: dict[str, dict[str, Any]] = {
     # at a 50th of its parameters and of the bases, 29 times through them: 1.98 held-out bits and rising without dropout, 1.96 with it
     | {"dropout": 0.2, "short_share": 0.5, "compile": True, "checkpoint": True},
 }
+
+
+def share_or_name(text: str) -> float | str:
+    """A number above 0 and at most 0.9; anything else is a name, such as 1 of a chromosome."""
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    return share if 0 < share <= 0.9 else text
 
 
 def arguments() -> tuple[settings.Parser, argparse.Namespace]:
@@ -76,7 +86,14 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--kmer", type=settings.number(int, 1, 12), default=6, help="an input is a base with its k - 1 nearest")
     parser.add_argument("--dropout", type=share)
     parser.add_argument("--both-strands", action=argparse.BooleanOptionalAction, default=True, help="train on the reverse complement, too")
-    parser.add_argument("--held-out", type=settings.number(float, 0, 0.9, above=True), default=0.15, help="share of the bases, the last")
+    parser.add_argument(
+        "--held-out",
+        type=share_or_name,
+        nargs="+",
+        default=[0.15],
+        metavar="X",
+        help="share of the bases, the last (0.15), or records",
+    )
     parser.add_argument("--short-share", type=share, help="share of the training with --short-context; 0: none")
     parser.add_argument("--evaluations", type=settings.number(int, 0), default=8, help="of the held-out part while training")
     parser.add_argument("--evaluate-share", type=whole, default=8, help="those read every n-th window; the last one reads all")
@@ -171,9 +188,9 @@ def main() -> int:
     parser, args = arguments()
     with settings.wrong_usage(parser):
         # all that may be wrong with what was asked for shows before a process waits for another, or a file is written
-        name, symbols = read_genome(find_fasta(args.fasta))
+        genome = read_genome(find_fasta(args.fasta), args.held_out)
+        symbols, cut = genome.symbols, genome.cut
         data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:16]
-        cut = round(len(symbols) * (1 - args.held_out))
         if cut <= args.context or len(symbols) - cut < 2:
             raise ValueError(f"{cut:,} bases to train on, and --context is {args.context:,}; choose a smaller one, or a longer genome")
         if not (symbols[cut:] != UNKNOWN).any():
@@ -201,13 +218,16 @@ def main() -> int:
             batch=1,
         )
         trainer = Trainer(args, processes, model, reading.parallel, optimizers_of(model, args.lr), task, peak)
-    print(f"{name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out")
+    unknown = "" if known == 1 else f"; {1 - known:.2%} of the former are N"
+    print(f"{genome.name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out{unknown}")
     print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, length {args.context:,}")
     compile_seconds = 0.0
     if args.compile:
         compile_seconds = reading.warm_up()
         print(f"compiled in {compile_seconds:.0f} s", flush=True)
     trainer.train()
+    if processes.rank == 0:
+        write_held_out(genome, args.out / "held_out.fa")
     if trainer.stopped_by:
         return trainer.report_stop(lambda: build(args, None))
     # taken before the evaluation of all windows, which does not belong to the training
@@ -217,7 +237,7 @@ def main() -> int:
     if processes.rank:
         return 0
     speed = speed_of(args, model, processes, peak, peak_source) | {"peak memory GiB": memory}
-    return report(args, reading, trainer, {"chromosome": name, "bits": bits, "speed": speed, "compile seconds": compile_seconds})
+    return report(args, reading, trainer, {"chromosome": genome.name, "bits": bits, "speed": speed, "compile seconds": compile_seconds})
 
 
 def speed_of(args: argparse.Namespace, model: LongNetLM, processes: Processes, peak: float, source: str) -> dict[str, Any]:
@@ -280,7 +300,7 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
     }
     (args.out / "genome.json").write_text(json.dumps(results) + "\n")
     plot(results, args.out / "genome.png")
-    print(f"log.jsonl, checkpoint (the model), checkpoints, genome.json and genome.png in {args.out}")
+    print(f"log.jsonl, checkpoint (the model), checkpoints, held_out.fa, genome.json and genome.png in {args.out}")
     below = [row.k for row in rows if bits < row.smoothed]
     # a two-sided model of order 1 sees two bases, as the other kind of order 2 does
     needed = range(min(3 if chromosome.is_causal else 2, len(rows)))

@@ -32,7 +32,7 @@ from recipe.task import Progress, Task, schedule
 
 # what a run writes, but for its settings
 WRITTEN = (
-    *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png"),
+    *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png", "held_out.fa"),
     *("embeddings.npz", "slides.json", "heatmaps"),
 )
 

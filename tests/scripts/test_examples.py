@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -235,4 +236,4 @@ def test_long_titles_of_a_heatmap_are_not_cut(tmp_path: Path, monkeypatch: pytes
         texts = [figure._suptitle, *(axes.title for axes in figure.axes)]  # type: ignore[attr-defined]
         boxes = [text.get_window_extent() for text in texts if text.get_text()]
         assert boxes[0].x0 >= 0 and boxes[0].x1 <= figure.bbox.x1
-        assert all(one.x1 <= other.x0 for one, other in zip(boxes[1:], boxes[2:], strict=False))
+        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes[1:]))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import LongNetConfig, LongNetLM, read_fasta
 from tests.helpers.pool import pool_of
 from tests.helpers.scripts import run_script
+from tests.scripts.test_docs import blocks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--context", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
@@ -56,11 +58,11 @@ def test_a_fasta_file_is_read_plain_or_packed(genome: ModuleType, tmp_path: Path
     (tmp_path / "plain.fa").write_bytes(text)
     (tmp_path / "packed.fa.gz").write_bytes(gzip.compress(text))
     for file in ("plain.fa", "packed.fa.gz"):
-        name, symbols = genome.read_genome(tmp_path / file)
+        read = genome.read_genome(tmp_path / file)
         # both records, with an N between them
-        assert (name, symbols.tolist()) == (f"2 records of {file}", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 0, 1, 2, 2, 3])
+        assert (read.name, read.symbols.tolist()) == (f"2 records of {file}", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 0, 1, 2, 2, 3])
     (tmp_path / "one.fa").write_bytes(b">alone here\nACG")
-    assert genome.read_genome(tmp_path / "one.fa")[0] == "alone here"
+    assert genome.read_genome(tmp_path / "one.fa").name == "alone here"
     (tmp_path / "other").write_bytes(b"ACGT")
     with pytest.raises(ValueError, match="holds no FASTA record"):
         genome.read_genome(tmp_path / "other")
@@ -69,6 +71,27 @@ def test_a_fasta_file_is_read_plain_or_packed(genome: ModuleType, tmp_path: Path
         genome.read_genome(tmp_path / "empty")
     with pytest.raises(ValueError, match="leave it out and pip install pyrodigal"):
         genome.find_fasta(tmp_path / "none")
+
+
+def test_records_that_are_named_are_held_out_and_written(genome: ModuleType, tmp_path: Path) -> None:
+    contigs = {"1": "AACC", "chr2 of a>t": "GGTTG", "2": "CNATTT"}
+    (tmp_path / "x.fa").write_text("".join(f">{name}\n{bases}\n" for name, bases in contigs.items()))
+    for held_out, text, cut, written in (
+        (["chr2"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
+        (["2", "1"], "GGTTGNAACCNCNATTT", 6, ">1\nAACC\n>2\nCNATTT\n"),
+        (["chr2 of a>t"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
+        ([0.5], "AACCNGGTTGNCNATTT", 8, ">chr2:4-5\nTG\n>2\nCNATTT\n"),
+    ):
+        read = genome.read_genome(tmp_path / "x.fa", held_out)
+        assert (genome.BASES.decode(read.symbols), read.cut) == (text, cut)
+        genome.write_held_out(read, tmp_path / "out.fa")
+        assert (tmp_path / "out.fa").read_text() == written
+    for wrong, expected in (
+        (["chr3"], r"--held-out chr3 is no record of .*x\.fa; expected 1, chr2, 2, or a share above 0 and at most 0\.9"),
+        ([0.5, "1"], "--held-out 0.5 1; expected one share, or names of records"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            genome.read_genome(tmp_path / "x.fa", wrong)
 
 
 def test_the_chromosome_of_the_wheel(genome: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +103,8 @@ def test_the_chromosome_of_the_wheel(genome: ModuleType, monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="whose wheel holds it, or give --fasta FILE"):
             genome.find_fasta(None)
     pytest.importorskip("pyrodigal")
-    _, symbols = genome.read_genome(genome.find_fasta(None))
-    assert symbols.bincount(minlength=5).tolist() == [571_277, 661_407, 657_251, 573_731, 0]
+    read = genome.read_genome(genome.find_fasta(None))
+    assert read.symbols.bincount(minlength=5).tolist() == [571_277, 661_407, 657_251, 573_731, 0]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -325,7 +348,7 @@ def test_training_ends_below_markov_models(
     model = LongNetLM.from_pretrained(tmp_path / "checkpoint")
     assert model.config.is_causal is (objective == "causal")
     # and the checkpoint is the model that was measured
-    _, symbols = genome.read_genome(fasta)
+    symbols = genome.read_genome(fasta).symbols
     chromosome = genome.Chromosome(
         symbols=symbols, cut=round(len(symbols) * 0.85), is_causal=model.config.is_causal, k=5, both_strands=True
     )
@@ -370,9 +393,32 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         shutil.rmtree(run / name)
     code, out, error = here("--resume", str(run))
     assert code == 0 and "step-00000011 after step 11" in out, error
+    (record,) = read_fasta(run / "held_out.fa")
+    assert record[0] == "repeats:6376-7500" and len(record[1]) == 1125
     whole, stopped = (json.loads((tmp_path / name / "genome.json").read_text()) for name in ("whole", "stopped"))
     assert stopped["held out bits per base"] == whole["held out bits per base"]
     assert [bits for _, _, bits in stopped["steps"]] == [bits for _, _, bits in whole["steps"]]
+
+
+def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = LongNetConfig(
+        vocab_size=5, kmer=3, tie_embeddings=False, embed_dim=8, num_layers=1, num_heads=1, segment_lengths=(256, 1024),
+        dilation_rates=(1, 4), is_causal=False,
+    )  # fmt: skip
+    model = LongNetLM(config).eval()
+    model.save_pretrained("runs/mine/checkpoint")
+    Path("my.fa.gz").write_bytes(gzip.compress(b">other\nACGT\n>chr21 of a species\n" + b"GATTACANNN" * 13_000))
+    (block,) = (block for block in blocks(EXAMPLES.parent / "docs" / "genome.md") if block.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.code, names)
+    assert names["region"].shape == (1000, 8) and names["vector"].shape == (8,)
+    # the window begins with a segment, and reads what the whole record has there
+    record = dict(read_fasta("my.fa.gz"))["chr21 of a species"]
+    window = model.encode(record[120_000 - 16_384 : 121_000 + 16_384])
+    with torch.no_grad():
+        assert torch.equal(names["region"], model.hidden(window)[0, 16_384:17_384])
+    assert record[120_000] == window[0, 16_384] % 5
 
 
 @pytest.mark.parametrize(
@@ -383,7 +429,8 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         (["--fasta", "{missing}"], "is not a file; give a FASTA file"),
         (["--fasta", "{gaps}"], "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
         (["--context", "9000"], "6,375 bases to train on, and --context is 9,000"),
-        (["--held-out", "0"], "got 0; expected a number > 0"),
+        (["--held-out", "0"], "--held-out 0 is no record of"),
+        (["--held-out", "repeats"], "0 bases to train on, and --context is 512"),
         (["--kmer", "0"], "got 0; expected a number >= 1"),
         (["--segment-lengths", "64"], "--segment-lengths and --dilation-rates belong together"),
         (["--dropout", "2"], "got 2; expected a number >= 0 and <= 1"),
