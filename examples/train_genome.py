@@ -220,7 +220,7 @@ def main() -> int:
         trainer = Trainer(args, processes, model, reading.parallel, optimizers_of(model, args.lr), task, peak)
     unknown = "" if known == 1 else f"; {1 - known:.2%} of the former are N"
     print(f"{genome.name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out{unknown}")
-    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, length {args.context:,}")
+    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, context {args.context:,}")
     compile_seconds = 0.0
     if args.compile:
         compile_seconds = reading.warm_up()
