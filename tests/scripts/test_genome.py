@@ -290,6 +290,30 @@ def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> Non
         assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
 
 
+@pytest.mark.parametrize("bits", [2.12, 1.9, 0.02])
+def test_the_picture_shows_the_curve_and_the_lines(bits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that is worse than chance on the held-out part, and of one that has learned its genome by heart."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    training = [2.3 + (bits - 2.3) * min(1, i / 40) for i in range(80)]
+    log = {
+        "steps": [(512, 0.1, value) for value in training],
+        "evaluations": [(40, 4.0, bits + 0.1), (80, 8.0, bits)],
+        "held out bits per base": bits,
+        "markov": [{"k": k, "smoothed": 1.99 - k / 20, "interpolated": 1.98 - k / 20} for k in range(7)],
+        "chromosome": "x",
+    }
+    example("recipe.costs", monkeypatch).plot(log, tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    bottom, top = axes.get_ylim()
+    assert bottom < min(bits, 1.68) and top > max(bits + 0.1, 2.0)
+    for text in axes.texts:
+        value, place = float(text.get_text().split()[-1]), text.xy[1]
+        assert bottom < place < top and place > value - 0.001 and place - value < 0.2 * (top - bottom)
+
+
 def write_fasta(folder: Path) -> Path:
     """A motif of 100 bases over and over: easy for five bases of context, hard for two."""
     generator = random.Random(3)
