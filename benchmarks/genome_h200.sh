@@ -33,7 +33,7 @@ case $what in
   one) run one "${alone[@]}" --expect-below-markov --minutes 3 "$@" ;;
   four) run four "${shared[@]}" --expect-below-markov --minutes 2 "$@" ;;
   smoke)
-    small=(--length 262144 --steps 12 --evaluations 1)
+    small=(--context 256k --steps 12 --evaluations 1)
     run smoke_one "${alone[@]}" "${small[@]}" "$@"
     run smoke_four "${shared[@]}" "${small[@]}" "$@"
     python3 - "$out" <<'PYTHON'

@@ -1,7 +1,7 @@
 """A long document through trained attention layers: dense, then with 25, 10 and 5 % of its pairs, in blocks chosen by content.
 
     python examples/block_sparse.py                              # 16,384 bytes; a minute and a half on 2 CPU cores
-    python examples/block_sparse.py --length 131072              # on a GPU; --document book.txt for a text of your own
+    python examples/block_sparse.py --context 128k                # on a GPU; --document book.txt for a text of your own
 
 Attention of random weights looks at everything alike and leaves nothing to choose. So a small byte-level model with dense causal attention
 is first trained on the document's beginning. Then its layers read the document's end, which is new to them, with the same weights and
@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -27,10 +28,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from _pictures import can_draw
 from _text import random_windows
+from recipe.main import run_safely
 from torch import nn
 
 from dilated_attention import BlockSparseAttention, create_model
 from dilated_attention.models import LongNetLM
+from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, Causal, LocalWindow, RandomBlocks, TopBlocks
 
 # a real text in one piece on any machine with Python: its language reference, 757,011 bytes in 3.11
@@ -57,7 +60,7 @@ def trained(text: torch.Tensor, args: argparse.Namespace) -> tuple[LongNetLM, nn
     Returns the model and its dense attention: one segment of everything, at rate 1."""
     torch.manual_seed(0)
     # slow rotations let contents be compared over long distances
-    model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.length,), dilation_rates=(1,),
+    model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.context,), dilation_rates=(1,),
                          rotary_base=1e6, device=DEVICE)  # fmt: skip
     assert isinstance(model, LongNetLM)
     dense = model.decoder.blocks[0].attention.attention
@@ -65,7 +68,7 @@ def trained(text: torch.Tensor, args: argparse.Namespace) -> tuple[LongNetLM, nn
     generator = torch.Generator().manual_seed(0)
     start, step = time.perf_counter(), 0
     while (done := max((time.perf_counter() - start) / args.train_seconds, step / args.steps)) < 1:
-        length = min(args.length, 1024 if done < 0.5 else 4096 if done < 0.65 else args.length)
+        length = min(args.context, 1024 if done < 0.5 else 4096 if done < 0.65 else args.context)
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 0.1 + 2 * (1 - done))
         loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator).to(DEVICE), dense)
@@ -105,27 +108,27 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--length", type=int, default=16384, help="bytes of the document's end that are read")
+    parser.add_argument("--context", type=size, default=16384, help="bytes of the document's end that are read")
     parser.add_argument("--train-seconds", type=float, default=45)
-    parser.add_argument("--steps", type=int, default=10**9, help="of training, at most")
+    parser.add_argument("--steps", type=size, default=10**9, help="of training, at most")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
     text = torch.frombuffer(bytearray(args.document.read_bytes()), dtype=torch.uint8)
-    if len(text) < 3 * args.length:
-        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --length, {3 * args.length}")
-    model, dense = trained(text[: -args.length - 1], args)
+    if len(text) < 3 * args.context:
+        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --context, {3 * args.context}")
+    model, dense = trained(text[: -args.context - 1], args)
     torch.set_grad_enabled(False)
-    end = text[None, -args.length - 1 :].long().to(DEVICE)
+    end = text[None, -args.context - 1 :].long().to(DEVICE)
     layers: list[tuple[torch.Tensor, ...]] = []
     hook = dense.register_forward_hook(lambda _, qkv, __: layers.append(tuple(x.to(DTYPE) for x in qkv)))
     bits = loss_of(model, end, dense).item()
     hook.remove()
     seconds, exact = attend(dense, layers)
     rows = [("dense", 1.0, seconds, 0.0)]
-    heads, N = model.config.num_heads, args.length
+    heads, N = model.config.num_heads, args.context
     print(f"\n{N} bytes of {args.document.name}, {len(layers)} layers of {heads} heads, {DEVICE}")
     print(f"{'attention':<14} {'kept':>7} {'seconds':>8} {'speed':>6} {'error':>7} {'bits/byte':>10}")
     print(f"{'dense':<14} {1:7.1%} {seconds:8.4f} {1:6.2f} {0:7.3f} {bits:10.3f}", flush=True)
@@ -147,7 +150,8 @@ def main() -> None:
     chosen, random = rows[4:6]
     errors = f"output off by {chosen[3]:.3f}, at random by {random[3]:.3f}"
     print(f"done: 10 % chosen is {rows[0][2] / chosen[2]:.1f} times as fast as dense, {errors}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))

@@ -15,9 +15,11 @@ import sys
 
 import torch
 from _memory import measured
+from recipe.main import run_safely
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.engine.memory import attention_memory
+from dilated_attention.parsing import size
 
 GIB = 2**30
 
@@ -58,8 +60,8 @@ def attend(length: int, args: argparse.Namespace, device: str, dtype: torch.dtyp
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-gib", type=float, help="memory that may be used (default: two fifths of what is free)")
-    parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--heads", type=size, default=1)
+    parser.add_argument("--head-dim", type=size, default=64)
     parser.add_argument("--causal", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_safely(main))

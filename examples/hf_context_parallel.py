@@ -1,7 +1,7 @@
 """Fine-tunes a transformers model on sequences that processes share, or finds the longest that one GPU trains on.
 
     python examples/hf_context_parallel.py                                        # tiny, one process, a few seconds on a CPU
-    torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --length 131072 --tiled-mlp --chunked-loss --offload
+    torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --context 128k --tiled-mlp --chunked-loss --offload
     python examples/hf_context_parallel.py --longest --model 1b --out build/longest.json        # one GPU, about four minutes
 
 The text is Python's language reference, byte by byte. ``--model`` is ``tiny``, ``1b`` (the shape of Llama 3.2 1B with random weights) or
@@ -19,6 +19,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -29,8 +30,10 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from _memory import measured
+from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import context_parallel
+from dilated_attention.parsing import size
 
 try:
     from accelerate import Accelerator
@@ -65,9 +68,9 @@ def attached(target: Any, model: Any, size: int, options: dict[str, bool]) -> An
 
 def train(args: argparse.Namespace) -> None:
     text = torch.tensor(list(DOCUMENT.read_bytes()))
-    rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // args.length * args.length].view(-1, args.length)]
+    rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // args.context * args.context].view(-1, args.context)]
     if not rows:
-        raise SystemExit(f"{DOCUMENT.name} has {len(text)} bytes; expected a --length up to that")
+        raise SystemExit(f"{DOCUMENT.name} has {len(text)} bytes; expected a --context up to that")
     wrap = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=args.lr, logging_steps=1,
@@ -75,7 +78,7 @@ def train(args: argparse.Namespace) -> None:
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False, "offload": args.offload},
         **({"fsdp": True, "fsdp_config": wrap} if args.fsdp else {}),
     )  # fmt: skip
-    trainer = Trainer(model=made(args.model, args.length + 64), args=settings, train_dataset=rows)
+    trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows)
     attached(trainer, None, args.size or settings.world_size, vars(args))
     trainer.train()
     trainer.save_model()
@@ -86,7 +89,7 @@ def train(args: argparse.Namespace) -> None:
         prompt = rows[0]["input_ids"][None, :64]
         written = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
         words = bytes(x % 256 for x in written[0, 64:].tolist())
-        steps = f"{args.steps} steps of {args.length} tokens on {settings.world_size} processes"
+        steps = f"{args.steps} steps of {args.context} tokens on {settings.world_size} processes"
         print(f"done: {steps}, loss {losses[0]:.3f} to {losses[-1]:.3f}; it writes {words!r}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -139,17 +142,17 @@ def longest(args: argparse.Namespace) -> None:
         name = "all options" if not without else "none" if len(without) > 1 else f"without {without[0]}"
         model.activation_checkpointing_enable({"use_reentrant": False}, offload=options["offload"] and IS_GPU)
         handle = attached(Accelerator(cpu=not IS_GPU), model, 1, options)
-        points = [attempt(model, optimizer, length, 2**30, times=2) for length in (args.length, 2 * args.length)]
+        points = [attempt(model, optimizer, length, 2**30, times=2) for length in (args.context, 2 * args.context)]
         row = found[name] = {"measured": points}
         if None not in points:
             first, second = points
-            slope = (second["peak GiB"] - first["peak GiB"]) / args.length
-            length = int((total - second["peak GiB"]) / slope) + 2 * args.length if slope > 0 else 0
+            slope = (second["peak GiB"] - first["peak GiB"]) / args.context
+            length = int((total - second["peak GiB"]) / slope) + 2 * args.context if slope > 0 else 0
             row["limit"], row["longest by the line"] = "device memory", length
             if options["offload"] and IS_GPU and limit_of_host(model, free) < length:
                 row["limit"], length = "host memory", limit_of_host(model, free)
             aim = min(int(0.95 * length), args.most) // 64 * 64
-            while aim > 2 * args.length and aim / second["tokens a second"] < end - time.perf_counter():
+            while aim > 2 * args.context and aim / second["tokens a second"] < end - time.perf_counter():
                 row["one step"] = attempt(model, optimizer, aim, DOCUMENT_LENGTH)
                 if row["one step"] is not None:
                     break
@@ -162,12 +165,12 @@ def longest(args: argparse.Namespace) -> None:
     print(f"done: the longest sequence, of all options, has {best['tokens']:,} tokens")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="tiny, 1b, or the path of a checkpoint")
-    parser.add_argument("--length", type=int, help="tokens; with --longest, the shorter of the two lengths that are measured")
-    parser.add_argument("--size", type=int, help="processes that share a sequence; all of them unless given")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--context", type=size, help="tokens; with --longest, the shorter of the two lengths that are measured")
+    parser.add_argument("--size", type=size, help="processes that share a sequence; all of them unless given")
+    parser.add_argument("--steps", type=size, default=5)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tiled-mlp", action="store_true", help=f"{TILE} positions of an MLP at a time")
     parser.add_argument("--chunked-loss", action="store_true", help=f"{CHUNK} positions of the logits at a time")
@@ -176,15 +179,16 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true", help="find the longest sequence on one device")
     parser.add_argument("--minutes", type=float, default=3.5, help="of --longest, after which no long step begins")
     parser.add_argument("--memory-gib", type=float, help="of --longest, where the device does not say")
-    parser.add_argument("--most", type=int, default=2**21, help="of --longest, tokens of the longest step")
+    parser.add_argument("--most", type=size, default=2**21, help="of --longest, tokens of the longest step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if (args.offload or args.fsdp) and not IS_GPU:
         raise SystemExit("--offload or --fsdp without a GPU, for which torch and accelerate have them; expected a run without")
-    args.length = args.length or (512 if args.model == "tiny" else 16384)
+    args.context = args.context or (512 if args.model == "tiny" else 16384)
     args.out = args.out or Path("build/longest.json" if args.longest else "runs/hf_context_parallel")
     longest(args) if args.longest else train(args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))

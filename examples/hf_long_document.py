@@ -1,7 +1,7 @@
 """A transformers Llama reads one long document: with its own dense attention (sdpa), and with ``attn_implementation="dilated"``.
 
     python examples/hf_long_document.py                         # 32,768 bytes; about three minutes on 2 CPU cores
-    python examples/hf_long_document.py --length 131072         # on a GPU; --document book.txt for a text of your own
+    python examples/hf_long_document.py --context 128k           # on a GPU; --document book.txt for a text of your own
 
 Two models of bytes with equal random weights are trained for the same time, one on each implementation: on short windows of the document's
 beginning, then on longer ones, and last on ones as long as what is read. Then each reads the document's end, which is new to it, in one
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import sysconfig
 import tempfile
 import time
@@ -27,8 +28,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from _memory import measured
 from _text import random_windows
+from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import configure, register
+from dilated_attention.parsing import size
 
 try:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -67,7 +70,7 @@ def train(model: Any, text: torch.Tensor, args: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(0)
     start, step = time.perf_counter(), 0
     while (done := max((time.perf_counter() - start) / args.train_seconds, step / args.steps)) < 1:
-        length = min(args.length, 1024 if done < 0.5 else 4096 if done < 0.75 else args.length)
+        length = min(args.context, 1024 if done < 0.5 else 4096 if done < 0.75 else args.context)
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 0.1 + 2 * (1 - done))
         loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator))
@@ -79,24 +82,24 @@ def train(model: Any, text: torch.Tensor, args: argparse.Namespace) -> int:
     return step
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--length", type=int, default=32768, help="bytes of the document's end that are read")
+    parser.add_argument("--context", type=size, default=32768, help="bytes of the document's end that are read")
     parser.add_argument("--train-seconds", type=float, default=75, help="of each of the two models")
-    parser.add_argument("--steps", type=int, default=10**9, help="of training, at most")
-    parser.add_argument("--write", type=int, default=120, help="bytes to generate")
+    parser.add_argument("--steps", type=size, default=10**9, help="of training, at most")
+    parser.add_argument("--write", type=size, default=120, help="bytes to generate")
     args = parser.parse_args()
     text = torch.frombuffer(bytearray(args.document.read_bytes()), dtype=torch.uint8)
-    if len(text) < 3 * args.length:
-        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --length, {3 * args.length}")
+    if len(text) < 3 * args.context:
+        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --context, {3 * args.context}")
     register()
-    beginning, end = text[: -args.length - 1], text[None, -args.length - 1 :].long()
-    print(f"{args.length} bytes of {args.document.name}, {DEVICE}")
+    beginning, end = text[: -args.context - 1], text[None, -args.context - 1 :].long()
+    print(f"{args.context} bytes of {args.document.name}, {DEVICE}")
     print(f"{'attention':<10} {'steps':>6} {'seconds':>8} {'MiB':>6} {'bits/byte':>10}")
     found = {}
     for name in ("sdpa", "dilated"):
-        model = llama(name, args.length + args.write)
+        model = llama(name, args.context + args.write)
         steps = train(model, beginning, args)
         model.eval()
         with torch.no_grad():
@@ -116,10 +119,11 @@ def main() -> None:
     print(f"\nit writes on, {args.write} bytes in {seconds:.1f} s: {bytes(written[0, prompt.shape[1] :].tolist())!r}")
     (dense, bits_dense), (dilated, bits) = found["sdpa"], found["dilated"]
     print(
-        f"done: dilated reads {args.length} bytes {dense / dilated:.1f} times as fast as sdpa, at {bits:.3f} bits per byte to "
+        f"done: dilated reads {args.context} bytes {dense / dilated:.1f} times as fast as sdpa, at {bits:.3f} bits per byte to "
         f"{bits_dense:.3f}"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))

@@ -18,6 +18,7 @@ import argparse
 import itertools
 import math
 import os
+import sys
 import textwrap
 from pathlib import Path
 from typing import cast
@@ -28,10 +29,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from _memory import measured
 from _pictures import can_draw
+from recipe.main import run_safely
 from torch import nn
 
 from dilated_attention import create_model
 from dilated_attention.models import SlideEncoder, collate_slides, tile_step
+from dilated_attention.parsing import size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 256
@@ -105,7 +108,9 @@ def draw(
     high = float(torch.cat(list(shares.values())).quantile(0.98))
     count = len(panels) + (photo is not None)
     width = 1.2 + 3.6 * count
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    # a line of a title is not wider than the figure, and makes it higher
+    lines = textwrap.wrap(title, int(10 * width))
+    figure = Figure(figsize=(width, 4.0 + 0.2 * len(lines)), layout="constrained")
     places = list(figure.subplots(1, count, squeeze=False)[0])
     if photo is not None:
         places[0].imshow(imread(photo))
@@ -114,12 +119,11 @@ def draw(
         picture = torch.full((int(rows.max()) + 1, int(columns.max()) + 1), torch.nan)
         picture[rows, columns] = values
         image = place.imshow(picture, cmap="viridis", vmin=0, vmax=high, interpolation="nearest")
-        place.set(title=name)
+        place.set(title=textwrap.fill(name, 34))
     for place in places:
         place.set(xticks=[], yticks=[])
     figure.colorbar(image, ax=places, extend="max", label="attention of the slide to a tile, 1 = even share")
-    # ten letters an inch
-    figure.suptitle(textwrap.fill(title, int(10 * width)))
+    figure.suptitle("\n".join(lines), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -149,11 +153,11 @@ def fine_tune(model: SlideEncoder, tiles: int, steps: int) -> float:
     return seconds
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[5308])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=1 if DEVICE == "cpu" else 10)
+    parser.add_argument("--tiles", type=size, nargs="+", default=[5308])
+    parser.add_argument("--layers", type=size, default=12)
+    parser.add_argument("--steps", type=size, default=1 if DEVICE == "cpu" else 10)
     parser.add_argument("--orders", action="store_true", help="attention with tiles in three orders, and how they correlate")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
@@ -173,7 +177,8 @@ def main() -> None:
             draw(slide[1], panels, f"{tiles:,} tiles, last layer, random weights", args.out / f"slide_attention_{tiles}.png")
         seconds = fine_tune(model, tiles // 2 if DEVICE == "cpu" else tiles, args.steps)
     print(f"done: slides of {', '.join(map(str, args.tiles))} tiles, step of {seconds:.2f} s")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))

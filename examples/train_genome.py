@@ -7,9 +7,10 @@
     python examples/train_genome.py --scale gpu --minutes 3      # one H200: 1,048,576 bases in one sequence, bf16, compiled, checkpointed
     torchrun --nproc_per_node=4 examples/train_genome.py --scale gpu --context-parallel 4 --fsdp  # the same sequence over 4 GPUs
 
-The chromosome is in the wheel of pyrodigal (``pip install pyrodigal==3.7.1``). The last 15 % are held out. ``--out`` gets ``log.jsonl``
-and TensorBoard's curves while the run goes, a checkpoint every ``--save-minutes`` and on Ctrl-C or SIGTERM; at the end the model,
-``genome.json`` (settings, every step, results) and ``genome.png`` (the curve and the Markov models).
+The chromosome is in the wheel of pyrodigal (``pip install pyrodigal==3.7.1``). The last 15 % are held out, or with ``--held-out NAME …``
+the records of these names. ``--out`` gets ``log.jsonl`` and TensorBoard's curves while the run goes, a checkpoint every
+``--save-minutes`` and on Ctrl-C or SIGTERM, then the model and ``held_out.fa``; at the end also ``genome.json`` (settings, every step,
+results) and ``genome.png`` (the curve and the Markov models).
 Last line: ``done: held-out … bits per base, below the Markov models of orders …``; exit code 1 if it is not below orders 0 to 2, or with
 masks 0 and 1, and ``--expect-below-markov`` asked for that.
 """
@@ -35,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _markov
 import torch
-from _genome import UNKNOWN, Chromosome, find_fasta, read_genome, shrink_output
+from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output, write_held_out
 from _muon import optimizers_of
 from _pictures import can_draw
 from recipe import log, settings
@@ -49,12 +50,21 @@ from dilated_attention.models import BASES, LongNetConfig, LongNetLM
 from dilated_attention.pattern import geometric_branches
 
 SCALES: dict[str, dict[str, Any]] = {
-    "cpu": {"length": 16_384, "short_length": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
+    "cpu": {"context": 16_384, "short_context": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
     | {"dropout": 0.0, "short_share": 0.8},
-    "gpu": {"length": 1_048_576, "short_length": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
+    "gpu": {"context": 1_048_576, "short_context": 65_536, "layers": 12, "embed_dim": 512, "heads": 8, "first_segment": 2048}
     # at a 50th of its parameters and of the bases, 29 times through them: 1.98 held-out bits and rising without dropout, 1.96 with it
     | {"dropout": 0.2, "short_share": 0.5, "compile": True, "checkpoint": True},
 }
+
+
+def share_or_name(text: str) -> float | str:
+    """A number above 0 and at most 0.9; anything else is a name, such as 1 of a chromosome."""
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    return share if 0 < share <= 0.9 else text
 
 
 def arguments() -> tuple[settings.Parser, argparse.Namespace]:
@@ -64,8 +74,8 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--fasta", type=Path, help="a FASTA file, plain or .gz (default: the chromosome in pyrodigal's wheel)")
     parser.add_argument("--objective", choices=("causal", "masked"), default="causal")
     parser.add_argument("--scale", choices=tuple(SCALES), default="cpu", help="defaults of the options that follow")
-    parser.add_argument("--length", type=whole, help="bases of a training sequence")
-    parser.add_argument("--short-length", type=whole, help="bases of the first ones: many small steps before the long sequences")
+    parser.add_argument("--context", type=whole, help="bases of a training sequence")
+    parser.add_argument("--short-context", type=whole, help="bases of the first ones: many small steps before the long sequences")
     parser.add_argument("--layers", type=whole)
     parser.add_argument("--embed-dim", type=whole)
     parser.add_argument("--heads", type=whole)
@@ -77,8 +87,15 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--kmer", type=settings.number(int, 1, 12), default=6, help="an input is a base with its k - 1 nearest")
     parser.add_argument("--dropout", type=share)
     parser.add_argument("--both-strands", action=argparse.BooleanOptionalAction, default=True, help="train on the reverse complement, too")
-    parser.add_argument("--held-out", type=settings.number(float, 0, 0.9, above=True), default=0.15, help="share of the bases, the last")
-    parser.add_argument("--short-share", type=share, help="share of the training with --short-length; 0: none")
+    parser.add_argument(
+        "--held-out",
+        type=share_or_name,
+        nargs="+",
+        default=[0.15],
+        metavar="X",
+        help="share of the bases, the last (0.15), or records",
+    )
+    parser.add_argument("--short-share", type=share, help="share of the training with --short-context; 0: none")
     parser.add_argument("--evaluations", type=settings.number(int, 0), default=8, help="of the held-out part while training")
     parser.add_argument("--evaluate-share", type=whole, default=8, help="those read every n-th window; the last one reads all")
     parser.add_argument("--markov-order", type=settings.number(int, 0, 16), default=12, help="the highest; each takes seconds on a CPU")
@@ -91,7 +108,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     if (args.segment_lengths is None) != (args.dilation_rates is None):
         parser.error("--segment-lengths and --dilation-rates belong together: give both, or --first-segment")
     if args.segment_lengths is None:
-        args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.length, args.first_segment))
+        args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.context, args.first_segment))
     return parser, args
 
 
@@ -106,7 +123,7 @@ class Reading:
     parallel: torch.nn.Module
 
     def length(self, progress: float) -> int:
-        return int(self.args.short_length if progress < self.args.short_share else self.args.length)
+        return int(self.args.short_context if progress < self.args.short_share else self.args.context)
 
     def loss_of(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of one whole sequence (N,), in nats; each process computes its shard."""
@@ -172,13 +189,18 @@ def main() -> int:
     parser, args = arguments()
     with settings.wrong_usage(parser):
         # all that may be wrong with what was asked for shows before a process waits for another, or a file is written
-        name, symbols = read_genome(find_fasta(args.fasta))
+        genome = read_genome(find_fasta(args.fasta), args.held_out)
+        symbols, cut = genome.symbols, genome.cut
         data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:16]
-        cut = round(len(symbols) * (1 - args.held_out))
-        if cut <= args.length or len(symbols) - cut < 2:
-            raise ValueError(f"{cut:,} bases to train on, and --length is {args.length:,}; choose a smaller one, or a longer genome")
+        if cut <= args.context or len(symbols) - cut < 2:
+            raise ValueError(f"{cut:,} bases to train on, and --context is {args.context:,}; choose a smaller one, or a longer genome")
         if not (symbols[cut:] != UNKNOWN).any():
             raise ValueError(f"the last {len(symbols) - cut:,} bases are all unknown; expected some to evaluate: choose another --held-out")
+        known = known_share(symbols[:cut])
+        if known < 0.01:
+            raise ValueError(
+                f"of the {cut:,} bases to train on {known:.1%} are known; expected at least 1%: leave records of N out of --fasta"
+            )
         processes = Processes(args.context_parallel, args.layout, args.fsdp)
         symbols = symbols.to(processes.device)
         chromosome = Chromosome(symbols=symbols, cut=cut, is_causal=args.objective == "causal", k=args.kmer, both_strands=args.both_strands)
@@ -197,15 +219,18 @@ def main() -> int:
             batch=1,
         )
         trainer = Trainer(args, processes, model, reading.parallel, optimizers_of(model, args.lr), task, peak)
-    print(f"{name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out")
-    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, length {args.length:,}")
+    unknown = "" if known == 1 else f"; {1 - known:.2%} of the former are N"
+    print(f"{genome.name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out{unknown}")
+    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, context {args.context:,}")
     compile_seconds = 0.0
     if args.compile:
         compile_seconds = reading.warm_up()
         print(f"compiled in {compile_seconds:.0f} s", flush=True)
     trainer.train()
+    if processes.rank == 0:
+        write_held_out(genome, args.out / "held_out.fa")
     if trainer.stopped_by:
-        return trainer.report_stop()
+        return trainer.report_stop(lambda: build(args, None))
     # taken before the evaluation of all windows, which does not belong to the training
     memory = trainer.peak_memory()
     trainer.save_model(lambda: build(args, None))
@@ -213,7 +238,7 @@ def main() -> int:
     if processes.rank:
         return 0
     speed = speed_of(args, model, processes, peak, peak_source) | {"peak memory GiB": memory}
-    return report(args, reading, trainer, {"chromosome": name, "bits": bits, "speed": speed, "compile seconds": compile_seconds})
+    return report(args, reading, trainer, {"chromosome": genome.name, "bits": bits, "speed": speed, "compile seconds": compile_seconds})
 
 
 def speed_of(args: argparse.Namespace, model: LongNetLM, processes: Processes, peak: float, source: str) -> dict[str, Any]:
@@ -279,7 +304,7 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
     if can_draw():
         picture = ", genome.png"
         plot(results, args.out / "genome.png")
-    print(f"log.jsonl, checkpoint (the model), checkpoints, genome.json{picture} in {args.out}")
+    print(f"log.jsonl, checkpoint (the model), checkpoints, held_out.fa, genome.json{picture} in {args.out}")
     below = [row.k for row in rows if bits < row.smoothed]
     # a two-sided model of order 1 sees two bases, as the other kind of order 2 does
     needed = range(min(3 if chromosome.is_causal else 2, len(rows)))

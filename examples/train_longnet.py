@@ -19,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def main() -> int:
     print(f"{source}: {len(train_text):,} bytes to train on, {len(valid_text):,} held out")
     trainer.train()
     if trainer.stopped_by:
-        return trainer.report_stop()
+        return trainer.report_stop(lambda: build(args, None))
     print(f"peak memory of a process in training: {trainer.peak_memory():.2f} GiB")
     trainer.save_model(lambda: build(args, None))
     bits = trainer.evaluate()
@@ -172,7 +173,7 @@ def plot(run: Path, baselines: dict[str, float], source: str) -> None:
         axes.plot(*zip(*points, strict=True), style, lw=1, ms=4, label=label)
     for (name, value), style in zip(baselines.items(), ("-.", "--", ":"), strict=True):
         axes.axhline(value, ls=style, color="black", lw=1, label=f"{name} {value:.2f}")
-    axes.set(xlabel="seconds of training", ylabel="bits per byte", ylim=(0, 8), title=f"LongNet on {source}")
+    axes.set(xlabel="seconds of training", ylabel="bits per byte", ylim=(0, 8), title=textwrap.fill(f"LongNet on {source}", 60))
     axes.legend()
     figure.savefig(run / "loss.png", dpi=120)
 

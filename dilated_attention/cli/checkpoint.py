@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from dilated_attention.models import LongNetLM, Vocabulary
 
-_WEIGHTS = "model.safetensors"
-
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Adds ``args.folder``, ``device``, ``backend`` and ``dtype``."""
@@ -28,23 +26,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float32")
 
 
-def folder_of(path: Path) -> Path:
-    """Returns the folder of the weights: ``path`` or, in the folder of a run, ``path/checkpoint``.
-
-    Raises:
-        FileNotFoundError: if there are no weights in either.
-    """
-    for folder in (path, path / "checkpoint"):
-        if (folder / _WEIGHTS).exists():
-            return folder
-    what = f"holds no {_WEIGHTS}, nor does checkpoint/ in it"
-    if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
-    raise FileNotFoundError(f"{path} {what}; expected a folder that save_pretrained wrote, or a run's folder with checkpoint/ in it")
-
-
 def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Vocabulary]:
-    """Returns the model in eval mode and the vocabulary of its tokens.
+    """Returns the model in eval mode and the vocabulary of its tokens; ``args.folder`` is then the model's, if it was a run's.
 
     Raises:
         UsageError: if there is no such backend.
@@ -52,12 +35,13 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Voc
     """
     from dilated_attention.backends import registry
     from dilated_attention.models import LongNetLM, vocabulary_of
+    from dilated_attention.models.checkpoint import find_model
 
     try:
         registry.check_name(args.backend)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    folder = folder_of(args.folder)
+    args.folder = folder = find_model(args.folder)
     try:
         model = LongNetLM.from_pretrained(folder, device=device, backend=args.backend)
         return model, vocabulary_of(model.config)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ codecs.register_error(_ERRORS, _replaced)
 
 
 def prepare() -> None:
-    """Makes both streams replace characters that they cannot encode, instead of raising an error."""
+    """Makes both streams replace characters that they cannot encode, instead of raising an error, and warnings lines without code."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention.cli.arguments import add_json, device_of
-from dilated_attention.cli.checkpoint import add_checkpoint, computing, folder_of, load
+from dilated_attention.cli.checkpoint import add_checkpoint, computing, load
 from dilated_attention.cli.console import put_answer
 from dilated_attention.parsing import UsageError, size
 
@@ -48,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--stride is {args.stride}; expected at most --context, {args.context}")
     files = _files(args.data)
     device = device_of(args.device)
-    folder = folder_of(args.folder)
     model, vocabulary = load(args, device)
     if args.by_position and not model.config.is_causal:
         raise UsageError("--by-position is given, and this model sees both sides: each target can see all of its window; leave it out")
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         records = _records(args.data, files, vocabulary)
         found = evaluate(model, records, context=args.context, stride=args.stride, num_windows=args.windows)
     answer: dict[str, Any] = {
-        "checkpoint": str(folder),
+        "checkpoint": str(args.folder),
         "parameters": model.num_parameters,
         "objective": "causal" if model.config.is_causal else "masked",
         "data": str(args.data),

@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from dilated_attention.models import Sampling, generate_stream, kmers
+    from dilated_attention.models import Sampling, generate_stream
 
     if args.stop == "":
         raise UsageError("--stop is empty; expected a text that ends the output, or leave it out")
@@ -55,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     model, vocabulary = load(args, device)
     with computing(model, args, device, autocast=False):
-        prompt = _tokens(args, text, vocabulary)[None].to(device)
-        if model.config.kmer > 1:
-            prompt = kmers(prompt, model.config.kmer, both_sides=False)
+        prompt = model.encode(_tokens(args, text, vocabulary))
         ending = b"" if args.stop is None else vocabulary.decode_bytes(vocabulary.encode(args.stop.encode(errors="surrogateescape")))
         if args.stop is not None and not ending:
             raise UsageError(f"--stop has no {vocabulary.unit}s; expected a text that ends the output, or leave it out")

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from dilated_attention.files import flush, locked, remove_leftovers, replacing
+from dilated_attention.files import flush, locked, read_json, remove_leftovers, replacing
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 # keys in the header of the weights' file: the configuration, its SHA-256, and the SHA-256 of the previous config.json
 _CONFIG, _SUM, _REPLACED = (f"dilated_attention.{name}" for name in ("config", "config_sha256", "replaced_config_sha256"))
 _EXPECTED = f"expected a folder written by save_pretrained, with {CONFIG_FILE} and {WEIGHTS_FILE}"
+
+
+# a run's folder, which examples/recipe writes: the model, how far it was trained, and what the run itself goes on from
+_MODEL, _STATE, _STEPS = "checkpoint", "run.json", "checkpoints/step-*"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,46 @@ class Stored:
     saved_with: str | None
     beside: bytes | None
     interrupted: bool
+
+
+def find_model(path: Path) -> Path:
+    """Returns the folder of the model: ``path``, or in the folder of a run ``path/checkpoint``.
+
+    Raises:
+        FileNotFoundError: if neither holds weights; of a run that has only saved its steps, with the command that writes them.
+    """
+    for folder in (path, path / _MODEL):
+        if (folder / WEIGHTS_FILE).exists():
+            return folder
+    if last := _last_step(path):
+        raise FileNotFoundError(
+            f"{path} has no model yet, and the run was last saved after step {last}: write that model {_way_out(path, last)}"
+        )
+    what = f"holds no {WEIGHTS_FILE}, nor does {_MODEL}/ in it"
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+    raise FileNotFoundError(f"{path} {what}; {_EXPECTED}, or the folder of a run with {_MODEL}/ in it")
+
+
+def unfinished(folder: Path) -> str | None:
+    """Returns what to warn of if the model of a run is not that of its end, else None."""
+    run, state = folder.parent, folder / _STATE
+    if not state.is_file():
+        return None
+    step, last = read_json(state)["step"], _last_step(run)
+    if last > step:
+        return f"{folder} is the model of step {step}, and the run has been trained to step {last}: write that model {_way_out(run, last)}"
+    return f"{folder} is the model of step {step}, after which the run was stopped" if read_json(state)["stopped"] else None
+
+
+def _last_step(run: Path) -> int:
+    """Returns 0 if there is none; one that is being written or removed lacks its state."""
+    names = [folder.name.removeprefix("step-") for folder in run.glob(_STEPS) if (folder / _STATE).is_file()]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def _way_out(run: Path, step: int) -> str:
+    return f"with the run's script and --resume {run} --steps {step}"
 
 
 def write_folder(folder: Path, config: str, weights: dict[str, torch.Tensor]) -> None:

@@ -82,7 +82,7 @@ def evaluate(
     A causal model: the first window of a record scores all of its targets; each further window moves on by ``stride`` and scores the
     targets that are new, which have at least ``context − stride`` positions before them. A record's first token is no target. A model
     that sees both sides, of bases: the same 15 % of each record in every call are replaced with N and scored, each in the window whose
-    middle it is nearest to. N itself is never scored where tokens are bases (``vocab_size=5``).
+    middle it is nearest to. N itself is never scored where tokens are bases (``vocab_size=5``), and windows without a target are not read.
 
     Args:
         model: a ``LongNetLM`` on one device. It computes in the dtype of its weights, or autocast's where that is enabled.
@@ -108,10 +108,14 @@ def evaluate(
     stride = max(1, context // 2) if stride is None else as_int("stride", stride, minimum=1)
     if stride > context:
         raise ValueError(f"stride is {stride}; expected at most context = {context}, or tokens between windows would not be scored")
-    windows = [(i, window) for i, record in enumerate(records) for window in _windows(len(record), context, stride, config.is_causal)]
+    hidden = None if config.is_causal else [_hidden(record) for record in records]
+    windows = [
+        (i, window)
+        for i, record in enumerate(records)
+        for window in _windows_to_read(config, record, None if hidden is None else hidden[i], context, stride)
+    ]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
-    hidden = None if config.is_causal else [_hidden(record) for record in records]
     device = model.output_weight.device
     # by the power of two of the inputs that a target could see: nats and targets
     sums = torch.zeros(2, context.bit_length(), dtype=torch.float64, device=device)
@@ -156,6 +160,22 @@ def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterato
     while scored < scored_end:
         yield _Window(max(0, scored_end - context - 1), scored_end - 1, scored, scored_end)
         scored, scored_end = scored_end, min(length, scored_end + stride)
+
+
+def _windows_to_read(
+    config: LongNetConfig, record: torch.Tensor, hidden: torch.Tensor | None, context: int, stride: int
+) -> Iterator[_Window]:
+    """Yields those that have a target: a genome may have long stretches of nothing but N."""
+    windows = _windows(len(record), context, stride, config.is_causal)
+    if config.vocab_size != NUM_BASES:
+        yield from windows
+        return
+    is_target = record.cpu() != UNKNOWN
+    if hidden is not None:
+        is_target &= hidden
+    # how many come before each position
+    before = F.pad(is_target.long().cumsum(0), (1, 0))
+    yield from (window for window in windows if before[window.scored] < before[window.scored_end])
 
 
 def _hidden(record: torch.Tensor) -> torch.Tensor:

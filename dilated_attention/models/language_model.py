@@ -18,6 +18,8 @@ from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
 from dilated_attention.models.text.kmer_embedding import KmerEmbedding
+from dilated_attention.models.text.kmers import kmers
+from dilated_attention.models.text.vocabulary import vocabulary_of
 from dilated_attention.models.tokens import check_ids, check_range, check_tokens
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import shown
@@ -97,6 +99,31 @@ class LongNetLM(Pretrained):
         assert isinstance(weight, torch.Tensor)
         return weight
 
+    def encode(self, text: str | bytes | torch.Tensor) -> torch.Tensor:
+        """Returns the tokens (B, N) of a text on the model's device, as ``forward``, ``hidden`` and ``generate`` read them.
+
+        Args:
+            text: a text (B = 1), or its bytes or bases (N,) or (B, N) as ``read_fasta`` gives them. With ``config.kmer`` it is encoded as
+                a whole sequence: before its first base and after its last are N.
+
+        Raises:
+            ValueError, TypeError: if the model's tokens are neither bytes nor bases (``vocabulary_of``), or a tensor holds others.
+
+        >>> hidden = model.hidden(model.encode("GATTACA"))
+        """
+        vocabulary = vocabulary_of(self.config)
+        if isinstance(text, (str, bytes)):
+            text = vocabulary.encode(text)
+        elif not isinstance(text, torch.Tensor):
+            raise TypeError(f"text is a {type(text).__name__}; expected a str, bytes, or a tensor of {vocabulary.unit}s")
+        tokens = text[None] if text.ndim == 1 else text
+        check_tokens("text", tokens)
+        if self.config.kmer > 1:
+            tokens = kmers(tokens, self.config.kmer, both_sides=not self.config.is_causal)
+        else:
+            check_range("text", tokens, self.config.vocab_size)
+        return tokens.to(self.output_weight.device)
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -109,8 +136,8 @@ class LongNetLM(Pretrained):
         """Computes the logits, or the loss if ``targets`` are given.
 
         Args:
-            tokens: (B, N) integers below vocab_size, with ``config.kmer`` codes below 5^k; for a sharded model this process's shard (B, n),
-                like all tensors here.
+            tokens: (B, N) integers below vocab_size, with ``config.kmer`` codes below 5^k, as ``encode`` makes both; for a sharded model
+                this process's shard (B, n), like all tensors here.
             targets: (B, N), for each position the token that follows it, or with ``is_causal=False`` the token itself; −100 for positions
                 that do not count. Shift first, then shard.
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
@@ -125,12 +152,12 @@ class LongNetLM(Pretrained):
             the whole sequence.
 
         Raises:
-            ValueError, TypeError: if tensors do not fit, or tokens or targets on the CPU are out of range. On a GPU this is not checked,
-                because the host would have to wait at every call: there it ends in a device-side assertion, after which the process must be
-                restarted.
+            ValueError, TypeError: if tensors do not fit, tokens or targets on the CPU are out of range, or bases are given in place of
+                k-mer codes. On a GPU values are not checked, because the host would have to wait at every call (codes are, at the first):
+                there what is out of range ends in a device-side assertion, after which the process must be restarted.
         """
         check_tokens("tokens", tokens)
-        check_ids("tokens", tokens, self.embedding)
+        check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
         if targets is not None:
@@ -160,7 +187,7 @@ class LongNetLM(Pretrained):
         cache: Cache | Requests | CachePass | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
-        check_ids("tokens", tokens, self.embedding)
+        check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:
             # undoes the small initial values of the output layer, so that the residual stream starts at variance 1

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, read_folder, write_folder
+from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, find_model, read_folder, unfinished, write_folder
 from dilated_attention.models.config import ConfigT, ModelConfig, config_text
 from dilated_attention.models.summary import Summary, summarise
 
@@ -66,7 +66,7 @@ class Pretrained(nn.Module):
         Damaged bytes inside the weights are not noticed (docs/models.md has the figures).
 
         Args:
-            path: the folder.
+            path: the folder, or that of a run of examples/recipe with ``checkpoint/`` in it; warns if that is not the model of its end.
             device, dtype: those of the parameters.
             options: arguments of the constructor: ``backend``; ``group``, ``mesh``, ``layout`` …
 
@@ -75,7 +75,9 @@ class Pretrained(nn.Module):
             ValueError: if the configuration belongs to another model or a later version, or files are damaged or do not belong together.
             RuntimeError: if the weights do not fit the configuration.
         """
-        folder = Path(path)
+        folder = find_model(Path(path))
+        if note := unfinished(folder):
+            warnings.warn(note, stacklevel=2)
         stored = read_folder(folder, device)
         weights = stored.weights
         odd = [name for name, weight in weights.items() if not weight.is_floating_point()]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.models.config import NUM_BASES
 from dilated_attention.models.text.kmer_embedding import KmerEmbedding
 
 
@@ -19,14 +20,26 @@ def check_tokens(name: str, tokens: Any) -> None:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 
 
-def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False) -> None:
-    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``.
+def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False, is_shard: bool = False) -> None:
+    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes.
 
     Never for an embedding that is not of this library or torch, as it may accept ids outside the vocabulary.
+
+    Args:
+        is_shard: neighbouring tokens need not be neighbours in the sequence.
     """
     if isinstance(embedding, KmerEmbedding):
-        limit, way_out = f"5^{embedding.k} − 1", f"tokens of this model are codes, kmers(bases, {embedding.k}, both_sides)"
-        check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=limit, way_out=way_out)
+        if not has_values(tokens, waits=True) or not tokens.numel():
+            return
+        # a GPU is waited for once in the life of a model: bases in place of codes end in no error there
+        if not has_values(tokens, waits=waits or embedding.is_new):
+            return
+        embedding.is_new, waits = False, True
+        way_out = f"tokens of this model are codes of {embedding.k} bases: use model.encode(text or bases)"
+        check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=f"5^{embedding.k} − 1", way_out=way_out)
+        # the code of a base after any but A is at least 5
+        if not is_shard and bool((tokens < NUM_BASES).all()) and bool(tokens[..., :-1].any()):
+            raise ValueError(f"{name} are bases, 0 to 4; expected codes below {embedding.num_embeddings}: {way_out}")
     elif isinstance(embedding, nn.Embedding):
         check_range(name, tokens, embedding.num_embeddings, waits=waits)
 

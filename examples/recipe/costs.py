@@ -54,11 +54,14 @@ def plot(log: dict[str, Any], path: Path) -> None:
     axes.plot(times[span - 1 :], means, lw=1, color="#56b4e9", label=f"training, mean of {span} sequences")
     held_out = log["evaluations"]
     axes.plot([t for _, t, _ in held_out], [bits for _, _, bits in held_out], "o-", ms=4, color="#d55e00", label="held out")
-    bottom, top = log["held out bits per base"] - 0.06, 2.05
     best = min(log["markov"], key=lambda row: row["smoothed"])
     shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
     lines = [(row["smoothed"], f"Markov order {row['k']}") for row in {row["k"]: row for row in (*shown, best)}.values()]
     lines.append((log["markov"][-1]["interpolated"], "interpolated"))
+    # the first steps are above chance, and may leave the picture
+    highest = max(2.05, *(bits for _, _, bits in held_out))
+    lowest = min(log["held out bits per base"], *means, *(value for value, _ in lines))
+    bottom, top = (limit + 0.05 * sign * (highest - lowest) for limit, sign in ((lowest, -1), (highest, 1)))
     place = bottom
     for value, label in sorted(lines):
         # next to its line, or above the label below
@@ -67,5 +70,5 @@ def plot(log: dict[str, Any], path: Path) -> None:
         axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
     axes.set(xlabel="seconds of training", ylabel="bits per base", ylim=(bottom, top))
     axes.set_title(textwrap.fill(log["chromosome"], 60), fontsize="small")
-    axes.legend(fontsize="small", loc="upper right")
+    axes.legend(fontsize="small", loc="best")
     figure.savefig(path, dpi=100)

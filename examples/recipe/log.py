@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ except ModuleNotFoundError:
     raise SystemExit('tqdm is not installed: pip install "dilated-attention[train]"; with [slides] for slides') from None
 
 FILE = "log.jsonl"
+SECONDS_BETWEEN_LINES = 30.0
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -69,7 +71,9 @@ class Log:
             self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
         except ImportError as error:
             print(f'no TensorBoard curves, {error}: pip install "dilated-attention[train]"; log.jsonl has the same figures')
-        self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=1.0)
+        # none into a pipe or a file, which gets a line now and then
+        self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=1.0, miniters=0, disable=None)
+        self._next_line = 0.0
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Adds figures of one step, by names such as ``train/bits``. TensorBoard gets those of a step a second, and all evaluations."""
@@ -83,10 +87,14 @@ class Log:
             self._writer.add_scalar(name, value, step)
 
     def show(self, done: int, text: str) -> None:
-        """Sets the progress bar."""
+        """Sets the progress bar, which is drawn once a second."""
         with self._watched():
-            self._bar.n = min(done, self._bar.total)
-            self._bar.set_postfix_str(text)
+            if not self._bar.disable:
+                self._bar.set_postfix_str(text, refresh=False)
+                self._bar.update(min(done, self._bar.total) - self._bar.n)
+            elif time.perf_counter() >= self._next_line:
+                self._next_line = time.perf_counter() + SECONDS_BETWEEN_LINES
+                print(text, file=sys.stderr, flush=True)
 
     def print(self, text: str) -> None:
         """Prints a line above the progress bar."""

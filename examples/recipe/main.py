@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from dilated_attention.backends import BackendUnavailable
 from recipe.checkpoints import cause_of
 
 _interrupts: list[int] = []
@@ -29,9 +32,10 @@ def _interrupt(kind: int, _: Any) -> None:
 
 def run_safely(main: Callable[[], int]) -> int:
     """Calls ``main`` and returns the exit code: its own; 130 for a Ctrl-C that came before training; 141 where nobody reads the output any
-    more; 1 where the loss is no number or nothing can be written."""
+    more; 1 where the loss is no number, a file cannot be read or written, a setting is refused, or the machine does not suffice."""
     is_first = os.environ.get("RANK", "0") == "0"
     _interrupts.clear()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     before = signal.signal(signal.SIGINT, _interrupt)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first else nowhere):
         try:
@@ -56,7 +60,7 @@ def run_safely(main: Callable[[], int]) -> int:
             if is_first:
                 print(f"a checkpoint cannot be written ({cause_of(error)}); go on from the last one with --resume auto", file=sys.stderr)
             return 1
-        except (FloatingPointError, OSError) as error:
+        except (FloatingPointError, OSError, ValueError, BackendUnavailable, torch.OutOfMemoryError) as error:
             if is_first:
                 print(error, file=sys.stderr)
             return 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dilated_attention.parsing import size
 from recipe import checkpoints
 from recipe.main import interrupted
 
@@ -34,10 +35,13 @@ FREE = {"out", "resume", "config", "lr", "save_minutes", "keep", "backend", *LEN
 
 
 def number(kind: type, low: float, high: float = float("inf"), *, above: bool = False) -> Callable[[str], Any]:
-    """Returns an argparse type: a number of ``kind`` from ``low`` to ``high``; ``above`` leaves ``low`` itself out. NaN is outside."""
+    """Returns an argparse type: a number of ``kind`` from ``low`` to ``high``; ``above`` leaves ``low`` itself out. NaN is outside.
+
+    Whole numbers may be sizes, too: 32k is 32768.
+    """
 
     def parse(text: str) -> Any:
-        value = kind(text)
+        value = size(text) if kind is int and not text.lstrip("-").isdecimal() else kind(text)
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             limits = f"{'>' if above else '>='} {low:g}" + (f" and <= {high:g}" if high < float("inf") else "")
             raise argparse.ArgumentTypeError(f"got {text}; expected a number {limits}")
@@ -62,10 +66,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _before_refusing()
-        super().error(message)
+        # without the usage, which is a screen of flags
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
     def refuse(self, message: str) -> NoReturn:
-        """Ends like ``error``, without the usage: for input that no other flag would repair."""
+        """Ends like ``error``: for input that no other flag would repair."""
         _before_refusing()
         self.exit(2, f"{self.prog}: {message}\n")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import random
 import signal
@@ -31,7 +32,7 @@ from recipe.task import Progress, Task, schedule
 
 # what a run writes, but for its settings
 WRITTEN = (
-    *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png"),
+    *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png", "held_out.fa"),
     *("embeddings.npz", "predictions.csv", "slides.json", "heatmaps", "best.pt"),
 )
 
@@ -123,13 +124,22 @@ class Trainer:
             if self._log is not None:
                 self._log.end_bar()
 
-    def report_stop(self) -> int:
-        """Prints how to go on after a signal, and returns the exit code that a shell gives for it."""
+    def report_stop(self, build: Callable[[], LongNetLM] | None = None) -> int:
+        """Prints how to go on after a signal, and returns the exit code that a shell gives for it; every process must call it.
+
+        Args:
+            build: of ``save_model``, by which the model is written as well.
+        """
         assert self.stopped_by
         name = signal.Signals(self.stopped_by).name
         if self.done.step:
+            usable = ""
+            if build is not None:
+                self.save_model(build)
+                usable = f"evaluate and generate read {self.run / 'checkpoint'}; "
             print(
-                f"stopped by {name} after step {self.done.step}, which is saved; go on with --resume auto --out {self.run}", file=sys.stderr
+                f"stopped by {name} after step {self.done.step}, which is saved; {usable}go on with --resume auto --out {self.run}",
+                file=sys.stderr,
             )
         else:
             print(f"stopped by {name} before the first step", file=sys.stderr)
@@ -156,7 +166,11 @@ class Trainer:
         if self.processes.rank == 0:
             alone = build()
             alone.load_state_dict(weights, assign=True)
-            alone.save_pretrained(self.run / "checkpoint")
+            # last: a kill in between leaves no step of other weights
+            state = self.run / "checkpoint" / "run.json"
+            state.unlink(missing_ok=True)
+            alone.save_pretrained(state.parent)
+            state.write_text(json.dumps({"step": self.done.step, "stopped": bool(self.stopped_by)}), encoding="utf-8")
 
     def _begin(self) -> None:
         """Writes the settings; a run that is in the folder already, and is not gone on with, moves into a folder of its own."""

@@ -147,7 +147,7 @@ def test_folders_without_a_model_are_refused(tmp_path: Path, data: Path, capsys:
     config = tmp_path / "other" / "config.json"
     config.write_text(config.read_text().replace('"num_layers": 2', '"num_layers": 3'))
     for name, text in (
-        ("none", "does not exist; expected a folder that save_pretrained wrote"),
+        ("none", "does not exist; expected a folder written by save_pretrained"),
         ("run", "holds no model.safetensors, nor does checkpoint/ in it"),
         ("data/b.txt", "is no folder"),
         ("cut", "cut off or of another format"),

@@ -91,7 +91,7 @@ def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -
 @needs_2
 def test_the_chromosome_of_the_wheel(tmp_path: Path) -> None:
     pytest.importorskip("pyrodigal", reason="pyrodigal is not installed")
-    small = ["--steps", "2", "--length", "8192", "--first-segment", "1024", "--held-out", "0.02", "--markov-order", "2"]
+    small = ["--steps", "2", "--context", "8192", "--first-segment", "1024", "--held-out", "0.02", "--markov-order", "2"]
     bits = genome(tmp_path, 2, *small, "--context-parallel", "2", "--backend", "sdpa")
     assert len(bits) == 3
 

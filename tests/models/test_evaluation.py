@@ -94,6 +94,19 @@ def test_unknown_bases_are_no_targets_and_hidden_ones_are_not_shown(is_causal: b
     assert bool(found.by_position) is is_causal
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_windows_without_a_target_are_not_read(is_causal: bool) -> None:
+    """Those of nothing but N; a part of the windows is one of the others."""
+    lm = model(vocab_size=5, is_causal=is_causal)
+    n = torch.full((1000,), 4)
+    record = torch.cat([n, tokens(200, 4), n])
+    whole = evaluate(lm, [n, record], context=40)
+    assert (whole.scored == 200 or not is_causal) and 8 <= whole.windows <= 12
+    assert evaluate(lm, [n, record], context=40, num_windows=1).scored > 0
+    with pytest.raises(ValueError, match="none of all is scored"):
+        evaluate(lm, [n], context=40)
+
+
 def test_a_part_of_the_windows_is_spread_over_the_data() -> None:
     lm = model()
     found = evaluate(lm.train(), [tokens(400)], context=16, num_windows=5)

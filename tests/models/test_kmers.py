@@ -14,12 +14,14 @@ from dilated_attention import shard_sequence
 from dilated_attention.models import (
     BASES,
     KmerEmbedding,
+    KVCache,
     LongNetConfig,
     LongNetLM,
     Sampling,
     average_gradients,
     generate_stream,
     kmers,
+    prefill,
 )
 from dilated_attention.models.summary import embedding_parameters
 from dilated_attention.models.text.kmer_embedding import following_codes
@@ -99,10 +101,50 @@ def test_codes_out_of_range_are_refused() -> None:
     lm = model()
     lm(torch.tensor([[624]]))
     for call in (lambda: lm(torch.tensor([[625, 3]])), lambda: lm.generate(torch.tensor([[625, 3]]), 2)):
-        with pytest.raises(ValueError, match=r"reach from 3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model are codes, kmers"):
+        with pytest.raises(ValueError, match=r"reach from 3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model .* model\.encode"):
             call()
     with pytest.raises(ValueError, match="targets reach from 5 to 5; expected 0 to vocab_size − 1 = 4"):
         lm(torch.tensor([[624]]), targets=torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_bases_in_place_of_codes_are_refused(is_causal: bool) -> None:
+    """Codes of neighbours name the base before them, so that no stretch of a genome has only codes of single bases, but for a run of A."""
+    lm = model(is_causal=is_causal)
+    symbols = BASES.encode("GATTACA")[None]
+    calls = [lm, lm.hidden, lambda tokens: lm(tokens, targets=symbols[:, :1].expand_as(tokens))]
+    calls += [lambda tokens: prefill(lm, tokens, KVCache(lm.config, 1, 9)), lambda tokens: lm.generate(tokens, 1)] if is_causal else []
+    with torch.no_grad():
+        for call in calls:
+            for wrong in (symbols, symbols[:, :2], BASES.encode("NNNN")[None], BASES.encode("AAAAT A")[None]):
+                with pytest.raises(ValueError, match=r"are bases, 0 to 4; expected codes .* use model\.encode"):
+                    call(wrong)
+            # stretches of genomes with runs of A, whose codes are the smallest
+            for text in ("AAAAAAAAA", "CAAAAAATA", "NAAAAAACG", "TTTTAAAAA"):
+                codes = kmers(BASES.encode(text), 4, not is_causal)[None]
+                for begin in range(9):
+                    for end in range(begin + 1, 10):
+                        call(codes[:, begin:end])
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_model_encodes_what_it_reads(is_causal: bool) -> None:
+    lm = model(is_causal=is_causal)
+    codes = kmers(BASES.encode("gattNaca"), 4, not is_causal)[None]
+    for text in ("gatt naca\n", b"GATTNACA", BASES.encode("GATTNACA"), BASES.encode("GATTNACA")[None].int()):
+        assert torch.equal(lm.encode(text), codes)
+    assert lm.encode(bases(3, 9)).shape == (3, 9)
+    assert torch.equal(model(kmer=1).encode("GATN"), torch.tensor([[2, 0, 3, 4]]))
+    assert bytes(model(kmer=1, vocab_size=256).encode("naïve")[0].tolist()).decode() == "naïve"
+    with pytest.raises(ValueError, match="symbols reach from"):
+        lm.encode(codes)
+    with pytest.raises(ValueError, match="text reach from 0 to 5; expected 0 to vocab_size − 1 = 4"):
+        model(kmer=1).encode(torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"vocab_size is 300; expected 256 \(bytes\) or 5"):
+        model(kmer=1, vocab_size=300).encode("x")
+    for wrong in (["ACGT"], 5, torch.zeros(3), torch.zeros(1, 1, 3, dtype=torch.int64)):
+        with pytest.raises((TypeError, ValueError), match=r"text (is a|has)"):
+            lm.encode(wrong)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

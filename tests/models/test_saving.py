@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,33 @@ def test_files_of_other_things_than_weights_are_named(value: Any, tmp_path: Path
     torch.save(value, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other\.pt"):
         load_torchscale(tmp_path / "other.pt", kind="encoder")
+
+
+def test_a_runs_folder_has_the_model_of_its_end_or_names_the_command_that_writes_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (9, 10):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{step:08d}" / "run.json").write_text("{}")
+    # removed or written in part
+    (run / "checkpoints" / "step-00000011").mkdir()
+    way_out = re.escape(f"with the run's script and --resume {run} --steps 10")
+    with pytest.raises(FileNotFoundError, match=rf"{run} has no model yet, .* after step 10: .* {way_out}"):
+        LongNetLM.from_pretrained(run)
+    model(3).save_pretrained(run / "checkpoint")
+    for stopped, step, said in (
+        (False, 10, None),
+        (True, 10, "is the model of step 10, after which the run was stopped"),
+        (True, 8, rf"is the model of step 8, and the run has been trained to step 10: .* {way_out}"),
+        (False, 8, rf"is the model of step 8, and the run has been trained to step 10: .* {way_out}"),
+        (False, 12, None),
+    ):
+        (run / "checkpoint" / "run.json").write_text(json.dumps({"step": step, "stopped": stopped}))
+        for folder in (run, run / "checkpoint"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert version_of(folder) == 3
+            assert len(caught) == (said is not None)
+            assert said is None or re.search(said, str(caught[0].message)), caught[0].message
 
 
 def test_folders_and_missing_files(tmp_path: Path) -> None:

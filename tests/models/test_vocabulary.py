@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import warnings
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,30 @@ def test_bases_are_letters_of_either_case() -> None:
         BASES.decode(torch.tensor([3, 7]))
 
 
+PROTEIN = b"MKVLITGAGSGIGLELARQFAEEGAHVVLAGRDEAKLAEVAQSLGAQAVPCDVTDPAAVQALVDAAVARFGRLDVLVNNAGI"
+GENOME = b"ACGTNNNNNNNNNNNNNNNNNNNNacgtacgtacgtnnnnRYacgtacgtacgtacgtACGT"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (PROTEIN, "51 of 82 letters (62%) in {} are none of A, C, G, T and N, most often V, L, E, and are read as N; expected DNA"),
+        (b"ACGU" * 9, "9 of 36 letters (25%) in {}"),
+        (GENOME, ""),
+    ],
+)
+def test_a_text_of_other_letters_than_bases_is_told(text: bytes, said: str, tmp_path: Path) -> None:
+    """Of which N is one, and lower case the same; a genome has a few others."""
+    path = tmp_path / "x.fa"
+    path.write_bytes(b">LVLVLVLVLV an id\n" + text[:30] + b"\n>other\r\n" + text[30:] + b"\n")
+    for what, call in (("the text", lambda: BASES.encode(text)), (str(path), lambda: read_fasta(path))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+            BYTES.encode(text)
+        assert [str(warning.message)[: len(said.format(what))] for warning in caught] == ([said.format(what)] if said else [])
+
+
 def test_the_other_strand_is_the_reverse_complement() -> None:
     assert BASES.decode(other_strand(BASES.encode("AACNT"))) == "ANGTT"
     both = torch.stack([BASES.encode("AAC"), BASES.encode("GGN")])
@@ -46,13 +71,13 @@ def test_the_size_says_which_vocabulary_is_meant() -> None:
 
 
 def test_every_record_of_a_fasta_file_is_read_plain_or_packed(tmp_path: Path) -> None:
-    text = b">short plasmid\nACGT\n>long one\r\nACgtN\r\nrYAC\r\n\nGGT\n>nothing\n"
+    text = b"; a remark\n>short plasmid c.7A>T\nACGT\n>long one\r\nACgtN\r\nrYAC\r\n\nGGT\n>nothing\n"
     (tmp_path / "plain.fa").write_bytes(text)
     (tmp_path / "packed.fa.gz").write_bytes(gzip.compress(text))
     for file in ("plain.fa", "packed.fa.gz"):
         records = read_fasta(tmp_path / file)
         assert [(name, BASES.decode(bases)) for name, bases in records] == [
-            ("short plasmid", "ACGT"),
+            ("short plasmid c.7A>T", "ACGT"),
             ("long one", "ACGTNNNACGGT"),
             ("nothing", ""),
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import json
 import os
 import signal
@@ -183,7 +185,7 @@ def test_memory_estimate_counts_what_shapes_say() -> None:
 
 
 def test_a_document_through_sparse_layers(text: Path, tmp_path: Path) -> None:
-    small = ["--length", "6800", "--steps", "3", "--out", str(tmp_path)]
+    small = ["--context", "6800", "--steps", "3", "--out", str(tmp_path)]
     result = run_script(EXAMPLES / "block_sparse.py", "--document", str(text), *small)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -210,7 +212,7 @@ def test_a_slide_is_embedded_drawn_and_learned_from(tmp_path: Path) -> None:
 
 def test_a_transformers_model_reads_a_document(text: Path) -> None:
     pytest.importorskip("transformers")
-    small = ["--length", "3000", "--steps", "3", "--write", "10"]
+    small = ["--context", "3000", "--steps", "3", "--write", "10"]
     result = run_script(EXAMPLES / "hf_long_document.py", "--document", str(text), *small)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -228,7 +230,7 @@ def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
     for processes in (None, 2):
-        options = ["--length", "301", "--tiled-mlp", "--chunked-loss", "--out", str(tmp_path / str(processes))]
+        options = ["--context", "301", "--tiled-mlp", "--chunked-loss", "--out", str(tmp_path / str(processes))]
         result = run_script(EXAMPLES / "hf_context_parallel.py", *options, processes=processes)
         assert result.returncode == 0, result.stderr
         last = result.stdout.splitlines()[-1]
@@ -243,7 +245,7 @@ def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
 def test_the_longest_sequence_of_a_transformers_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "longest.json"
-    options = ["--length", "256", "--memory-gib", "64", "--most", "1024", "--out", str(out)]
+    options = ["--context", "256", "--memory-gib", "64", "--most", "1024", "--out", str(out)]
     result = run_script(EXAMPLES / "hf_context_parallel.py", "--longest", *options)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("done: the longest sequence, of all options, has ")
@@ -252,3 +254,41 @@ def test_the_longest_sequence_of_a_transformers_model(tmp_path: Path) -> None:
     for row in rows.values():
         assert [point["tokens"] for point in row["measured"]] == [256, 512]
         assert all(point["tokens a second"] > 0 and point["peak GiB"] > 0 for point in row["measured"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("block_sparse.py --document nowhere", "No such file or directory: 'nowhere'"),
+        ("hf_long_document.py --document .", "Is a directory: '.'"),
+        ("hf_context_parallel.py --size 3 --steps 1", "size is 3 and there are 1 processes; expected a divisor"),
+        ("hf_context_parallel.py --context 1M", "expected a --context up to that"),
+        ("slide_encoder.py --tiles 20 --layers 1 --steps 1 --out /proc/none", "No such file or directory: '/proc/none'"),
+        ("extreme_length.py --heads 999999999", "num_heads is 999999999; expected an integer"),
+        ("train_longnet.py --context 128 --backend flash4 --steps 1 --out {out} --skip-memory-test", "flash4"),
+    ],
+)
+def test_what_a_script_cannot_do_has_no_traceback(words: str, expected: str, tmp_path: Path) -> None:
+    script, *options = words.format(out=tmp_path).split()
+    result = run_script(EXAMPLES / script, *options, quick=True)
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert expected in result.stderr
+
+
+def test_long_titles_of_a_heatmap_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw = importlib.import_module("slide_encoder").draw
+    coords = torch.cartesian_prod(torch.arange(5), torch.arange(4)) * 256
+    name = "TCGA-D8-A1XQ-01Z-00-DX2.BA6E2F0A-0D1C-4B1D-9F57-2D0C1B0E2A3F: invasive ductal carcinoma, p(invasive ductal carcinoma) = 0.98"
+    for panels in ({"attention": torch.rand(20)}, {f"column by column, {i} of a long name": torch.rand(20) for i in range(3)}):
+        draw(coords, panels, name, tmp_path / "x.png")
+        figure = drawn.pop()
+        figure.draw_without_rendering()
+        texts = [figure._suptitle, *(axes.title for axes in figure.axes)]  # type: ignore[attr-defined]
+        boxes = [text.get_window_extent() for text in texts if text.get_text()]
+        assert boxes[0].x0 >= 0 and boxes[0].x1 <= figure.bbox.x1
+        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes[1:]))

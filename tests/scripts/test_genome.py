@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import LongNetConfig, LongNetLM, read_fasta
 from tests.helpers.pool import pool_of
 from tests.helpers.scripts import run_script
+from tests.scripts.test_docs import blocks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = ["--length", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
+SMALL = ["--context", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
 # the machine's FLOP/s are measured in test_training_ends_below_markov_models[masked]
 PEAK = ["--peak-tflops", "1"]
 SMALL += ["--evaluations", "1", "--evaluate-share", "2", "--markov-order", "6"]
@@ -56,11 +58,11 @@ def test_a_fasta_file_is_read_plain_or_packed(genome: ModuleType, tmp_path: Path
     (tmp_path / "plain.fa").write_bytes(text)
     (tmp_path / "packed.fa.gz").write_bytes(gzip.compress(text))
     for file in ("plain.fa", "packed.fa.gz"):
-        name, symbols = genome.read_genome(tmp_path / file)
+        read = genome.read_genome(tmp_path / file)
         # both records, with an N between them
-        assert (name, symbols.tolist()) == (f"2 records of {file}", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 0, 1, 2, 2, 3])
+        assert (read.name, read.symbols.tolist()) == (f"2 records of {file}", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 0, 1, 2, 2, 3])
     (tmp_path / "one.fa").write_bytes(b">alone here\nACG")
-    assert genome.read_genome(tmp_path / "one.fa")[0] == "alone here"
+    assert genome.read_genome(tmp_path / "one.fa").name == "alone here"
     (tmp_path / "other").write_bytes(b"ACGT")
     with pytest.raises(ValueError, match="holds no FASTA record"):
         genome.read_genome(tmp_path / "other")
@@ -69,6 +71,27 @@ def test_a_fasta_file_is_read_plain_or_packed(genome: ModuleType, tmp_path: Path
         genome.read_genome(tmp_path / "empty")
     with pytest.raises(ValueError, match="leave it out and pip install pyrodigal"):
         genome.find_fasta(tmp_path / "none")
+
+
+def test_records_that_are_named_are_held_out_and_written(genome: ModuleType, tmp_path: Path) -> None:
+    contigs = {"1": "AACC", "chr2 of a>t": "GGTTG", "2": "CNATTT"}
+    (tmp_path / "x.fa").write_text("".join(f">{name}\n{bases}\n" for name, bases in contigs.items()))
+    for held_out, text, cut, written in (
+        (["chr2"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
+        (["2", "1"], "GGTTGNAACCNCNATTT", 6, ">1\nAACC\n>2\nCNATTT\n"),
+        (["chr2 of a>t"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
+        ([0.5], "AACCNGGTTGNCNATTT", 8, ">chr2:4-5\nTG\n>2\nCNATTT\n"),
+    ):
+        read = genome.read_genome(tmp_path / "x.fa", held_out)
+        assert (genome.BASES.decode(read.symbols), read.cut) == (text, cut)
+        genome.write_held_out(read, tmp_path / "out.fa")
+        assert (tmp_path / "out.fa").read_text() == written
+    for wrong, expected in (
+        (["chr3"], r"--held-out chr3 is no record of .*x\.fa; expected 1, chr2, 2, or a share above 0 and at most 0\.9"),
+        ([0.5, "1"], "--held-out 0.5 1; expected one share, or names of records"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            genome.read_genome(tmp_path / "x.fa", wrong)
 
 
 def test_the_chromosome_of_the_wheel(genome: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +103,8 @@ def test_the_chromosome_of_the_wheel(genome: ModuleType, monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="whose wheel holds it, or give --fasta FILE"):
             genome.find_fasta(None)
     pytest.importorskip("pyrodigal")
-    _, symbols = genome.read_genome(genome.find_fasta(None))
-    assert symbols.bincount(minlength=5).tolist() == [571_277, 661_407, 657_251, 573_731, 0]
+    read = genome.read_genome(genome.find_fasta(None))
+    assert read.symbols.bincount(minlength=5).tolist() == [571_277, 661_407, 657_251, 573_731, 0]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -129,6 +152,22 @@ def test_training_windows(genome: ModuleType) -> None:
         assert "".join(map(str, inputs.where(targets == -100, targets).tolist())) in text[:500]
         hidden.append(float((targets != -100).float().mean()))
     assert 0.1 < sum(hidden) / 20 < 0.2
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
+    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
+    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
+    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
+    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
+    for seed in range(100):
+        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
+        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
+        assert bool((targets != -100).any())
+    # the curve's windows are every fourth of those that have a target
+    for share in (1, 4):
+        windows = chromosome.held_out(16, share)
+        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
 
 
 def brute_force_adaptive(symbols: list[int], scored: list[bool], k: int, both_strands: bool, alpha: float) -> float:
@@ -247,8 +286,32 @@ def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> Non
         )  # fmt: skip
         model = LongNetLM(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(torch.randint(4, (1, 300)))
+            model(model.encode("GATTACA" * 50)[:, :300])
         assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
+
+
+@pytest.mark.parametrize("bits", [2.12, 1.9, 0.02])
+def test_the_picture_shows_the_curve_and_the_lines(bits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that is worse than chance on the held-out part, and of one that has learned its genome by heart."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    training = [2.3 + (bits - 2.3) * min(1, i / 40) for i in range(80)]
+    log = {
+        "steps": [(512, 0.1, value) for value in training],
+        "evaluations": [(40, 4.0, bits + 0.1), (80, 8.0, bits)],
+        "held out bits per base": bits,
+        "markov": [{"k": k, "smoothed": 1.99 - k / 20, "interpolated": 1.98 - k / 20} for k in range(7)],
+        "chromosome": "x",
+    }
+    example("recipe.costs", monkeypatch).plot(log, tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    bottom, top = axes.get_ylim()
+    assert bottom < min(bits, 1.68) and top > max(bits + 0.1, 2.0)
+    for text in axes.texts:
+        value, place = float(text.get_text().split()[-1]), text.xy[1]
+        assert bottom < place < top and place > value - 0.001 and place - value < 0.2 * (top - bottom)
 
 
 def write_fasta(folder: Path) -> Path:
@@ -287,7 +350,7 @@ def test_training_ends_below_markov_models(
         objective,
         "--steps",
         "40",
-        "--short-length",
+        "--short-context",
         "256",
         "--short-share",
         "0.4",
@@ -309,7 +372,7 @@ def test_training_ends_below_markov_models(
     model = LongNetLM.from_pretrained(tmp_path / "checkpoint")
     assert model.config.is_causal is (objective == "causal")
     # and the checkpoint is the model that was measured
-    _, symbols = genome.read_genome(fasta)
+    symbols = genome.read_genome(fasta).symbols
     chromosome = genome.Chromosome(
         symbols=symbols, cut=round(len(symbols) * 0.85), is_causal=model.config.is_causal, k=5, both_strands=True
     )
@@ -345,7 +408,7 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path) -> None:
     """With Muon's momentum, k-mers and windows of two lengths: to the bits of a run that was not stopped."""
-    lengths = ["--short-length", "256", "--short-share", "0.5"]
+    lengths = ["--short-context", "256", "--short-share", "0.5"]
     common = ["--fasta", str(fasta), *SMALL, *PEAK, *lengths, "--dropout", "0.1", "--save-minutes", "1e-9"]
     assert here(*common, "--steps", "12", "--out", str(tmp_path / "whole"))[0] == 0
     run = tmp_path / "stopped"
@@ -354,9 +417,32 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         shutil.rmtree(run / name)
     code, out, error = here("--resume", str(run))
     assert code == 0 and "step-00000011 after step 11" in out, error
+    (record,) = read_fasta(run / "held_out.fa")
+    assert record[0] == "repeats:6376-7500" and len(record[1]) == 1125
     whole, stopped = (json.loads((tmp_path / name / "genome.json").read_text()) for name in ("whole", "stopped"))
     assert stopped["held out bits per base"] == whole["held out bits per base"]
     assert [bits for _, _, bits in stopped["steps"]] == [bits for _, _, bits in whole["steps"]]
+
+
+def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = LongNetConfig(
+        vocab_size=5, kmer=3, tie_embeddings=False, embed_dim=8, num_layers=1, num_heads=1, segment_lengths=(256, 1024),
+        dilation_rates=(1, 4), is_causal=False,
+    )  # fmt: skip
+    model = LongNetLM(config).eval()
+    model.save_pretrained("runs/mine/checkpoint")
+    Path("my.fa.gz").write_bytes(gzip.compress(b">other\nACGT\n>chr21 of a species\n" + b"GATTACANNN" * 13_000))
+    (block,) = (block for block in blocks(EXAMPLES.parent / "docs" / "genome.md") if block.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.code, names)
+    assert names["region"].shape == (1000, 8) and names["vector"].shape == (8,)
+    # the window begins with a segment, and reads what the whole record has there
+    record = dict(read_fasta("my.fa.gz"))["chr21 of a species"]
+    window = model.encode(record[120_000 - 16_384 : 121_000 + 16_384])
+    with torch.no_grad():
+        assert torch.equal(names["region"], model.hidden(window)[0, 16_384:17_384])
+    assert record[120_000] == window[0, 16_384] % 5
 
 
 @pytest.mark.parametrize(
@@ -365,8 +451,10 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         (["--fasta", "{empty}"], "holds no FASTA record"),
         (["--fasta", "{unknown}"], "bases are all unknown; expected some to evaluate"),
         (["--fasta", "{missing}"], "is not a file; give a FASTA file"),
-        (["--length", "9000"], "6,375 bases to train on, and --length is 9,000"),
-        (["--held-out", "0"], "got 0; expected a number > 0"),
+        (["--fasta", "{gaps}"], "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
+        (["--context", "9000"], "6,375 bases to train on, and --context is 9,000"),
+        (["--held-out", "0"], "--held-out 0 is no record of"),
+        (["--held-out", "repeats"], "0 bases to train on, and --context is 512"),
         (["--kmer", "0"], "got 0; expected a number >= 1"),
         (["--segment-lengths", "64"], "--segment-lengths and --dilation-rates belong together"),
         (["--dropout", "2"], "got 2; expected a number >= 0 and <= 1"),
@@ -382,7 +470,8 @@ def test_settings_are_refused(
 ) -> None:
     (tmp_path / "empty").write_text("")
     (tmp_path / "unknown").write_text(">a\n" + "ACGT" * 1500 + "N" * 1500)
-    words = [word.format(**{name: tmp_path / name for name in ("empty", "unknown", "missing")}) for word in flags]
+    (tmp_path / "gaps").write_text(">a\n" + "ACGTA" * 85 + "N" * 84_575 + "ACGTA" * 3000)
+    words = [word.format(**{name: tmp_path / name for name in ("empty", "unknown", "gaps", "missing")}) for word in flags]
     with pytest.raises(SystemExit) as stop:
         here("--fasta", str(fasta), *SMALL, "--out", str(tmp_path / "run"), *words)
     assert stop.value.code == 2

@@ -25,6 +25,8 @@ class KmerEmbedding(nn.Module):
             # what neighbours add is learned from nothing, the longer ones where there are enough of them
             nn.init.zeros_(table.weight)
         self.tables = nn.ModuleList((first, *others))
+        # no codes have been read yet; see ``models.tokens``
+        self.is_new = True
 
     @property
     def num_embeddings(self) -> int:

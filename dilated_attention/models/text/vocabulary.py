@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gzip
+import warnings
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +37,14 @@ class Vocabulary:
     def encode(self, text: str | bytes) -> torch.Tensor:
         """Returns the tokens of a text, int64 (N,). A ``str`` is encoded in UTF-8.
 
-        Bases are read in upper and lower case; whitespace is left out, and every other letter is N.
+        Bases are read in upper and lower case; whitespace is left out, and every other letter is N. Warns if more than a tenth are others.
         """
         raw = text.encode() if isinstance(text, str) else bytes(text)
+        if self.unit == "base":
+            _warn_of_letters([raw], "the text")
+        return self._encode(raw)
+
+    def _encode(self, raw: bytes) -> torch.Tensor:
         raw = raw.translate(_tokens_of(self.letters), _WHITESPACE if self.unit == "base" else b"")
         # torch refuses an empty buffer
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
@@ -72,6 +79,21 @@ BYTES = Vocabulary("byte", bytes(range(256)))
 BASES = Vocabulary("base", b"ACGTN")
 
 
+def _warn_of_letters(parts: list[bytes], what: str) -> None:
+    """Warns if more than a tenth of the letters are none of BASES, as those of a protein are; a genome has a few of other codes."""
+    letters = sum(len(part.translate(None, _WHITESPACE)) for part in parts)
+    others = [part.translate(None, _WHITESPACE + BASES.letters + BASES.letters.lower()).upper() for part in parts]
+    count = sum(map(len, others))
+    if 10 * count <= letters:
+        return
+    often = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
+    warnings.warn(
+        f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
+        f"{', '.join(chr(letter) for letter, _ in often)}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        stacklevel=3,
+    )
+
+
 def vocabulary_of(config: LongNetConfig) -> Vocabulary:
     """Returns the vocabulary that a configuration means: ``BYTES`` for ``vocab_size=256``, ``BASES`` for 5.
 
@@ -96,7 +118,7 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
     """Returns (name, bases) of every record, in the order of the file; bases are tokens of ``BASES``, int64 (N,).
 
     Args:
-        path: a FASTA file, plain or compressed with gzip. Letters other than A, C, G and T, of either case, are N.
+        path: a FASTA file, plain or compressed with gzip. Letters other than A, C, G and T, of either case, are N. Warns like ``encode``.
 
     Raises:
         OSError: if the file cannot be read.
@@ -107,7 +129,9 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
-    records = [record.partition(b"\n") for record in text.split(b">")[1:]]
+    # the name may hold > as well
+    records = [record.partition(b"\n") for record in (b"\n" + text).split(b"\n>")[1:]]
     if not records:
         raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
-    return [(head.decode(errors="replace").strip(), BASES.encode(body)) for head, _, body in records]
+    _warn_of_letters([body for _, _, body in records], str(path))
+    return [(head.decode(errors="replace").strip(), BASES._encode(body)) for head, _, body in records]
