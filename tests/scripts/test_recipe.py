@@ -59,7 +59,7 @@ def train(text: Path, out: Path, *options: str, processes: int | None = None, co
         ("--context 0", "argument --context: got 0; expected a number >= 2"),
         ("--context 1.5", "'1.5' is not a size; expected a whole number from 1 to 2**62, or one with k, M or G: 64k is 65536"),
         ("--context 9k --data {short}", "a context of 9,216 needs 9,217"),
-        ("--validations -1k", "'-1k' is not a size"),
+        ("--validations=-1k", "'-1k' is not a size"),
         ("--layout foo", "argument --layout: invalid choice: 'foo'"),
         ("--lr -1", "argument --lr: got -1; expected a number > 0"),
         ("--preset longnet-nine", "preset is 'longnet-nine'; expected one of"),

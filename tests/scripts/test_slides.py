@@ -538,7 +538,7 @@ def test_epochs_are_shuffled_and_hold_each_slide_once(monkeypatch: pytest.Monkey
         (["--epochs", "0"], "argument --epochs: got 0; expected a number >= 1"),
         (["--epochs", "3", "--steps", "4"], "not allowed with argument"),
         (["--held-out", "1"], "got 1; expected a number > 0 and <= 0.9"),
-        (["--batch", "1.5"], "invalid whole number value: '1.5'"),
+        (["--batch", "1.5"], "'1.5' is not a size"),
         (["--fsdp"], "unrecognized arguments: --fsdp"),
         (["--backend", "none"], "no such model: "),
         (["--checkpoint", "x.pth", "--heads", "4"], "leave them out with --checkpoint"),
