@@ -49,14 +49,14 @@ BELOW: dict[str, set[str]] = {
     "validation": {"pattern"},
     "backends": {"files", "fork", "pattern"},
     "engine": {"fork", "pattern", "backends"},
-    "distributed": {"fork", "pattern", "backends", "engine"},
+    "distributed": {"fork", "pattern", "validation", "backends", "engine"},
     "functional": {"pattern", "validation", "backends", "engine", "distributed"},
     "modules": {"pattern", "validation", "backends", "engine", "distributed", "functional"},
-    "models": {"files", "pattern", "validation", "engine", "distributed", "functional", "modules"},
+    "models": {"files", "pattern", "validation", "backends", "engine", "distributed", "functional", "modules"},
     "integrations": {"files", "pattern", "validation", "backends", "distributed", "engine", "functional", "modules", "models"},
     "testing": {"pattern", "backends", "engine", "functional"},
     "profiling": {"engine"},
-    "factory": {"pattern", "backends", "engine", "modules", "models"},
+    "factory": {"pattern", "validation", "backends", "engine", "modules", "models"},
     "planning": {"pattern", "validation", "backends", "engine", "distributed", "functional", "models", "factory"},
 }
 
