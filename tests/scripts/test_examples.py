@@ -75,7 +75,10 @@ def test_training_ends_below_the_baselines_and_writes_what_it_says(text: Path, t
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps_done = [line for line in lines if "train/bits" in line]
     assert [line["step"] for line in steps_done] == list(range(1, 17))
-    assert all(line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1 and line["memory_gib"] > 0 for line in steps_done)
+    assert all(line["tokens_per_second"] > 0 and line["mfu"] > 0 and line["memory_gib"] > 0 for line in steps_done)
+    # the peak itself is measured before, and on a busy machine as less than a step then reaches
+    flops_of_a_byte = [line["mfu"] / line["tokens_per_second"] for line in steps_done]
+    assert flops_of_a_byte == pytest.approx([flops_of_a_byte[0]] * 16)
     # four on the way, and the last
     assert len([line for line in lines if "held_out/bits" in line]) == 5
 
