@@ -17,7 +17,7 @@ from dilated_attention.distributed.comm.comm_volume import CommSizes, heads_byte
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models.summary import USABLE
-from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
+from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
@@ -223,6 +223,32 @@ def test_blocks_of_a_long_sequence_are_told_from_shorter_ones(pattern: Any, per_
     assert counted.pairs == pattern.pairs(n, heads)
     for name in ("pairs", "entries", "computed"):
         assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=per_cent / 100), name
+
+
+@pytest.mark.parametrize(
+    ("function", "heads_differ", "keys_of_query"),
+    [
+        (lambda b, h, i, j: i - j < 4096, False, lambda n: 4096.0),
+        (lambda b, h, i, j: i - j < 1024 * (h + 1), True, lambda n: 1536.0),
+        (lambda b, h, i, j: (i + j) % 4 > 0, False, lambda n: 0.75 * n / 2),
+        (lambda b, h, i, j: i // 4096 == j // 4096, False, lambda n: 2048.0),
+    ],
+)
+@pytest.mark.parametrize("n", [2**15, 2**17])
+def test_a_function_of_pairs_is_asked_about_some(function: Any, heads_differ: bool, keys_of_query: Any, n: int) -> None:
+    asked = 0
+
+    def fn(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked += torch.broadcast_shapes(i.shape, j.shape, h.shape).numel()
+        return function(b, h, i, j)  # type: ignore[no-any-return]
+
+    pattern = MaskFunction(fn)
+    found = plan("block_sparse", n, num_heads=2, pattern=pattern, is_causal=True)
+    assert pattern.per_head == heads_differ
+    assert not found.pairs_exact and found.pairs == pytest.approx(2 * n * keys_of_query(n), rel=0.1)
+    # of 2^29 in the shorter, and 2^33 in the longer sequence
+    assert 0 < asked <= 2**25
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

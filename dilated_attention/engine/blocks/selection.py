@@ -189,7 +189,7 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
     missing = grid.missing[rows]
     budget = None
     if pattern.mass is None:
-        wanted = missing.new_full((1, 1), pattern.blocks) if pattern.share is None else share_of(pattern.share, existing + missing)
+        wanted = missing.new_full((1, 1), pattern.blocks or 0) if pattern.share is None else share_of(pattern.share, existing + missing)
         budget = (wanted[:, None] - _kept_beyond(pattern, missing, query_offset + document.num_queries, num_heads)).to(torch.int32)
     return Part(grid.own[:, rows], grid.scored[rows], seen, pattern.near, budget, always, within, real)
 

@@ -105,7 +105,7 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
 
 
 def _are_of_head_0(
-    masked: MaskFunction, partial: BlockTensor, full: BlockTensor | None, num_positions: int, sizes: tuple[int, int]
+    masked: MaskFunction, partial: BlockTensor, full: BlockTensor | None, num_positions: int, sizes: tuple[int, ...]
 ) -> bool:
     """Whether a list for all heads has just the blocks of which ``masked`` keeps a pair for head 0, as full ones those that it keeps."""
     blocks = replace(masked, per_head=False).entries(num_positions, 1, device=partial.mask.device)

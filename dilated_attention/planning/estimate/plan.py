@@ -61,11 +61,12 @@ def plan_attention(
         is_causal: whether a query sees only itself and earlier positions.
         training: whether to include the backward.
         segment_lengths, dilation_rates: for dilated kinds; or pass ``pattern``, a ``DilatedPattern``.
-        pattern: for block-sparse kinds, a ``BlockPattern``.
+        pattern: for block-sparse kinds, a ``BlockPattern``. The pairs of a ``MaskFunction`` are counted from some queries if many.
         gpu: a GPU's name (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it
             has none.
         memory: bytes of device memory to assume instead of the device's own.
-        find_longest: False skips the search for the longest sequence; ``longest`` is then N or 0.
+        find_longest: False skips the search for the longest sequence; ``longest`` is then N or 0. Patterns of tables that end with N, as
+            masks of blocks or functions may hold, need it.
 
     Raises:
         ValueError, TypeError: arguments that are invalid or do not go together; an unknown GPU name.
