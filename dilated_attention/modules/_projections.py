@@ -216,7 +216,7 @@ class MultiheadProjections(nn.Module):
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor of shape (batch, sequence, embed_dim)")
+                raise check.not_a_tensor(name, x, "a torch.Tensor of shape (batch, sequence, embed_dim)")
             if x.ndim != 3 or x.shape[2] != self.embed_dim:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; expected (batch, sequence, embed_dim) with embed_dim = {self.embed_dim}"

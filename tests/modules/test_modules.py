@@ -321,6 +321,14 @@ def test_an_exported_layer_reads_document_bounds_when_it_runs() -> None:
     torch.testing.assert_close(program.module()(x, other), packed(x, other), rtol=1e-12, atol=1e-12)
 
 
+def test_an_export_to_onnx_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it goes without the package onnxscript: the export that torch's exporter begins with, both ways."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    for strict in (False, True):
+        with pytest.raises(Exception, match=r"torch.onnx.export is not supported.*torch.export.export"):
+            torch.export.export(make_layer().eval(), (make_x(),), strict=strict)
+
+
 def test_the_dilated_module_exports() -> None:
     module, inputs = DilatedAttention(LENGTHS, RATES), tuple(make_qkv())
     assert torch.equal(torch.export.export(module, inputs).module()(*inputs), module(*inputs))
