@@ -17,10 +17,20 @@ MAX_HEAD_DIM = 256
 MAX_TIMEOUT = 366 * 86_400
 
 
+def not_a_tensor(name: str, x: Any, expected: str) -> TypeError:
+    """Returns the error for an argument that must be a tensor, with the call that makes one of numpy's arrays and of lists."""
+    way_out = ""
+    if type(x).__module__ == "numpy":
+        way_out = f": torch.from_numpy({name}) makes one of a numpy array"
+    elif isinstance(x, list | tuple):
+        way_out = f": torch.tensor({name}) makes one of a {type(x).__name__}"
+    return TypeError(f"{name} is a {type(x).__name__}; expected {expected}{way_out}")
+
+
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor of shape (batch, sequence, heads, head_dim)")
+            raise not_a_tensor(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")
         check_plain(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, sequence, heads, head_dim)")
@@ -54,7 +64,7 @@ def check_sinks(sinks: Any, q: torch.Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}; expected a tensor with one score per head, of shape ({q.shape[2]},), or None")
+        raise not_a_tensor("sinks", sinks, f"a tensor with one score per head, of shape ({q.shape[2]},), or None")
     check_plain("sinks", sinks)
     if tuple(sinks.shape) != (q.shape[2],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected one score per query head, ({q.shape[2]},)")
@@ -198,7 +208,7 @@ def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
     if mask is None:
         return
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"key_padding_mask is a {type(mask).__name__}; expected a bool tensor of shape (batch, keys), True = padding")
+        raise not_a_tensor("key_padding_mask", mask, "a bool tensor of shape (batch, keys), True = padding")
     check_plain("key_padding_mask", mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
@@ -213,7 +223,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; expected an int32 tensor of shape (documents + 1,)")
+        raise not_a_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
     check_plain("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")

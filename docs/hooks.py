@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: what the bench suites wrote into benchmarks/results/<date>-<machine>/ becomes pages of the site; links of notebooks."""
+"""Hooks of mkdocs: what the bench suites wrote into benchmarks/results/<date>-<machine>/ become pages of the site; links of notebooks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-PAGE, PLACE, SECTION = "results.md", "<!-- results -->", "Performance"
+PAGE, PLACE = "results.md", "<!-- results -->"
 # the suites write these; raw lines (.json, .jsonl) stay in the repository
 SHOWN = (".md", ".png", ".svg")
 
@@ -33,18 +33,12 @@ def title(file: Path) -> str:
     return heading[1] if heading else file.stem
 
 
-def on_config(config: Any) -> Any:
-    """One line of the navigation for each run."""
-    section = next(entry[SECTION] for entry in config.nav if SECTION in entry)
-    for name, files in runs(RESULTS).items():
-        section.append({name: [{title(file): address(file, RESULTS)} for file in files if file.suffix == ".md"]})
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     for shown in runs(RESULTS).values():
         for file in shown:
-            files.append(File.generated(config, address(file, RESULTS), abs_src_path=str(file)))
+            # results.md lists them; the navigation would be longer than the rest of it
+            level = InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, address(file, RESULTS), abs_src_path=str(file), inclusion=level))
     return files
 
 

@@ -6,6 +6,7 @@ another ``Hardware``.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Hashable
 from typing import Any
@@ -54,6 +55,7 @@ class Registry:
         """Adds a backend; ``family`` is a name that stands for the first usable of several backends (``"sdpa"``)."""
         if backend.name in self._backends or backend.name in self._families or backend.name == "auto":
             raise ValueError(f"a backend named {backend.name!r} is already registered; choose another name")
+        _check_methods(type(backend))
         self._backends[backend.name] = backend
         self.cached.clear()
         if family is not None:
@@ -146,6 +148,24 @@ class Registry:
         if line not in self._told:
             self._told.add(line)
             logger.info(line)
+
+
+def _check_methods(kind: type[Backend]) -> None:
+    """Refuses a backend whose methods do not take the arguments of ``Backend``'s, which the engine passes by place and by name."""
+    for name, method in vars(Backend).items():
+        if name.startswith("_") or not inspect.isfunction(method) or (own := getattr(kind, name)) is method:
+            continue
+        expected, found = (list(inspect.signature(x).parameters.values()) for x in (method, own))
+        named = [x for x in found if x.kind in (x.POSITIONAL_OR_KEYWORD, x.POSITIONAL_ONLY)]
+        takes_any = {x.kind for x in found} >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        names = [x.name for x in expected]
+        # more parameters are a backend's own, with defaults
+        is_equal = [x.name for x in named[: len(names)]] == names and all(x.default is not x.empty for x in named[len(names) :])
+        if not takes_any and not is_equal:
+            raise TypeError(
+                f"{kind.__name__}.{name} takes ({', '.join(x.name for x in found)}); "
+                f"expected the parameters of Backend.{name} by their names: ({', '.join(names)})"
+            )
 
 
 def _generation() -> int:

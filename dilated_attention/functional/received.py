@@ -124,7 +124,7 @@ def _checked_weights(weights: Any, q: torch.Tensor) -> torch.Tensor | None:
     if weights is None:
         return None
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"query_weights is a {type(weights).__name__}; expected a tensor of shape (batch, queries), or None")
+        raise check.not_a_tensor("query_weights", weights, "a tensor of shape (batch, queries), or None")
     if tuple(weights.shape) != tuple(q.shape[:2]):
         raise ValueError(f"query_weights has shape {tuple(weights.shape)}; expected (batch, queries) = {tuple(q.shape[:2])}")
     if weights.is_complex():

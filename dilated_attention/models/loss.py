@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.tokens import check_range
 from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.validation import not_a_tensor
 
 # bytes of one chunk's logits in float32; up to three such tensors exist at once (logits, their softmax, its gradient)
 CHUNK_BYTES = 64 * 2**20
@@ -43,7 +44,7 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Computes the sum instead of the mean; see ``chunked_cross_entropy``."""
     if not isinstance(targets, torch.Tensor):
-        raise TypeError(f"targets is a {type(targets).__name__}; expected an integer tensor")
+        raise not_a_tensor("targets", targets, "an integer tensor")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         raise TypeError(f"targets has dtype {targets.dtype}; expected integers, the token of each position: convert with .long()")
     for name, tensor in (("hidden", hidden), ("weight", weight)):

@@ -9,11 +9,12 @@ from torch import nn
 
 from dilated_attention.models.config import NUM_BASES
 from dilated_attention.models.text.kmer_embedding import KmerEmbedding
+from dilated_attention.validation import not_a_tensor
 
 
 def check_tokens(name: str, tokens: Any) -> None:
     if not isinstance(tokens, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tokens).__name__}; expected an integer tensor of shape (batch, sequence)")
+        raise not_a_tensor(name, tokens, "an integer tensor of shape (batch, sequence)")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
     if tokens.ndim != 2:

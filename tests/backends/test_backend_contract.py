@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -222,3 +223,19 @@ def test_window_sizes_count_from_the_bottom_right_diagonal(L: int, S: int, left:
     distance = torch.arange(S)[None, :] - torch.arange(L)[:, None] - (S - L)
     theirs = (distance >= -fa_left) & (distance <= fa_right)
     assert torch.equal(theirs, band_mask(band, L, S, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (lambda self, q, k, v, opts: (q, k), r"Renamed.forward takes \(self, q, k, v, opts\); expected .* \(self, q, k, v, options\)"),
+        (lambda self, q, k, v: (q, k), "Renamed.forward takes"),
+        (lambda self, q, k, v, options, extra: (q, k), "Renamed.forward takes"),
+    ],
+    ids=["another name", "one too few", "one too many"],
+)
+def test_a_backend_whose_method_takes_other_parameters_is_refused_when_it_is_registered(method: Any, text: str) -> None:
+    kind = type("Renamed", (type(registry.get("math")),), {"name": "renamed", "forward": method})
+    with pytest.raises(TypeError, match=text):
+        registry.register(kind())
+    assert "renamed" not in registry.names()

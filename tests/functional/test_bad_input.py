@@ -58,10 +58,10 @@ class NoOps(TorchDispatchMode):
 # (what is wrong, arguments of dilated_attention, exception, words of its text)
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     # tensors
-    ("q is a list", tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", ("batch, sequence, heads, head_dim"))),
+    ("q is a list", tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", "batch, sequence, heads, head_dim", "torch.tensor(q)")),
     # type: ignore[arg-type]
     ("k is None", tensors(k=None), TypeError, ("k is a NoneType",)),  # type: ignore[arg-type]
-    ("v is numpy", tensors(v=np.zeros((2, 8, 2, 8))), TypeError, ("v is a ndarray",)),  # type: ignore[arg-type]
+    ("v is numpy", tensors(v=np.zeros((2, 8, 2, 8))), TypeError, ("v is a ndarray", "torch.from_numpy(v)")),  # type: ignore[arg-type]
     ("q has 3 dimensions", tensors(q=torch.zeros(2, 8, 32)), ValueError, ("q has shape (2, 8, 32)", "4 dimensions")),
     ("k has 5 dimensions", tensors(k=torch.zeros(2, 8, 2, 8, 1)), ValueError, ("k has shape (2, 8, 2, 8, 1)",)),
     ("v is a number", tensors(v=torch.zeros(())), ValueError, ("v has shape ()",)),
@@ -200,7 +200,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = 
         ValueError,
         ("key_padding_mask is on meta", ".to(k.device)"),
     ),
-    ("cu_seqlens a list", tensors(1) | {"cu_seqlens": [0, 8]}, TypeError, ("cu_seqlens is a list", "int32")),
+    ("cu_seqlens a list", tensors(1) | {"cu_seqlens": [0, 8]}, TypeError, ("cu_seqlens is a list", "int32", "torch.tensor(cu_seqlens)")),
     (
         "cu_seqlens of floats",
         tensors(1) | {"cu_seqlens": torch.tensor([0.0, 8.0])},

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilated_attention import block_sparse_attention, profile_memory
 from dilated_attention.distributed.comm.comm_volume import CommSizes, heads_bytes
 from dilated_attention.engine.kernels.nested_selection import make_pieces
 from dilated_attention.factory import MODEL_PRESETS, create_model
@@ -21,7 +22,7 @@ from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, Loca
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
-from dilated_attention.planning.plans import seconds_text
+from dilated_attention.planning.plans import plans_table, seconds_text
 from dilated_attention.planning.whole_models.trace import Moment, deepened
 from tests.helpers.comm_volume import dense_bytes
 
@@ -332,8 +333,48 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = plan("dense", gpu=None)
     assert found.device == "this machine's CPU" and found.dtype == "float32"
-    assert found.seconds is None and "nothing was measured on this CPU" in found.no_time and "bench" in str(found)
+    assert found.seconds is None and "nothing was measured on this CPU" in found.no_time
+    blocks, model = plan("block_sparse", gpu=None, pattern=LocalWindow(64)), plan_model("longnet-tiny", num_positions=4096, gpu="cpu")
+    for what, one in {"such a call": found, "block-sparse calls": blocks, "linear layers": model}.items():
+        text = str(one)
+        assert one.seconds is None and what in one.no_time and "the ratio of the FLOPs" in one.no_time
+        # no command that would measure something else; the figure is of tensors, and a process may take more
+        assert text.count(one.no_time) == 1 and "bench" not in text and "MALLOC_MMAP_THRESHOLD_" in text
+        assert plans_table([one, one]).count(one.no_time) == 1 and "MALLOC_MMAP_THRESHOLD_" in plans_table([one, one])
+    assert "MALLOC" not in str(plan("dense", gpu="H200"))
     tuning_table.refresh()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize(
+    ("pattern", "kv_heads", "dtype"),
+    [
+        (LocalWindow((256, 0)), 8, torch.float32),
+        (LocalWindow(1024, block_size=64), 8, torch.bfloat16),
+        (GlobalLocal(512, 128), 2, torch.float32),
+        (BigBird(256, 128, 3), 8, torch.float32),
+    ],
+    ids=repr,
+)
+def test_planned_peaks_of_blocks_on_a_cpu_are_those_of_their_tensors(
+    pattern: Any, kv_heads: int, dtype: torch.dtype, training: bool
+) -> None:
+    q, dout = (torch.randn(1, 2048, 8, 64, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, 2048, kv_heads, 64, dtype=dtype) for _ in range(2))
+    inputs = [x.requires_grad_(training) for x in (q, k, v)]
+
+    def call() -> None:
+        out = block_sparse_attention(*inputs, pattern)
+        if training:
+            out.backward(dout)
+
+    peak = profile_memory(call, device="cpu").peak_allocated + sum(x.nbytes for x in [*inputs, *[dout] * training])
+    planned = plan_attention(
+        "block_sparse", num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training,
+        pattern=pattern, gpu="cpu", find_longest=False,
+    )  # fmt: skip
+    # products of 16-bit floats pack their operands on some CPUs
+    assert planned.peak == pytest.approx(peak, rel=0.25 if dtype is torch.bfloat16 else 0.12)
 
 
 @pytest.mark.parametrize(

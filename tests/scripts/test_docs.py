@@ -370,8 +370,8 @@ def test_runs_of_the_suites_become_pages(tmp_path: Path, monkeypatch: pytest.Mon
         "* **2026-01-02-cpu**: [Speed of things](results/2026-01-02-cpu/speed.md)",
     ]
     monkeypatch.setattr(hooks, "RESULTS", tmp_path)
-    config = SimpleNamespace(nav=[{"Start": "index.md"}, {"Performance": ["performance.md"]}])
-    assert hooks.on_config(config).nav[1]["Performance"][1] == {"2026-01-03-h200": [{"memory": "results/2026-01-03-h200/memory.md"}]}
+    files = hooks.on_files([], SimpleNamespace(site_dir="site", use_directory_urls=False, plugins=SimpleNamespace(_current_plugin=None)))
+    assert len(files) == 3 and not any(file.inclusion.is_in_nav() for file in files), "a folder of each day fills the navigation"
 
 
 def loaded(name: str) -> ModuleType:
@@ -404,6 +404,10 @@ def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     for file in built:
         fetched = re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(https?:[^"]+)"', file.read_text(encoding="utf-8"))
         assert not [url for url in fetched if "canonical" not in url], f"{file.name} fetches {fetched}"
+    start = (tmp_path / "index.html").read_text(encoding="utf-8")
+    # a page that is opened as a file can neither fetch the index of the search nor start its worker
+    assert (tmp_path / "search" / "search_index.js").is_file() and '<script src="iframe-worker.js">' in start
+    assert "results.html" in start and not re.search(r"results/20\d\d-", start), "folders of results fill the navigation"
     for file in (tmp_path / "notebooks").glob("*.html"):
         links = re.findall(r'<a\b[^>]*\bhref="(?!https?:)([^"#]+)', file.read_text(encoding="utf-8"))
         dead = [link for link in links if not (file.parent / link).is_file()]

@@ -100,13 +100,17 @@ class GatheringBackend(ContainedBackend):
         return dq, dk.result(), dv.result()
 
 
-def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
-    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
+def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: int | None = None) -> Iterator[GatherProblems]:
+    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU.
+
+    ``budget``: bytes of a piece, None for those of the tensors' device. Of q and k only shapes, dtype and device are read.
+    """
     assert not options.causal and options.mask.band is None, "block lists already include causality and the window"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
     together = lists.num_heads == 1
-    budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
+    if budget is None:
+        budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
     done = torch.zeros(lists.num_groups * R, dtype=torch.bool)

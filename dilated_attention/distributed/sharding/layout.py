@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.distributed.sharding.custom_layout import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
 from dilated_attention.pattern.checks import as_int
+from dilated_attention.validation import not_a_tensor
 
 __all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
 
@@ -216,7 +217,7 @@ def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int
     dims = []
     for index, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"buffers[{index}] is a {type(x).__name__}; expected a tensor")
+            raise not_a_tensor(f"buffers[{index}]", x, "a tensor")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"seq_dims[{index}] is {dim} for a tensor of shape {tuple(x.shape)}; expected {-x.dim()} to {x.dim() - 1}")
         dims.append(dim % x.dim())

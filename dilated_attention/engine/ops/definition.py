@@ -60,6 +60,12 @@ def define_attention(
         return *grads, q.new_empty(0) if dsinks is None else dsinks
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if torch.onnx.is_in_onnx_export():
+            # otherwise its exporter ends with a page about a node without decompositions
+            raise NotImplementedError(
+                f"torch.onnx.export is not supported: ONNX has no operation for dilated_attention::{name}; "
+                "use torch.export.export, or torch.compile (docs/limits.md)"
+            )
         q, inputs = arguments[0], arguments[: len(INPUTS)]
         saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[len(INPUTS) :]))
         return new_like(q), new_lse(q), saved

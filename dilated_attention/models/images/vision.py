@@ -18,7 +18,7 @@ from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
-from dilated_attention.validation import check_held
+from dilated_attention.validation import check_held, not_a_tensor
 
 POOLINGS = ("mean_norm", "norm_mean", "class_token", "none")
 # LongViT's segment lengths by the side of the image in pixels, with patches of 32; other sides use the first
@@ -249,7 +249,7 @@ class LongViT(Pretrained):
 
     def _check(self, images: Any) -> None:
         if not isinstance(images, torch.Tensor):
-            raise TypeError(f"images is a {type(images).__name__}; expected a tensor (batch, channels, height, width)")
+            raise not_a_tensor("images", images, "a tensor (batch, channels, height, width)")
         if images.ndim != 4 or images.shape[1] != self.config.in_channels:
             raise ValueError(
                 f"images has shape {tuple(images.shape)}; expected (batch, channels, height, width) with {self.config.in_channels} channels"

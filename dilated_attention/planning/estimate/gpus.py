@@ -19,6 +19,8 @@ import torch
 from dilated_attention.pattern.checks import as_int, shown
 
 GIB = 2**30
+# what plans call the machine's CPU
+THIS_CPU = "this machine's CPU"
 # share of the datasheet's memory, counted in 2^30 bytes, that the driver leaves to programs
 _VISIBLE = 0.985
 # GDDR memory stores its error-correcting code in itself, one sixteenth, where ECC is on; HBM has extra memory for it
@@ -108,7 +110,7 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
     found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found = _without_rates("this machine's CPU", (0, 0), ram, "its memory as the system reports it")
+        found = _without_rates(THIS_CPU, (0, 0), ram, "its memory as the system reports it")
     return found if memory is None else replace(found, memory=as_int("memory", memory, minimum=1))
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry
-from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
+from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU, pieces
+from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.strategy import is_fused
 from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.block_counts import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts
+from dilated_attention.planning.estimate.block_counts import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts, num_blocks
 from dilated_attention.planning.estimate.problem import WHOLE, Problem
 from dilated_attention.planning.estimate.ring_estimate import exchange_of, local_rows
 
@@ -119,14 +122,14 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
     forward, backward = x.forward(lists), x.backward(lists)
     names = [_backend(problem, counts, backward=back) for back in (False, True)[: 1 + problem.training]]
     if names[0] in ("sdpa_cpu", "math"):
-        forward += _gathered(problem, counts, backward=False)
+        forward += _gathered(problem, backward=False)
     else:
         forward.append(("lists as the kernel reads them", 4 * counts.entries))
     if names[-1] in ("sdpa_cpu", "math"):
         # copied when the sums are not in the inputs' dtype, or are stored heads first
         copies = 2 * x.K * x.e if x.e != x.a else 2 * x.K * x.a if pattern.per_head else 0
         backward += [("lse with +inf", x.R * x.a), ("dq", x.Q * x.e), ("sums of dk, dv", 2 * x.K * x.a), ("dk, dv", copies)]
-        backward += _gathered(problem, counts, backward=True)
+        backward += _gathered(problem, backward=True)
     else:
         running = [("sums of the kernel in float32", x.block_sums(names[-1])), ("lists as the kernel reads them", 8 * counts.entries)]
         building = [("lists by key block, while they are sorted", _SORT_BYTES * counts.entries)]
@@ -134,18 +137,43 @@ def _block_sparse(problem: Problem) -> MemoryEstimate:
     return x.estimate(problem, forward, backward)
 
 
-def _gathered(problem: Problem, counts: BlockCounts, *, backward: bool) -> Terms:
-    """Terms of ``backends/block_kernels/block_gather.py``: heads-first copies, and one piece of gathered blocks with its intermediates."""
-    x, pattern = _Sizes(problem), problem.pattern
+def _gathered(problem: Problem, *, backward: bool) -> Terms:
+    """Terms of ``backends/block_kernels/block_gather.py``: copies, heads first, and what the largest of its pieces gathers and computes.
+
+    Its own code cuts the pieces, of tensors without memory. Pieces do not grow further once they are full, so those of the first blocks of
+    a long sequence, and of a few of many sequences, are as large as any.
+    """
+    x, pattern, H, Hk, D, N = (
+        _Sizes(problem),
+        problem.pattern,
+        problem.num_heads,
+        problem.num_kv_heads,
+        problem.head_dim,
+        problem.num_positions,
+    )
     assert isinstance(pattern, BlockPattern)
-    queries, keys = ((-(-problem.num_positions // block) * block / problem.num_positions) for block in (pattern.q_block, pattern.k_block))
-    is_copied = problem.num_heads > 1 or problem.num_positions % max(pattern.q_block, pattern.k_block)
-    copies = ((3 if backward else 1) * x.Q * queries + 2 * x.K * keys) if is_copied else 0
-    most = _PIECE_BYTES if problem.device_type == "cpu" else _PIECE_BYTES_GPU
-    piece = min(most, counts.entries * pattern.k_block * problem.head_dim * x.e)
+    blocks, length = max(pattern.q_block, pattern.k_block), N
+    while (listed := num_blocks(pattern, length, H)) > MOST_FOR_SIZE and length > blocks:
+        length = -(-length // (2 * blocks)) * blocks
+    lists = block_lists(pattern, length, H, is_causal=problem.is_causal, device="cpu")
+    batch = min(problem.batch_size, max(1, int(MOST_FOR_SIZE // listed)))
+    q, k = (torch.empty((), dtype=problem.dtype).expand(batch, length, heads, D) for heads in (H, Hk))
+    rows = keys = working = 0
+    for piece in pieces(q, k, lists, Options(scale=1.0), _PIECE_BYTES if problem.device_type == "cpu" else _PIECE_BYTES_GPU):
+        problems, row_heads, key_heads = piece.rows.shape[0], piece.heads.shape[1], piece.kv_heads.shape[1]
+        size, size_k = problems * piece.num_queries * row_heads * D, problems * piece.num_keys * key_heads * D
+        rows, keys = max(rows, size), max(keys, size_k)
+        # the results; of a second piece of some rows also what the first one found; and the mask as bytes, gathered, and as a bias
+        work = size * x.e * (1 + piece.is_second) + problems * piece.num_queries * piece.num_keys * piece.has_pairs * (2 + x.e)
+        work += size_k * (2 * x.e + (x.a if x.a != x.e else 0)) if backward else problems * piece.num_queries * row_heads * x.a
+        working = max(working, work)
+    queries_part, keys_part = (-(-N // block) * block / N for block in (pattern.q_block, pattern.k_block))
+    gathered = 3 if backward else 1
+    copies = int(gathered * x.Q * queries_part + 2 * x.K * keys_part) if H > 1 or N % blocks else 0
     return [
-        ("copies, heads first", int(copies) * x.e + (x.R * 4 if backward else 0)),
-        ("a piece of gathered blocks", (8 if backward else 3) * piece),
+        ("copies, heads first", copies * x.e + (x.R * 4 if backward else 0)),
+        ("a piece of gathered blocks", (gathered * rows + 2 * keys) * x.e),
+        ("results and masks of a piece", working),
     ]
 
 

@@ -86,6 +86,10 @@ class _Rate(NamedTuple):
     source: str
 
 
+# what a reader can do where no rate is known
+ESTIMATE_BY_HAND = "time a shorter one, and take the ratio of the FLOPs"
+
+
 class _NoRate(Exception):
     """Says why no rate is known."""
 
@@ -178,7 +182,11 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
         scale, where = _scale(problem, measured_on)
         return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
     if (gpu := problem.machine).is_cpu:
-        raise _NoRate(f"nothing was measured on this CPU for such a call; {tuning_table.RERUN} measures it")
+        # tables of a CPU hold dense problems, of which dense and dilated calls consist
+        what = (
+            "rates of block-sparse calls on a CPU are not known" if request.blocks else "nothing was measured on this CPU for such a call"
+        )
+        raise _NoRate(f"{what}; {ESTIMATE_BY_HAND}")
     peak = gpu.peak(problem.dtype)
     if peak is None:
         others = ", ".join(name for name in gpu.peaks if name != "fp8")
@@ -217,7 +225,9 @@ def _standard_rate(problem: Problem, backward: bool) -> _Rate:
     gpu = problem.machine
     peak = gpu.peak(problem.dtype)
     if peak is None or gpu.bandwidth is None:
-        raise _NoRate("nothing was measured on this CPU for plain matrix products" if gpu.is_cpu else "its rates are not known")
+        raise _NoRate(
+            f"rates of plain matrix products on a CPU are not known; {ESTIMATE_BY_HAND}" if gpu.is_cpu else "its rates are not known"
+        )
     # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
     products, passes = (4, 10) if backward else (2, 7 + 2 * problem.is_causal)
     seconds = 2 * products * problem.head_dim / (peak * _STANDARD_SHARE) + passes * problem.itemsize / gpu.bandwidth

@@ -14,7 +14,7 @@ from dilated_attention.planning.estimate.memory import counts_of
 from dilated_attention.planning.estimate.plan import fit_of, pairs_of
 from dilated_attention.planning.estimate.problem import MOST, Problem, kind_of, make_problem
 from dilated_attention.planning.estimate.ring_estimate import Exchange, exchange_of
-from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.estimate.speed import ESTIMATE_BY_HAND, passes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.whole_models.model_memory import Run, cache_of, model_of, moments_of, peak_of_step, stack_of
 from dilated_attention.validation import check_bool
@@ -131,10 +131,13 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
 
     ``flops`` are those of the linear layers. Returns (seconds, what they are based on, the reason where there are none).
     """
+    gpu = problem.machine
+    if gpu.is_cpu:
+        # whatever was measured of attention alone
+        return None, "", f"rates of linear layers on a CPU are not known; {ESTIMATE_BY_HAND}"
     passes, why_not = passes_of(problem, exchange, (0, 0))
     if not passes:
         return None, "", why_not
-    gpu = problem.machine
     peak = gpu.peak(problem.dtype)
     if peak is None or gpu.bandwidth is None:
         return None, "", "rates of its linear layers were not measured"
