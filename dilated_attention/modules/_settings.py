@@ -94,9 +94,10 @@ def _make_loaded_sinks(module: KernelSettings, state: dict[str, Any], prefix: st
         _make_sinks(module.sinks, loaded.shape)
 
 
+@torch.compiler.disable
 def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> None:
     """Makes a parameter of zeros, as in the constructor, whatever modes are on: one of inference mode could never be trained."""
-    with torch.inference_mode(False), _disable_current_modes():
+    with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes():
         sinks.materialize(shape)
         nn.init.zeros_(sinks)
 
