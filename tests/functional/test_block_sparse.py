@@ -591,6 +591,9 @@ def test_a_block_mask_for_all_heads_asks_about_each_if_mask_mod_reads_it(widths:
     mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= width[h]), None, None, length, length, device="cpu")
     x = qkv(length)
     torch.testing.assert_close(ENTRIES[entry](*x, mask), by_flex(x, mask), rtol=0, atol=TOLERANCE)
+    if entry in ("function", "ring"):
+        with pytest.raises(ValueError, match=r"mask has shape \(1, 4, 4\); 4 heads of 300 positions have"):
+            ENTRIES[entry](*qkv(300), mask)
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, "beside branches", "received", "decode", "within"])

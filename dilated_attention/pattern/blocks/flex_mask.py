@@ -73,7 +73,8 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
         assert block_mask.full_kv_indices is not None
         full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     if masked.per_head and not partial.per_head and _are_of_head_0(masked, partial, full, num_keys, sizes):
-        return masked
+        # every block; the table still says of how many positions
+        partial, full = replace(partial, mask=torch.ones_like(partial.mask)), None
     pattern = partial & masked
     return pattern if full is None else full | pattern
 
