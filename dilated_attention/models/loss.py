@@ -40,9 +40,15 @@ def chunked_cross_entropy(
 
 
 def summed_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Computes the sum instead of the mean; see ``chunked_cross_entropy``."""
+    """Computes the sum instead of the mean; see ``chunked_cross_entropy``. ``dtype``: in which, where it is another's loss."""
     if not isinstance(targets, torch.Tensor):
         raise not_a_tensor("targets", targets, "an integer tensor")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
@@ -63,13 +69,16 @@ def summed_cross_entropy(
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     single = hidden.shape[0] <= chunk
     vocabulary, weight = weight.shape[0], _aligned(weight)
-    total = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
+    dtype = accumulation_dtype(hidden.dtype) if dtype is None else dtype
+    total = hidden.new_zeros((), dtype=dtype)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         if single:
-            total = total + _sum(rows, weight, wanted, vocabulary, ignore_index)
+            total = total + _sum(rows, weight, wanted, vocabulary, ignore_index, dtype)
         else:
             # nothing inside is random, so the random state need not be saved and restored
-            total = total + checkpoint(_sum, rows, weight, wanted, vocabulary, ignore_index, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(
+                _sum, rows, weight, wanted, vocabulary, ignore_index, dtype, use_reentrant=False, preserve_rng_state=False
+            )
     return total
 
 
@@ -88,7 +97,9 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
     return F.pad(weight, (0, 0, 0, missing))
 
 
-def _sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int, ignore_index: int) -> torch.Tensor:
+def _sum(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Of the first ``vocabulary`` rows of the weight."""
     logits = F.linear(hidden, weight)[:, :vocabulary]
-    return F.cross_entropy(logits.to(accumulation_dtype(logits.dtype)), targets.long(), ignore_index=ignore_index, reduction="sum")
+    return F.cross_entropy(logits.to(dtype), targets.long(), ignore_index=ignore_index, reduction="sum")

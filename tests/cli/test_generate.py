@@ -103,7 +103,7 @@ def test_runs_without_a_seed_differ(tmp_path: Path, capsys: Capture) -> None:
         ("bases", ["--prompt-file", "two.fa"], 1, "--prompt-file two.fa holds 2 records; expected one"),
         ("bytes", [], 2, "one of the arguments --prompt --prompt-file is required"),
         ("bytes", ["--prompt", "x", "--prompt-file", "y"], 2, "not allowed with argument --prompt"),
-        ("bytes", ["--prompt", "x", "--temperature", "-1"], 2, "--temperature is -1.0; expected a finite number ≥ 0"),
+        ("bytes", ["--prompt", "x", "--temperature", "-1"], 2, "--temperature is -1.0; expected a number from 0, for the likeliest token"),
         ("bytes", ["--prompt", "x", "--top-p", "2"], 2, "--top-p is 2.0; expected a number in (0, 1]"),
         ("bytes", ["--prompt", "x", "--top-k", "0"], 2, "argument --top-k: '0' is not a size"),
         ("bytes", ["--prompt", "x", "--max-new-tokens", "0"], 2, "argument --max-new-tokens: '0' is not a size"),

@@ -31,6 +31,7 @@ import torch
 
 import dilated_attention
 from dilated_attention import cli
+from dilated_attention.backends import registry
 from tests.helpers.scripts import needs_pins
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +79,9 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def log_as_before() -> Iterator[None]:
-    """What a page sets up for logging would write to its test's closed output in later tests."""
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a page sets up for logging would write to its test's closed output in later tests; its own backend is not in other tables."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     logger = logging.getLogger("dilated_attention")
     handlers, level = [*logger.handlers], logger.level
     yield
@@ -87,7 +89,7 @@ def log_as_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("log_as_before")
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(b.language == "python" and b.reason is None for b in blocks(p))], ids=lambda p: p.name
 )

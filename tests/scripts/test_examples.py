@@ -110,7 +110,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ("tensorboard", ["train_longnet.py", "--data", "{text}", "--steps", "2", *SMALL, *NARROW], "no TensorBoard curves, "),
         (
             "matplotlib",
-            ["train_genome.py", "--fasta", "{fasta}", "--steps", "2", "--length", "256", "--markov-order", "3"],
+            ["train_genome.py", "--fasta", "{fasta}", "--steps", "2", "--context", "256", "--markov-order", "3"],
             "no pictures, ",
         ),
         ("matplotlib", ["slide_encoder.py", "--tiles", "30", "--layers", "1", "--steps", "1"], "no pictures, "),

@@ -94,7 +94,8 @@ class Head:
         weight = self.module.weight
         if hasattr(weight, "full_tensor"):
             raise ValueError("chunked_loss with an output layer whose weight FSDP2 has sharded again by then; expected chunked_loss=None")
-        return summed_cross_entropy(logits, weight, targets, chunk=chunk)
+        # transformers' losses are in float32, whatever the logits' dtype
+        return summed_cross_entropy(logits, weight, targets, chunk=chunk, dtype=torch.float32)
 
 
 def chunked_head(model: Any, is_wanted: Callable[[], bool], undo: contextlib.ExitStack) -> Head:
