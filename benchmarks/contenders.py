@@ -1,4 +1,4 @@
-"""Who is compared: this library by backend and option, torch's kernels, FlashAttention-4, FlexAttention, TorchScale from the user's own copy.
+"""Who is compared: this library by backend and option, torch's kernels, FlashAttention-4, FlexAttention, TorchScale from a user's copy.
 
 For a case a contender makes a function of q, k, v (B, N, H, D), or calls whose cost alone is asked for, or it refuses with the reason.
 """
@@ -25,6 +25,9 @@ from dilated_attention.backends.flash import flash3, flash3_fp8
 from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks, to_block_mask
 
 Attend = Callable[..., torch.Tensor]
+# of the default contenders, those that a run on a CPU leaves out
+GPU_ONLY = ("torch cudnn", "torch flash", "torch efficient", "fa4", "flex", "ours flash4", "ours triton", "attention flash3",
+            "attention fp8", "ours fp8")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contender on one case. ``role``: "one process" while the others wait; "kernel", alone on one process's tokens; "ring"; "foreign"."""
+    """A contender on one case: as "one process" while the others wait, as "kernel" on one process's tokens, as "ring", or "foreign"."""
 
     contender: Contender
     at: Callable[[int], Case]
@@ -169,7 +169,6 @@ def _cases(session: Session, size: int) -> Iterator[tuple[str, Kind, int, Callab
         lengths = {f"{name}-{n}": n * size for n in options.tokens or [n // by for n in kind.tokens]}
         lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in kind.totals}
         for (label, length), mask in itertools.product(lengths.items(), options.masks or ["causal" if kind.is_causal else "full"]):
-
             if _matches(label, options.cases):
                 yield label, kind, length, functools.partial(_case, session, name, kind, mask == "causal")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case, case_names, family_of, make_case, new_lengths
-from benchmarks.contenders import Attend, Contender, Costs, contender
+from benchmarks.contenders import GPU_ONLY, Attend, Contender, Costs, contender
 from benchmarks.report import Row
 from benchmarks.session import Group, Session
 from benchmarks.timing import WAYS, Call, Refused, attempt, counted, in_turns, new_and_again, release
@@ -55,7 +55,7 @@ def groups(session: Session) -> list[Group]:
     for name in case_names(options.cases, options.lengths):
         _, family, _ = family_of(name)
         case = make_case(name, session.device, session.dtype, is_small=session.is_small)
-        names = options.contenders or family.contenders
+        names = options.contenders or [name for name in family.contenders if session.device.type == "cuda" or name not in GPU_ONLY]
         how: dict[str, Any] = {"passes": options.passes, "seconds": session.seconds, "longest": options.longest}
         if options.lengths_vary:
             run = functools.partial(measure_new, names, case, torchscale=options.torchscale, **how)

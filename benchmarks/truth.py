@@ -1,8 +1,8 @@
 """Errors of results against float64, ‖x − true‖ / ‖true‖, in sampled rows and keys of two heads.
 
 The truth follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of rows and keys at a time.
-Which pairs count is asked of the pattern itself, pair by pair: no plan, no list of blocks. A gradient of a key rests on out and lse of all rows
-that see it, which are given; the same rows of those are compared.
+Which pairs count is asked of the pattern itself, pair by pair: no plan, no list of blocks. A gradient of a key
+rests on out and lse of all rows that see it, which are given; the same rows of those are compared.
 """
 
 from __future__ import annotations
