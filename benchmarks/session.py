@@ -77,7 +77,9 @@ def run(suite: str, session: Session, groups: Sequence[Group], *, foreign: Seque
         release()
     if session.rank:
         return 0
-    command = f"python -m benchmarks {' '.join(sys.argv[1:])}" if sys.argv[0].endswith("__main__.py") else f"python -m benchmarks {suite}"
+    # results are committed: no path of a machine
+    words = ["PATH" if "/" in word else word for word in (sys.argv[1:] if sys.argv[0].endswith("__main__.py") else [suite])]
+    command = f"python -m benchmarks {' '.join(words)}"
     print(results.report(command))
     worse = [] if then is None else [line for label, _ in groups for line in
                                      slower(label, results.groups[label], then, foreign, options.threshold).values()]  # fmt: skip
@@ -89,4 +91,4 @@ def run(suite: str, session: Session, groups: Sequence[Group], *, foreign: Seque
 def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    return Path(value).name if isinstance(value, Path) or "/" in str(value) else value
