@@ -47,7 +47,7 @@ Slide = Sequence[torch.Tensor]
 def slide(tiles: int, device: torch.device) -> Slide:
     """Returns (embeddings (1, L, 1536), pixels (1, L, 2)) of L tiles, row by row in a square."""
     side, place = math.isqrt(tiles - 1) + 1, torch.arange(tiles)
-    coords = torch.stack((place // side, place % side), -1).float() * 256
+    coords = torch.stack((place % side, place // side), -1).float() * 256
     return torch.randn(1, tiles, 1536, generator=torch.Generator().manual_seed(tiles)).to(device), coords[None].to(device)
 
 
