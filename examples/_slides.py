@@ -1,59 +1,91 @@
-"""A folder of tile features and a CSV of labels: read and checked, before a model is made; the whole is refused for one bad file."""
+"""A folder of tile features: files are read and checked, before a model is made; the whole is refused for one bad file."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import hashlib
 import json
 import pickle
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from recipe.log import tqdm
 from recipe.task import generator_of
 
-from dilated_attention.models import collate_slides
+from dilated_attention.models import collate_slides, tile_step
 
-PARTS = ("train", "test")
+T = TypeVar("T")
 
 
 class Refused(Exception):
     """What is wrong with the input, and one way out."""
 
 
+def progress(items: Sequence[T], text: str) -> Iterator[T]:
+    """The items behind a progress bar, of what takes more than two seconds; a file gets a state each half minute."""
+    with tqdm(items, desc=text, unit="slide", dynamic_ncols=True, delay=2.0, mininterval=1.0 if sys.stderr.isatty() else 30.0) as bar:
+        yield from bar
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of the model, of a run or itself."""
+    return path / "checkpoint" if (path / "checkpoint").is_dir() else path
+
+
 @dataclass(frozen=True)
 class Slide:
-    """A slide: its id, file, class and part."""
+    """A slide: its id and file; class, part, patient and fold as far as it has labels; pixels between its tiles, and of a cell."""
 
     name: str
     path: Path
-    target: int
-    part: str
+    target: int | None = None
+    part: str = ""
+    patient: str = ""
+    fold: int = 0
+    step: float = 1.0
+    cell: float = 1.0
 
     def load(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(features (L, width), coords (L, 2)) on the device."""
-        features, coords = read(self.path)
-        return features.to(device), coords.to(device)
+        """(features (L, width), coords (L, 2)) on the device; tiles are a cell apart."""
+        tiles = read(self.path)
+        # first the division: it is exact at the edge of a cell, where a rounded number would fall into the cell before
+        coords = tiles.coords if self.step == self.cell else tiles.coords.double() / self.step * self.cell
+        return tiles.features.to(device), coords.to(device)
 
 
 @dataclass(frozen=True)
 class Slides:
-    """The slides of a folder, the names of their classes, and the width of their features."""
+    """The slides of a folder, the names of their classes, and what ``check`` found: the width of features, the pixels of a cell.
+
+    ``notes`` are lines for the user.
+    """
 
     all: list[Slide]
     classes: list[str]
-    width: int
+    notes: tuple[str, ...] = ()
+    width: int = 0
+    tile_size: int = 0
 
     def part(self, name: str) -> list[Slide]:
         return [slide for slide in self.all if slide.part == name]
 
+    def with_fold(self, fold: int) -> Slides:
+        """The same where the slides of one fold are held out."""
+        return replace(self, all=[replace(slide, part="test" if slide.fold == fold else "train") for slide in self.all])
+
     def fingerprint(self) -> str:
         """Of ids, labels, parts and sizes of the files: another one is another data set."""
-        rows = [(slide.name, self.classes[slide.target], slide.part, slide.path.stat().st_size) for slide in self.all]
+        rows = [(slide.name, self.class_of(slide), slide.part, slide.path.stat().st_size) for slide in self.all]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    def class_of(self, slide: Slide) -> str:
+        return "" if slide.target is None else self.classes[slide.target]
 
 
 @functools.lru_cache(maxsize=4)
@@ -62,118 +94,114 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=generator_of(seed, epoch)).tolist()
 
 
-def read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads (features (L, width), coords (L, 2)), without pickle."""
+@dataclass(frozen=True)
+class Tiles:
+    """features (L, width) and coords (L, 2); pixels of level 0 that a tile covers, and from one to the next; None where nothing says it."""
+
+    features: torch.Tensor
+    coords: torch.Tensor
+    size: float | None
+    step: float | None
+
+
+def read(path: Path) -> Tiles:
+    """Reads a slide's file, without pickle."""
+    attributes: dict[str, Any] = {}
     if path.suffix == ".h5":
         import h5py
 
         with h5py.File(path) as file:
-            found = {name: np.asarray(file[name]) for name in file if isinstance(file[name], h5py.Dataset)}
+            arrays = {name: np.asarray(file[name]) for name in file if isinstance(file[name], h5py.Dataset)}
+            attributes = {**file.attrs, **(file["coords"].attrs if "coords" in arrays else {})}
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as file:
-            found = dict(file)
+            arrays = dict(file)
     else:
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            arrays = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise Refused(
                 f"{path} is damaged or holds other objects than tensors, which are not unpickled; save a dict of tensors"
             ) from None
-        if not isinstance(found, dict):
+        if not isinstance(arrays, dict):
             raise Refused(
-                f"{path} holds a {type(found).__name__}, and coords are needed: use the .h5 file, or a dict of features and coords"
+                f"{path} holds a {type(arrays).__name__}, and coords are needed: use the .h5 file, or a dict of features and coords"
             )
-    features, coords = found.get("features", found.get("tile_embeds")), found.get("coords")
+    features, coords = arrays.get("features", arrays.get("tile_embeds")), arrays.get("coords")
     if features is None or coords is None:
-        raise Refused(f"{path} holds {', '.join(map(str, found)) or 'nothing'}; expected features (L, width) and coords (L, 2)")
+        raise Refused(f"{path} holds {', '.join(map(str, arrays)) or 'nothing'}; expected features (L, width) and coords (L, 2)")
     # some tools write a batch of one
     features, coords = (x[0] if x.ndim == 3 and len(x) == 1 else x for x in (features, coords))
     try:
         tiles, places, _ = collate_slides([(features, coords)])
     except (TypeError, ValueError) as error:
         raise Refused(f"{path}: {str(error).replace('slide 0', 'it')}") from error
-    return tiles[0], places[0]
+    size, step = stated_size(attributes)
+    return Tiles(tiles[0], places[0], size, tile_step(places[0]) or step)
 
 
-def read_labels(path: Path) -> dict[str, tuple[str, str | None]]:
-    """{slide id: (label, part)}; the part is None where the file has no column split."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"--labels {path} cannot be read ({error}); expected a CSV file with the columns slide_id and label") from error
-    if not rows or not {"slide_id", "label"} <= set(rows[0]):
-        raise Refused(f"--labels {path} has the columns {', '.join(map(str, rows[0])) if rows else 'of no row'}; expected slide_id, label")
-    found: dict[str, tuple[str, str | None]] = {}
-    for row in rows:
-        name, label, part = row["slide_id"], row["label"], row.get("split")
-        if name in found:
-            raise Refused(f"--labels {path} has slide {name} twice; keep one row a slide")
-        if not label:
-            raise Refused(f"--labels {path} has no label for slide {name}; fill it in, or remove row and file")
-        if "split" in row and part not in PARTS:
-            raise Refused(f"--labels {path} has split {part!r} for slide {name}; expected train or test")
-        found[name] = (label, part)
-    return found
+def stated_size(attributes: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Pixels of level 0 that a tile covers, and from one to the next, by an .h5 file's attributes as TRIDENT and CLAM write them."""
+    value = {name: float(np.ravel(x)[0]) for name, x in attributes.items() if np.asarray(x).dtype.kind in "iuf" and np.size(x)}
+    side = value.get("patch_size")
+    size = value.get("patch_size_level0")
+    if size is None and side is not None and ("downsample" in value or not value.get("patch_level")):
+        size = side * value.get("downsample", 1.0)
+    if not size:
+        return None, None
+    return size, size * (1 - value.get("overlap", 0.0) / side) if side else size
 
 
-def find_slides(folder: Path, labels_file: Path, *, held_out: float, seed: int, extent: int) -> Slides:
-    """Finds the slides, reads all files once and checks them.
+def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool = False) -> Slides:
+    """Reads all files once, and sets what pixels there are between tiles.
 
     Args:
-        held_out, seed: how slides are split where the labels have no column split.
-        extent: pixels that coords must stay below.
+        tile_size: pixels of a cell; None: what most slides have between their tiles.
+        cells: of the grid's side.
+        is_fixed: tile_size is that of a trained model, and slides of other steps are resized to it; else they are refused.
     """
-    labels = read_labels(labels_file)
-    paths = sorted(path for path in folder.glob("*") if path.suffix in (".h5", ".npz", ".pt"))
-    if not paths:
-        raise Refused(f"{folder} has no .h5, .pt or .npz file; expected one a slide, named by its id")
-    twice = [name for name, count in Counter(path.stem for path in paths).items() if count > 1]
-    if twice:
-        raise Refused(f"slide {twice[0]} has several files in {folder}; keep one")
-    for names, text in (
-        ([path.stem for path in paths if path.stem not in labels], f"a file in {folder} and no row in {labels_file}"),
-        ([name for name in labels if name not in {path.stem for path in paths}], f"a row in {labels_file} and no file in {folder}"),
-    ):
-        if names:
-            raise Refused(
-                f"{len(names)} of {len(paths)} slides have {text}: {', '.join(names[:3])}{' …' * (len(names) > 3)}; they must agree"
-            )
-    classes = sorted({label for label, _ in labels.values()})
-    if len(classes) < 2:
-        raise Refused(f"all slides of {labels_file} have the label {classes[0]}; expected at least two classes")
-    parts = [labels[path.stem][1] or "" for path in paths]
-    targets = [classes.index(labels[path.stem][0]) for path in paths]
-    if not all(parts):
-        parts = split(targets, held_out, seed)
-    for part in PARTS:
-        missing = set(range(len(classes))) - {target for target, own in zip(targets, parts, strict=True) if own == part}
-        if missing:
-            raise Refused(f"no {part} slide has the label {classes[min(missing)]}; training and AUC need every class in both parts")
     widths: dict[int, Path] = {}
-    for path in paths:
+    steps: dict[str, float | None] = {}
+    apart: list[str] = []
+    reach: dict[str, tuple[float, float]] = {}
+    for slide in progress(slides.all, "reading"):
         try:
-            features, coords = read(path)
+            tiles = read(slide.path)
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise Refused(f"{path} cannot be read: {' '.join(str(error).split())[:200]}; write it again") from error
-        if not len(features):
-            raise Refused(f"{path} has no tiles; remove it and its row")
-        widths.setdefault(features.shape[1], path)
+            raise Refused(f"{slide.path} cannot be read: {' '.join(str(error).split())[:200]}; write it again") from error
+        if not len(tiles.features):
+            raise Refused(f"{slide.path} has no tiles; remove it and its row")
+        widths.setdefault(tiles.features.shape[1], slide.path)
         if len(widths) > 1:
-            (one, first), (two, second) = widths.items()
-            raise Refused(f"{first} has features of width {one} and {second} of width {two}; use one tile encoder for all")
-        if coords.min() < 0 or coords.max() >= extent:
-            raise Refused(f"{path} has coords from {coords.min():g} to {coords.max():g}; expected 0 to {extent - 1} pixels")
-    slides = [Slide(path.stem, path, target, part) for path, target, part in zip(paths, targets, parts, strict=True)]
-    return Slides(slides, classes, next(iter(widths)))
-
-
-def split(targets: list[int], held_out: float, seed: int) -> list[str]:
-    """The part of each slide, at random, with the same share of each class."""
-    from sklearn.model_selection import train_test_split
-
-    try:
-        _, test = train_test_split(range(len(targets)), test_size=held_out, stratify=targets, random_state=seed % 2**32)
-    except ValueError as error:
-        raise Refused(f"the slides cannot be split: {error}; label more slides, or give a column split") from error
-    return ["test" if index in set(test) else "train" for index in range(len(targets))]
+            (width, path), (other_width, other) = widths.items()
+            raise Refused(f"{path} has features of width {width} and {other} of width {other_width}; use one tile encoder for all")
+        steps[slide.name] = tiles.step
+        reach[slide.name] = float(tiles.coords.min()), float(tiles.coords.max())
+        if tiles.size and tiles.step and abs(tiles.step - tiles.size) > tiles.size / 20:
+            text = "overlap" if tiles.step < tiles.size else "do not touch"
+            apart.append(f"{slide.name} has tiles of {tiles.size:g} pixels {tiles.step:g} apart: they {text}")
+    notes = [f"{apart[0]} (and {len(apart) - 1} slides like it)" if len(apart) > 1 else apart[0]] if apart else []
+    counts = Counter(step for step in steps.values() if step)
+    usual = counts.most_common(1)[0][0] if counts else 256.0
+    odd = [name for name, step in steps.items() if tile_size and step and abs(step - tile_size) > tile_size / 20]
+    if odd and not is_fixed:
+        way = f"give --tile-size {usual:g}, or leave it out" if len(counts) == 1 else "leave it out, and each slide has its own step"
+        raise Refused(
+            f"--tile-size is {tile_size}, and {len(odd)} of {len(steps)} slides have tiles {steps[odd[0]]:g} pixels apart, such as "
+            f"{odd[0]}; {way}"
+        )
+    size = tile_size or max(1, round(usual))
+    resized = {name: step for name, step in steps.items() if step and step != size}
+    if resized:
+        low, high = min(resized.values()), max(resized.values())
+        between = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        notes.append(f"coords of {len(resized)} slides with tiles {between} pixels apart are resized to {size}")
+    for slide in slides.all:
+        low, high = (x / (resized.get(slide.name, size)) for x in reach[slide.name])
+        if low < 0 or high >= cells:
+            low, high = reach[slide.name]
+            raise Refused(f"{slide.path} has coords from {low:g} to {high:g}; expected at least 0, and less than {cells} tiles of {size}")
+    known = "as their coords say" if counts else "which nothing in the files says: no neighbours among them"
+    notes.append(f"tiles {size} pixels apart, {known}; features of width {min(widths)}")
+    all_slides = [replace(slide, step=resized.get(slide.name, size), cell=size) for slide in slides.all]
+    return replace(slides, all=all_slides, notes=(*slides.notes, *notes), width=min(widths), tile_size=size)

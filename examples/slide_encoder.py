@@ -19,6 +19,7 @@ import importlib.util
 import itertools
 import math
 import os
+import textwrap
 from pathlib import Path
 from typing import cast
 
@@ -30,7 +31,7 @@ from _memory import measured
 from torch import nn
 
 from dilated_attention import create_model
-from dilated_attention.models import SlideEncoder, collate_slides
+from dilated_attention.models import SlideEncoder, collate_slides, tile_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 256
@@ -86,21 +87,25 @@ def by_order(model: SlideEncoder, slide: Slide) -> tuple[dict[str, torch.Tensor]
     return found, {f"{a} and {b}": float(torch.corrcoef(torch.stack((found[a], found[b])))[0, 1]) for a, b in pairs}
 
 
-def draw(coords: torch.Tensor, panels: dict[str, torch.Tensor], title: str, path: Path, photo: Path | None = None) -> None:
-    """Draws weights (L,) of tiles at coords (L, 2), a panel each, in shares: 1 is a tile's share if all had the same. Needs matplotlib."""
+def draw(
+    coords: torch.Tensor, panels: dict[str, torch.Tensor], title: str, path: Path, photo: Path | None = None, tile_size: int = TILE
+) -> None:
+    """Draws weights (L,) of tiles at coords (L, 2), a panel each, in shares: 1 is a tile's share if all had the same. Needs matplotlib.
+
+    ``tile_size`` counts where coords do not say how far tiles are apart.
+    """
     from matplotlib.figure import Figure
     from matplotlib.image import imread
 
     x, y = coords.double().cpu().T
-    # the step between neighbouring tiles is the most frequent one along the rows, whatever their side
-    steps = x[torch.argsort(y * (x.max() + 1) + x)].diff()
-    step = float(steps[steps > 0].mode().values) if (steps > 0).any() else 1.0
+    step = tile_step(coords) or tile_size
     columns, rows = (((axis - axis.min()) / step).round().long() for axis in (x, y))
     shares = {name: weights.float().cpu() * len(weights) for name, weights in panels.items()}
     # one scale for all; a few tiles stand out by far, and would leave the others in one colour
     high = float(torch.cat(list(shares.values())).quantile(0.98))
     count = len(panels) + (photo is not None)
-    figure = Figure(figsize=(1.2 + 3.6 * count, 4.2), layout="constrained")
+    width = 1.2 + 3.6 * count
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
     places = list(figure.subplots(1, count, squeeze=False)[0])
     if photo is not None:
         places[0].imshow(imread(photo))
@@ -113,7 +118,8 @@ def draw(coords: torch.Tensor, panels: dict[str, torch.Tensor], title: str, path
     for place in places:
         place.set(xticks=[], yticks=[])
     figure.colorbar(image, ax=places, extend="max", label="attention of the slide to a tile, 1 = even share")
-    figure.suptitle(title)
+    # ten letters an inch
+    figure.suptitle(textwrap.fill(title, int(10 * width)))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 

@@ -40,7 +40,8 @@ def attend(
         module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
         query: (B, H, Nq, D).
         key, value: (B, Hk, Nk, D), not repeated: Hk divides H. Values may have a smaller head dim than keys.
-        attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads.
+        attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads. One of four dimensions is instead of the layer's
+            causality and window.
         dropout: dropout of attention weights, in training only.
         is_causal: None to follow the mask or, without a mask, ``module.is_causal``.
         sliding_window: the number of keys that a query sees, including itself, on both sides if not causal. Such a layer is dense within
@@ -59,14 +60,18 @@ def attend(
     config = getattr(module, "config", None)
     refusals.refuse_cross_attention(name, module, config)
     settings = settings_of(name, config)
-    mask = _mask_of(name, module, attention_mask, query.shape[2], key.shape[2], is_causal)
-    window = _joint_window(mask, sliding_window)
+    mask = _mask_of(name, settings, module, attention_mask, query, key.shape[2], is_causal)
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    is_alone = is_tensor and attention_mask.ndim == 4
+    if is_tensor and sliding_window is None:
+        refusals.check_pairs(name, settings, mask)
+    window = _joint_window(mask, sliding_window, is_alone)
     bounds, is_guess = mask.cu_seqlens, mask.is_guess
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds, is_guess = packed_bounds(cu_seq_lens_q, cu_seq_lens_k), False
     elif bounds is None and not settings.is_shared:
         refusals.check_untold_packing(name, module, mask, kwargs.get("position_ids"))
-    if window is not None and settings.kind != "ring":
+    if window is not None and settings.kind != "ring" and (sliding_window is not None or not is_alone):
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
         refusals.check_stable(name, settings, mask)
@@ -113,15 +118,18 @@ def attend(
             out = ring_attention(q, k, v, window=window, **options)
         else:
             out = ring_dilated_attention(q, k, v, **branches, **options)
-        return out[..., :value_dim], None
-    options["query_offset"] = mask.query_offset
-    if window is not None:
-        out = attention(q, k, v, window=window, **options)
-    elif settings.kind == "block_sparse":
-        out = block_sparse_attention(q, k, v, settings.pattern, **options)
     else:
-        out = dilated_attention(q, k, v, **branches, **options)
-    return out.reshape(*rows, *out.shape[2:])[..., :value_dim], None
+        options["query_offset"] = mask.query_offset
+        if window is not None:
+            out = attention(q, k, v, window=window, **options)
+        elif settings.kind == "block_sparse":
+            out = block_sparse_attention(q, k, v, settings.pattern, **options)
+        else:
+            out = dilated_attention(q, k, v, **branches, **options)
+        out = out.reshape(*rows, *out.shape[2:])
+    if mask.empty is not None:
+        out = out.masked_fill(mask.empty[:, :, None, None], 0)
+    return out[..., :value_dim], None
 
 
 def _is_step(
@@ -136,11 +144,15 @@ def _is_step(
     return not needs_grad(query, key, value, sinks)
 
 
-def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_queries: int, num_keys: int, is_causal: bool | None) -> KeyMask:
+def _mask_of(
+    name: str, settings: Settings, module: torch.nn.Module, attention_mask: Any, query: torch.Tensor, num_keys: int, is_causal: bool | None
+) -> KeyMask:
     """Returns the layer's mask, checked against the layer."""
+    num_queries = query.shape[2]
     of_module = getattr(module, "is_causal", None)
     if isinstance(attention_mask, KeyMask):
         mask = attention_mask
+        causal = mask.is_causal
         if mask.num_keys != num_keys:
             raise ValueError(
                 f"attention {name!r}: the layer passes {num_keys} keys, and its mask was made for {mask.num_keys}; "
@@ -155,20 +167,25 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
                 'attn_implementation="sdpa"'
             )
     else:
-        causal = of_module if is_causal is None else is_causal
-        if causal is None:
+        of_layer = of_module if is_causal is None else is_causal
+        if of_layer is None:
             raise ValueError(
                 f"attention {name!r}: {type(module).__name__} does not say whether it is causal; "
                 "expected is_causal=True or False, as an argument or an attribute of the module"
             )
-        causal = bool(causal)
+        causal = bool(of_layer)
         if attention_mask is None:
             mask = KeyMask(num_keys, num_keys, num_keys - num_queries if causal else 0, 0, causal)
         elif isinstance(attention_mask, torch.Tensor):
-            mask = mask_of_tensor(attention_mask, num_queries, num_keys, causal, None)
+            if settings.is_shared:
+                refusals.check_part(name, attention_mask, causal)
+            mask = mask_of_tensor(attention_mask, query.shape[0], num_queries, num_keys, causal, is_shared=settings.is_shared)
         else:
-            raise TypeError(f"attention_mask is a {type(attention_mask).__name__}; expected a tensor or None")
-    if not mask.is_causal and num_queries != num_keys:
+            raise TypeError(
+                f"attention_mask is a {type(attention_mask).__name__}; expected a tensor or None. "
+                'A BlockMask is a pattern: register(pattern=…) for attn_implementation="block_sparse"'
+            )
+    if not causal and num_queries != num_keys:
         raise ValueError(
             f"attention {name!r}: {num_queries} queries and {num_keys} keys in a layer that is not causal; "
             "expected self-attention, whose queries and keys are the same positions. "
@@ -177,10 +194,15 @@ def _mask_of(name: str, module: torch.nn.Module, attention_mask: Any, num_querie
     return mask
 
 
-def _joint_window(mask: KeyMask, sliding_window: int | None) -> tuple[int | None, int | None] | None:
-    """Returns the window of keys that both the mask and the layer allow; None for no window."""
+def _joint_window(mask: KeyMask, sliding_window: int | None, is_alone: bool) -> tuple[int | None, int | None] | None:
+    """Returns the window of keys that both the mask and the layer allow; None for a layer that is not dense within a window.
+
+    Where the mask alone decides, the layer's window only says that it is dense.
+    """
     if sliding_window is None:
         return mask.window
+    if is_alone:
+        return mask.window or (None, None)
     size = int(sliding_window) - 1
     left, right = (size, size) if mask.window is None else mask.window
     return (size if left is None else min(left, size)), 0 if mask.is_causal else (size if right is None else min(right, size))

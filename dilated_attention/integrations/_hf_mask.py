@@ -35,6 +35,7 @@ class KeyMask:
         cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
         is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
         seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
+        empty: (B, Nq) bool, True = a query that sees nothing, whatever the other parts say: its row is 0.
     """
 
     num_keys: int
@@ -47,6 +48,7 @@ class KeyMask:
     cu_seqlens: torch.Tensor | None = None
     is_guess: bool = False
     seq_len: int | None = None
+    empty: torch.Tensor | None = None
 
     # with a static cache, generate() makes the mask before the forward, and transformers then checks whether it is already a mask
     ndim: ClassVar[int] = 4
@@ -232,58 +234,105 @@ def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: i
     return ~real
 
 
-def mask_of_tensor(
-    mask: torch.Tensor, num_queries: int, num_keys: int, is_causal: bool, window: tuple[int | None, int | None] | None
-) -> KeyMask:
-    """Converts a mask that the model made itself to a ``KeyMask``.
+def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int, is_causal: bool, *, is_shared: bool = False) -> KeyMask:
+    """Converts a mask that a caller, or the model itself, made to a ``KeyMask`` that keeps the same pairs.
 
-    The mask is of keys, or of all pairs if it only consists of causality, window and padding.
+    As in transformers' sdpa, a mask of four dimensions alone decides which pairs count: the layer adds neither causality nor its window.
+    A mask (B, Nk) is one of keys, beside which the layer's causality stays.
 
     Args:
         mask: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk): bool, True = seen; or a term added to the scores: 0, or −inf or the lowest number.
+        batch: B; a mask of one row stands for all.
+        is_causal: whether the layer is causal; of four dimensions, it decides only where a mask can be read both ways.
+        is_shared: see ``key_mask``.
 
     Raises:
-        ValueError: if it has other values, or keeps other pairs.
+        ValueError: if it has other values, or keeps other pairs than causality, one window and padding do.
     """
     shape = f"attention_mask {tuple(mask.shape)} {mask.dtype}"
-    expected = f"expected {num_keys} keys' padding, as bool or as 0 and −inf, (B, keys), (B, 1, 1, keys) or (B, 1, queries, keys)"
+    expected = (
+        f"expected {num_keys} keys' padding, as bool or as 0 and −inf, (B, keys), (B, 1, 1, keys) or (B, 1, queries, keys). "
+        'Or attn_implementation="sdpa"'
+    )
+    is_alone = mask.ndim == 4
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, num_queries) or mask.shape[3] != num_keys:
-        raise ValueError(f'{shape} for {num_queries} queries and {num_keys} keys; {expected}. Or attn_implementation="sdpa"')
-    mask = mask[:, 0].detach()
+    sizes = ((1, batch), (1,), (1, num_queries), (num_keys,))
+    if mask.ndim != 4 or any(size not in allowed for size, allowed in zip(mask.shape, sizes, strict=True)):
+        raise ValueError(f"{shape} for {batch} rows of {num_queries} queries and {num_keys} keys; {expected}")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{shape} needs a gradient, which no kernel here computes; {expected}")
+    mask = mask[:, 0]
     offset = num_keys - num_queries
     seen = mask if mask.dtype is torch.bool else mask == 0
     if torch.compiler.is_compiling():
         if mask.dtype is not torch.bool or (seen.shape[1] != 1 and num_queries != 1):
             raise ValueError(f"{shape} inside a compiled model, where its values cannot be read; expected a bool mask of keys, or none")
-    elif mask.dtype is not torch.bool and bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
-        raise ValueError(f'{shape} holds values that are added to scores; {expected}. Or attn_implementation="sdpa"')
-    keys = seen[:, -1]
-    if seen.shape[1] > 1:
-        pairs = _pairs(num_queries, num_keys, offset, is_causal, window, mask.device)
-        # a row without keys may see all of them: transformers writes it so where softmax cannot handle empty rows
-        full = seen.all(-1, keepdim=True) & ~pairs.all(-1, keepdim=True)
-        keys = (seen & ~full).any(1)
-        expected_pairs = pairs & keys[:, None]
-        wrong = (seen != expected_pairs) & ~(full & ~expected_pairs.any(-1, keepdim=True))
-        if bool(wrong.any()):
-            kind = "causal" if is_causal else "both ways"
-            raise ValueError(
-                f'{shape} keeps other pairs than a layer that sees {kind} (window {window}); {expected}. Or attn_implementation="sdpa"'
-            )
-    padding = ~keys if torch.compiler.is_compiling() or not bool(keys.all()) else None
-    return KeyMask(num_keys, num_keys, offset if is_causal else 0, 0, is_causal, window, padding)
+        is_causal = is_causal and not (is_alone and num_queries > 1)
+        return KeyMask(num_keys, num_keys, offset, 0, is_causal, padding=~seen[:, 0].expand(batch, num_keys))
+    lowest = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
+    if mask.dtype is not torch.bool and (lowest == 0 or not bool((seen | (mask <= lowest)).all())):
+        raise ValueError(f"{shape} holds values that are added to scores; {expected}")
+    band = _band_of(seen, offset)
+    is_guarded = band is None and is_causal
+    if is_guarded:
+        # where softmax cannot handle empty rows, transformers makes them see everything, as only the last row of a causal mask does
+        guards = seen.all(-1, keepdim=True)
+        guards[:, -1] = False
+        seen = seen & ~guards
+        band = _band_of(seen, offset)
+    unlike = ValueError(f"{shape} keeps other pairs than causality, one window and padding do; {expected}")
+    if band is None:
+        raise unlike
+    left, right, highest, is_cut = band
+    is_causal = right <= 0 if right is not None else is_causal and (highest <= 0 or not is_alone)
+    if is_causal and (right is not None or num_queries == 1):
+        # the last key that a query sees is its own; those after it are the rest of a static cache
+        offset, left = offset + highest, None if left is None else left + highest
+    elif is_cut and offset > 0:
+        raise ValueError(f"{shape} does not say which of the keys are those of the {num_queries} queries; {expected}")
+    if offset < 0 or (left is not None and left < 0):
+        raise unlike
+    num_filled = offset + num_queries if is_causal else num_keys
+    keys = seen.any(1).expand(batch, num_keys)[:, :num_filled]
+    empty = ~seen.any(-1).expand(batch, num_queries)
+    has_padding, has_empty, has_real = torch.stack(
+        [~keys.all(), empty.any(), (empty & keys[:, offset : offset + num_queries]).any()]
+    ).tolist()
+    # of a row that sees nothing, sdpa returns 0 or a mean of all values; it must be padding that no other row sees, or be 0 there, too
+    if has_real and (is_guarded or mask.dtype is not torch.bool):
+        raise unlike
+    return KeyMask(
+        num_keys=num_keys,
+        num_filled=num_filled,
+        query_offset=offset,
+        key_offset=0,
+        is_causal=is_causal,
+        window=None if left is None and (is_causal or right is None) else (left, 0 if is_causal else right),
+        padding=~keys if has_padding or is_shared else None,
+        empty=empty if has_empty else None,
+    )
 
 
-def _pairs(
-    num_queries: int, num_keys: int, offset: int, is_causal: bool, window: tuple[int | None, int | None] | None, device: torch.device
-) -> torch.Tensor:
-    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device)[:, None] - offset
-    kept = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    left, right = (None, None) if window is None else window
-    if left is not None:
-        kept &= distance >= -left
-    if right is not None:
-        kept &= distance <= right
-    return kept
+def _band_of(seen: torch.Tensor, offset: int) -> tuple[int | None, int | None, int, bool] | None:
+    """Returns what a mask (B, Nq or 1, Nk) keeps of the keys that any query sees: those from own − left to own + right.
+
+    Returns:
+        (left, right, the highest key − own that is seen, whether no query sees the last key), with None for a side on which nothing is
+        dropped; None for all if it keeps other pairs. Rows that see nothing do not count.
+    """
+    num_queries, num_keys = seen.shape[1:]
+    own = torch.arange(offset, offset + num_queries, dtype=torch.int32, device=seen.device)
+    distance = torch.arange(num_keys, dtype=torch.int32, device=seen.device) - own[:, None]
+    of_any = seen.any(0)
+    low, high = distance.where(of_any, num_keys).min(), distance.where(of_any, -num_keys).max()
+    dropped = (seen.any(1, keepdim=True) & seen.any(-1, keepdim=True) & ~seen).any(0)
+    before, after = distance < low, distance > high
+    facts = [(dropped & side).any() for side in (before, after, ~before & ~after)] + [of_any.any(), of_any[:, -1].any()]
+    # one read from the device
+    cut_left, cut_right, is_other, any_seen, sees_last, lowest, highest = torch.stack([*(x.long() for x in facts), low, high]).tolist()
+    if is_other:
+        return None
+    if not any_seen:
+        return None, None, 0, False
+    return -lowest if cut_left else None, highest if cut_right else None, highest, not sees_last

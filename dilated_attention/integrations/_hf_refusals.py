@@ -90,6 +90,31 @@ def refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> N
         )
 
 
+def check_pairs(name: str, settings: Settings, mask: KeyMask) -> None:
+    """Refuses what a mask that is a tensor cannot say of branches or a pattern, which narrow its causality and padding."""
+    if settings.is_dense(mask.num_keys):
+        return
+    dense = "pattern=LocalWindow((None, None))" if settings.kind == "block_sparse" else "one segment over everything and rate 1"
+    way_out = f'expected causality and padding alone, or dense settings: {dense}. Or attn_implementation="sdpa"'
+    if mask.window is not None:
+        raise ValueError(
+            f"attention {name!r}: attention_mask keeps keys within {mask.window} of a query, in a layer that has no window of its own and "
+            f"sees other keys by its {'pattern' if settings.kind == 'block_sparse' else 'branches'}; {way_out}"
+        )
+    if mask.num_filled < mask.num_keys or (mask.query_offset and torch.compiler.is_compiling()):
+        raise ValueError(f"attention {name!r}: attention_mask does not say where in the cache the queries are; {way_out}")
+
+
+def check_part(name: str, attention_mask: torch.Tensor, is_causal: bool) -> None:
+    """Refuses a mask of pairs where a process holds only a part of them."""
+    size = place_in(group_of(name))[1]
+    if size > 1 and attention_mask.ndim == 4 and (is_causal or attention_mask.shape[2] > 1):
+        raise ValueError(
+            f"attention {name!r}: attention_mask {tuple(attention_mask.shape)} holds pairs of positions of one of {size} processes, which "
+            "does not say what its queries see of the others; expected padding (B, N) in shard_inputs, or no mask"
+        )
+
+
 def check_stable(name: str, settings: Settings, mask: KeyMask) -> None:
     pattern = settings.pattern
     assert pattern is not None

@@ -16,7 +16,7 @@ from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import group_name_of
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.pattern import BlockPattern, DilatedPattern, pattern_from_spec
+from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 KINDS = ("dilated", "ring_dilated", "ring", "block_sparse")
@@ -69,6 +69,12 @@ class Settings:
     def is_shared(self) -> bool:
         """Whether processes share the sequence."""
         return self.kind in ("ring_dilated", "ring")
+
+    def is_dense(self, num_keys: int) -> bool:
+        """Whether a query sees each of so many keys once."""
+        if self.kind == "block_sparse":
+            return isinstance(self.pattern, LocalWindow) and self.pattern.window == (None, None)
+        return len(self.segment_lengths) <= 1 and all(w >= num_keys for w in self.segment_lengths) and set(self.dilation_rates) <= {1}
 
     def branches(self) -> DilatedPattern:
         return _pattern_of(self.segment_lengths, self.dilation_rates, self.head_offsets, self.branch_heads, self.tail)

@@ -6,7 +6,7 @@ from dilated_attention.models.evaluation import Bucket, Evaluation, evaluate
 from dilated_attention.models.generation import Sampling, Stepper, generate, generate_stream, prefill
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slide_encoder import SlideEncoder
-from dilated_attention.models.images.slides import collate_slides
+from dilated_attention.models.images.slides import collate_slides, tile_step
 from dilated_attention.models.images.vision import LongViT, VisionConfig
 from dilated_attention.models.kv_cache.cache import KVCache
 from dilated_attention.models.kv_cache.paged import PagedKVCache
@@ -52,5 +52,6 @@ __all__ = [
     "read_fasta",
     "sharded_cross_entropy",
     "sharded_mean",
+    "tile_step",
     "vocabulary_of",
 ]

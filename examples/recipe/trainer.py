@@ -32,7 +32,7 @@ from recipe.task import Progress, Task, schedule
 # what a run writes, but for its settings
 WRITTEN = (
     *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png"),
-    *("embeddings.npz", "slides.json", "heatmaps"),
+    *("embeddings.npz", "predictions.csv", "slides.json", "heatmaps", "best.pt"),
 )
 
 

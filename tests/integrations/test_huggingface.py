@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention
 
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.integrations import _hf_attend, _hf_refusals, _hf_settings
-from dilated_attention.integrations._hf_mask import KeyMask, key_mask, mask_of_tensor
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask
 from dilated_attention.integrations.huggingface import configure, register, shard_inputs
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
 from tests.helpers.pool import pool_of
@@ -499,58 +500,197 @@ def test_compiled_training_with_documents_and_new_settings() -> None:
 # ---- masks
 
 
-def test_masks_that_a_model_made_itself() -> None:
-    """Of keys, of pairs, as bool or to be added; and transformers' own way of letting empty rows see everything."""
-    module, (q, k, v) = layer(is_causal=True, config=whole()), heads_of(12, 20)
-    # one of its layers has none
+def pairs(left: int | None, right: int | None, queries: int = N, keys: int = N) -> torch.Tensor:
+    """(1, 1, queries, keys) bool; the last query is the last key."""
+    return LocalWindow((left, right)).dense_mask(queries, keys, 1, query_offset=keys - queries)[None]
+
+
+def added(seen: torch.Tensor, lowest: float = torch.finfo(torch.float64).min) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, lowest)
+
+
+def check_same(model: Any, ours: str, theirs: str, mask: Any, expected_mask: Any = None, **inputs: Any) -> None:
+    """Logits of the rows that see a key, and their gradients, with a mask of four dimensions."""
+    expected_mask = mask if expected_mask is None else expected_mask
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    real = torch.stack([(x if x.dtype is torch.bool else x == 0)[:, 0].any(-1).expand(2, N) for x in masks]).all(0)
+    found = []
+    for name, each in ((theirs, expected_mask), (ours, mask)):
+        logits = on(model, name)(tokens(), attention_mask=each, **inputs).logits
+        found.append((logits[real], *gradients_of(model, logits, real).values()))
+    for wanted, result in zip(*found, strict=True):
+        torch.testing.assert_close(result, wanted, atol=1e-6 * max(1.0, wanted.abs().max().item()), rtol=0)
+
+
+PAIRS = {
+    "causal": (None, 0),
+    "causal and its window": (3, 0),
+    "causal and another window": (8, 0),
+    "both ways": (None, None),
+    "a window both ways": (6, 6),
+    "two keys ahead": (None, 2),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bert"])
+@pytest.mark.parametrize("ours", ["dilated", "ring", "block_sparse"])
+def test_a_mask_of_pairs_alone_decides(kind: str, ours: str) -> None:
+    """As in sdpa: neither causality nor the layer's window is added. transformers computes sinks and caps only in eager."""
+    model = MODELS[kind](**({} if kind in ("llama", "bert") else {"sliding_window": 4}))
+    configure(model, segment_lengths=[4096], dilation_rates=[1], pattern=LocalWindow((None, None)))
+    theirs = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
+    # eager adds bools to scores, and Gemma's softmax is float32
+    as_theirs = {"sdpa": lambda seen: seen, "eager": lambda seen: added(seen, torch.finfo(torch.float32).min)}[theirs]
+    for index, (left, right) in enumerate(PAIRS.values()):
+        seen = pairs(left, right) & padded("left" if index % 2 else "right").bool()[:, None, None]
+        check_same(model, ours, theirs, seen if index % 3 else added(seen), as_theirs(seen))
+    # one row for both, and keys alone, which every query sees
+    for seen in (
+        pairs(None, 0),
+        pairs(None, 0) & padded("left")[1].bool(),
+        padded("right").bool()[:, None, None],
+        pairs(None, 0).any(2, True),
+    ):
+        check_same(model, ours, theirs, seen, as_theirs(seen))
+    if kind in ("qwen2", "gemma2", "gpt_oss"):
+        masks = {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}
+        check_same(model, ours, theirs, masks, {each: as_theirs(seen) for each, seen in masks.items()}, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "bert"])
+@pytest.mark.parametrize("ours", ["dilated", "block_sparse"])
+def test_branches_and_patterns_narrow_a_mask_of_pairs(kind: str, ours: str) -> None:
+    """Its causality and its padding; a layer with a window stays dense, and what a window means among branches is not known."""
+    LITERAL[0] = DilatedPattern(LENGTHS, RATES) if ours == "dilated" else PATTERN
+    model = MODELS[kind]()
+    for left, right in ((None, 0), (None, None)):
+        check_same(model, ours, "literal", pairs(left, right) & padded("left").bool()[:, None, None])
+    check_same(model, ours, "literal", padded("right").bool()[:, None, None])
+    with pytest.raises(ValueError, match=r"keeps keys within \(3, .\) of a query, in a layer that has no window.*dense settings"):
+        on(model, ours)(tokens(), attention_mask=pairs(3, 0 if kind == "llama" else 3))
+    if kind == "qwen2":
+        check_same(model, ours, "literal", {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "branches"])
+@pytest.mark.parametrize("room", [0, 14])
+def test_masks_of_pairs_with_a_cache(kind: str, room: int) -> None:
+    """A prompt, a chunk and single tokens, from a cache that grows and one with room; its layers are equally long, as one mask needs."""
+    model, ids = llama() if kind == "branches" else MODELS[kind](), tokens()
+    LITERAL[0] = DilatedPattern([4096], [1])
+    if kind == "branches":
+        LITERAL[0] = DilatedPattern(LENGTHS, RATES)
+    configure(model, segment_lengths=LITERAL[0].segment_lengths, dilation_rates=LITERAL[0].dilation_rates)
+    config = copy.deepcopy(model.config)
+    config.sliding_window = None
+    # transformers 4.53
+    of_old = {"max_batch_size": 2, "device": "cpu", "dtype": torch.float64}
+
+    def logits_of(name: str, seen: torch.Tensor) -> torch.Tensor:
+        past = transformers.StaticCache(config=config, max_cache_len=N + room, **of_old) if room else transformers.DynamicCache()
+        mask, logits = torch.nn.functional.pad(seen.expand(2, 1, N, N), (0, room)), []
+        for start, end in ((0, 30), (30, 48), (48, 49), (49, 50)):
+            rows = mask[:, :, start:end, : None if room else end]
+            logits.append(on(model, name)(ids[:, start:end], attention_mask=rows, past_key_values=past).logits)
+        return torch.cat(logits, 1)[seen.any(-1)[:, 0].expand(2, N)]
+
+    for seen in (pairs(None, 0), pairs(None, 0) & padded("left").bool()[:, None, None], pairs(8, 0)):
+        if kind == "branches" and (room or not bool(seen[0, 0, -1, 0])):
+            with pytest.raises(ValueError, match=r"keeps keys within \(8, 0\)|does not say where in the cache the queries are"):
+                logits_of("dilated", seen)
+        else:
+            torch.testing.assert_close(logits_of("dilated", seen), logits_of("literal", seen), atol=1e-10, rtol=0)
+
+
+def test_masks_that_a_layer_is_given() -> None:
+    """Of keys, of pairs, as bool or to be added; rows that see nothing, and transformers' own way of letting them see everything."""
+    module, (q, k, v) = layer(is_causal=True, config=whole()), heads_of(12)
+    # one of its layers has no window
     module.config.layer_types = HYBRID
-    for window in (None, (4, 0)):
-        pattern = Causal() if window is None else LocalWindow(window)
-        keys = torch.ones(1, 20, dtype=torch.bool)
-        keys[:, :3] = False
-        pairs = pattern.dense_mask(12, 20, 1, query_offset=8) & keys[:, None]
-        expected = dense(q, k, v, pairs)
-        added = torch.zeros(1, 1, 12, 20, dtype=torch.float64).masked_fill(~pairs, torch.finfo(torch.float64).min)
-        for mask in (pairs[None], added, added.masked_fill(~pairs, -torch.inf), *([] if window else [keys, keys[None, None]])):
-            found = mask_of_tensor(mask, 12, 20, True, window)
-            out, _ = _hf_attend.attend("dilated", module, q, k, v, found, scaling=0.5)
-            torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
-    empty = pairs.clone()
-    empty[:, :, :] = Causal().dense_mask(12, 20, 1, query_offset=8)
-    keys[:, :9] = False
-    empty &= keys[:, None]
-    assert not empty[0, 0].any()
-    empty[0, 0] = True
-    assert mask_of_tensor(empty[None], 12, 20, True, None).padding is not None
+
+    def out_of(mask: torch.Tensor, sliding_window: int | None = None) -> torch.Tensor:
+        return _hf_attend.attend("dilated", module, q, k, v, mask, scaling=0.5, sliding_window=sliding_window)[0]
+
+    keys = torch.arange(12) > 2
+    seen = pairs(None, 0, 12, 12) & keys
+    causal, near, masked = (
+        added(seen),
+        pairs(3, 0, 12, 12) & keys,
+        torch.zeros(1, 1, 12, 12).masked_fill(~seen, torch.finfo(torch.float32).min),
+    )
+    for mask in (
+        keys[None],
+        seen,
+        causal,
+        causal.clamp(min=-torch.inf),
+        added(seen, -torch.inf),
+        masked,
+        masked.bfloat16(),
+        masked.bfloat16().half(),
+    ):
+        torch.testing.assert_close(out_of(mask)[:, 3:], dense(q, k, v, seen)[:, 3:], atol=1e-12, rtol=0)
+        assert not out_of(mask)[:, :3].any()
+    # a mask of keys leaves the layer its window
+    torch.testing.assert_close(out_of(keys[None], 4)[:, 3:], dense(q, k, v, near)[:, 3:], atol=1e-12, rtol=0)
+    # rows of padding: which see nothing, or everything
+    rows = seen & (torch.arange(12) < 9)[:, None]
+    torch.testing.assert_close(out_of(rows)[:, 3:9], dense(q, k, v, seen)[:, 3:9], atol=1e-12, rtol=0)
+    assert not out_of(rows)[:, 9:].any()
+    assert torch.equal(out_of(seen | ~seen.any(-1, keepdim=True)), out_of(seen))
+    # a row that sees nothing, but is seen: 0 as bool, and a mean of all values to sdpa as numbers
+    rows = pairs(None, 0, 12, 12) & (torch.arange(12) != 5)[:, None]
+    assert not out_of(rows)[:, 5].any()
+    grid = torch.arange(12)
     for wrong, text in (
-        (added.clamp(min=-3), "holds values that are added"),
-        (torch.rand(1, 1, 12, 20) < 0.5, "keeps other pairs"),
-        (pairs[None] & (torch.arange(20) % 2 == torch.arange(12)[:, None] % 2), "keeps other pairs"),
-        (~Causal().dense_mask(12, 20, 1, query_offset=8)[None], "keeps other pairs"),
-        (added.expand(1, 4, 12, 20), "expected 20 keys' padding"),
-        (added[..., :-1], "expected 20 keys' padding"),
-        (torch.ones(4), "expected 20 keys' padding"),
+        (added(rows), "keeps other pairs"),
+        (causal.clamp(min=-3), "holds values that are added"),
+        (causal.masked_fill(~seen, torch.nan), "holds values that are added"),
+        (seen.long(), "holds values that are added"),
+        (torch.zeros(1, 1, 12, 12, requires_grad=True), "needs a gradient"),
+        (torch.rand(1, 1, 12, 12) < 0.5, "keeps other pairs"),
+        (seen & (grid % 2 == grid[:, None] % 2), "keeps other pairs"),
+        (seen | (grid == 4), "keeps other pairs"),
+        (seen & (grid != grid[:, None]), "keeps other pairs"),
+        (pairs(None, 0, 12, 12) & (grid // 6 == grid[:, None] // 6), "keeps other pairs"),
+        (seen.expand(1, 4, 12, 12), "expected 12 keys' padding"),
+        (seen.expand(2, 1, 12, 12), "expected 12 keys' padding"),
+        (seen[..., :-1], "expected 12 keys' padding"),
+        (torch.ones(4), "expected 12 keys' padding"),
     ):
         with pytest.raises(ValueError, match=text):
-            _hf_attend.attend("dilated", module, q, k, v, wrong)
+            out_of(wrong)
+    with pytest.raises(ValueError, match=r"does not say which of the keys are those of the 12 queries.*sdpa"):
+        _hf_attend.attend("dilated", module, q, *heads_of(12, 20)[1:], torch.arange(20)[None] < 12)
+    blocks = flex_attention.create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
+    with pytest.raises(TypeError, match="attention_mask is a BlockMask"):
+        out_of(blocks)
+
+
+def test_compiled_layers_take_masks_of_keys() -> None:
+    torch.compiler.reset()
+    config = whole()
+
+    def out_of(*heads: torch.Tensor) -> torch.Tensor:
+        *tensors, mask = heads
+        return _hf_attend.attend("dilated", layer(is_causal=True, config=config), *tensors, mask, scaling=0.5, sliding_window=4)[0]
+
+    compiled = torch.compile(out_of, fullgraph=True, backend="eager")
+    mask = (torch.arange(12) > 2)[None, None, None]
+    for heads in (heads_of(12), heads_of(1, 12)):
+        torch.testing.assert_close(compiled(*heads, mask), dense(*heads, mask), atol=1e-12, rtol=0)
+    config.dilated_attention = {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+
+    def of_branches(*heads: torch.Tensor) -> torch.Tensor:
+        return _hf_attend.attend("dilated", layer(is_causal=True, config=config), *heads, mask)[0]
+
+    with pytest.raises(Exception, match="does not say where in the cache"):
+        torch.compile(of_branches, fullgraph=True, backend="eager")(*heads_of(1, 12))
 
 
 def whole() -> Any:
     config = transformers.PretrainedConfig()
     config.dilated_attention = {"segment_lengths": [4096], "dilation_rates": [1]}
     return config
-
-
-def test_four_dimensional_masks_reach_a_model() -> None:
-    model, ids = on(llama(), "dilated"), tokens()
-    mask = padded("right")
-    pairs = Causal().dense_mask(N, N, 1)[None] & mask[:, None, None, :].bool()
-    real = mask.bool()
-    expected = model(ids, attention_mask=mask).logits[real]
-    torch.testing.assert_close(model(ids, attention_mask=pairs).logits[real], expected, atol=1e-10, rtol=0)
-    prefix = pairs | (torch.arange(N) < 5)
-    with pytest.raises(ValueError, match=r"keeps other pairs than a layer that sees causal.*sdpa"):
-        model(ids, attention_mask=prefix)
 
 
 def test_mask_functions_of_every_version_of_transformers() -> None:
@@ -835,6 +975,8 @@ def refused_on_a_ring(rank: int, world: int) -> list[str]:
     refused(input_ids=tokens(2, 1), past_key_values=past)
     if rank == 1:
         refused(**{**inputs, "position_ids": torch.arange(24).expand(2, -1)})
+    for seen in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24, dtype=torch.bool)):
+        refused(**{**inputs, "attention_mask": seen})
     # packed documents by positions alone
     refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, "use_cache": False})
     return found
@@ -845,11 +987,29 @@ def test_what_a_shared_sequence_cannot_have() -> None:
     texts = [
         "1 queries at position 24 of 25 keys, from a cache",
         "position_ids of rank 1 of 2 begin at 0",
+        "attention_mask (1, 1, 24, 24) holds pairs of positions of one of 2 processes",
+        "attention_mask (1, 1, 48, 48) holds pairs",
+        "attention_mask (2, 1, 1, 24) holds pairs",
         "position_ids restart within the shard",
     ]
-    for found, expected in ((first, [texts[0], texts[2]]), (second, texts)):
+    for found, expected in ((first, [texts[0], *texts[2:]]), (second, texts)):
         assert len(found) == len(expected)
         assert all(text in message for text, message in zip(expected, found, strict=True)), found
+
+
+def encoder_on_a_ring(rank: int, world: int) -> torch.Tensor:
+    register()
+    mine = slice(24 * rank, 24 * rank + 24)
+    seen = padded("right", 48).bool()[:, None, None, mine]
+    logits: torch.Tensor = on(bert(), "ring")(tokens(2, 48)[:, mine], attention_mask=seen, position_ids=torch.arange(48)[None, mine]).logits
+    return logits.detach()
+
+
+def test_one_process_alone_has_padding() -> None:
+    """In a mask (B, 1, 1, n), as models make it that do not ask for one."""
+    mask = padded("right", 48).bool()
+    expected = bert()(tokens(2, 48), attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(pool_of(2).run(encoder_on_a_ring), 1)[mask], expected[mask], atol=1e-10, rtol=0)
 
 
 def test_inputs_of_one_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig, segment_lengths_of
 from dilated_attention.models.images.slide_encoder import SlideEncoder
-from dilated_attention.models.images.slides import collate_slides
+from dilated_attention.models.images.slides import collate_slides, tile_step
 from tests.helpers import torchscale_reference as reference
 
 
@@ -227,12 +228,43 @@ def test_encoders_that_are_none_of_a_slide(fields: dict[str, Any], text: str) ->
     [
         ([], "slides is empty"),
         ([(torch.zeros(3, 12), torch.zeros(4, 2))], "slide 0 has tiles"),
-        ([(torch.zeros(3, 12), torch.zeros(3, 2)), (torch.zeros(3, 12).half(), torch.zeros(3, 2))], "tiles of these slides have different"),
+        ([(torch.zeros(3, 12, device=x), torch.zeros(3, 2, device=x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
     ],
 )
 def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         collate_slides(slides)
+
+
+@pytest.mark.parametrize(
+    ("features", "wanted"),
+    [(("float16", "float32"), torch.float32), (("float64", "float16"), torch.float64), ((">f4", ">f2"), torch.float32)],
+)
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_slides_of_unequal_dtypes_collate_in_one_that_holds_both(features: tuple[str, str], wanted: torch.dtype, kind: str) -> None:
+    np = pytest.importorskip("numpy")
+    arrays = [
+        (slide(n, n)[0].numpy().astype(dtype), slide(n, n)[1].numpy().astype(integer))
+        for n, dtype, integer in zip((4, 7), features, ("<i4", ">i8"), strict=True)
+    ]
+    as_slide = (lambda x: x) if kind == "array" else lambda x: torch.tensor(x.astype(x.dtype.newbyteorder("=")))
+    tiles, coords, _ = collate_slides([tuple(as_slide(x) for x in one) for one in arrays])
+    assert tiles.dtype is wanted and coords.dtype is torch.int64
+    assert np.array_equal(tiles[0].double().numpy(), np.concatenate([x.astype("f8") for x, _ in arrays]))
+    assert np.array_equal(coords[0].numpy(), np.concatenate([places for _, places in arrays]))
+
+
+def test_dtypes_that_hold_no_features_or_no_pixels_do_not_collate() -> None:
+    """Beside others, too, where promotion would hide them."""
+    np = pytest.importorskip("numpy")
+    good = (np.zeros((4, 12), "f4"), np.zeros((4, 2), "i8"))
+    for bad, text in (
+        ((good[0].astype("i4"), good[1]), "tiles of slide 1 has dtype torch.int64; expected features of a floating dtype"),
+        ((good[0].astype(object), good[1]), "tiles of slide 1 has numpy's dtype object; expected floats"),
+        ((good[0], good[1].astype("f2")), "coords of slide 1 has dtype torch.float16, which does not hold pixel coordinates"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            collate_slides([good, bad])
 
 
 def grid_of(side: int, step: int = 256) -> torch.Tensor:
@@ -271,22 +303,72 @@ def test_features_that_are_not_finite_are_refused() -> None:
         collate_slides([(torch.zeros(4, 12), grid_of(2).float()), (torch.zeros(4, 12), torch.full((4, 2), float("nan")))])
 
 
-@pytest.mark.parametrize(("step", "crowded"), [(1, 256), (64, 256), (192, 192), (224, 112), (256, 0), (512, 0)])
-def test_tiles_that_share_cells_are_warned_of_once(step: int, crowded: int) -> None:
-    """Tile indices, a level reduced four times, and overlaps of a quarter; not an overlap of an eighth: 44 % are less than half."""
-    model, tiles = model_of(tiny(grid_size=64)).eval(), torch.zeros(1, 256, 12)
-    with warnings.catch_warnings(record=True) as found:
+def contours(step: float) -> torch.Tensor:
+    """Three pieces of tissue, each a grid of its own origin and shape, as CLAM and TRIDENT list them."""
+    pieces = ((9, 4, 13.0, 7.0), (3, 12, 1000.0, 90.0), (1, 6, 70.0, 2500.0))
+    return torch.cat([torch.cartesian_prod(torch.arange(w), torch.arange(h)) * step + torch.tensor([x, y]) for w, h, x, y in pieces])
+
+
+STEPS: dict[str, tuple[torch.Tensor, float | None]] = {
+    "a grid": (grid_of(16), 256),
+    "a sparse grid": (grid_of(16, 512), 512),
+    "indices": (grid_of(16, 1), 1),
+    "shares of the slide's side": (grid_of(16).float() / 100_000, 0.00256),
+    "contours": (contours(512), 512),
+    "one column": (torch.stack((torch.zeros(20), torch.arange(20) * 64.0), -1), 64),
+    "half of the tiles": (grid_of(24)[torch.randperm(576, generator=torch.Generator().manual_seed(0))[:380]], 256),
+    "a tenth of the tiles": (grid_of(24)[torch.randperm(576, generator=torch.Generator().manual_seed(0))[:57]], None),
+    "anywhere": (slide(200, 0)[1], None),
+    "few": (grid_of(2), None),
+    "all the same": (torch.full((20, 2), 7), 0),
+    "each twice": (torch.cat((grid_of(16), grid_of(16))), 0),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_the_step_between_tiles(case: str) -> None:
+    coords, wanted = STEPS[case]
+    order = torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))
+    for places in (coords, coords[order], coords.flip(1)):
+        assert tile_step(places) == (None if wanted is None else pytest.approx(wanted, rel=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("step", "tile_size", "text"),
+    [
+        (1, 256, "1 pixels apart and tile_size is 256, so several tiles get one position.* tile_size=1, or multiply coords by 256$"),
+        (64, 256, "several tiles get one position.* tile_size=64, or multiply coords by 4$"),
+        (224, 256, "several tiles get one position.* tile_size=224, or multiply coords by 1.14286$"),
+        (512, 256, "512 pixels apart and tile_size is 256, so cells between them stay empty.* tile_size=512, or multiply coords by 0.5$"),
+        (1024, 512, "cells between them stay empty.* tile_size=1024, or multiply coords by 0.5$"),
+        (0.125, 256, "several tiles get one position; expected pixels at level 0: multiply coords by 2048$"),
+        (0, 256, "the 256 tiles of slide 0 lie in 1 cells of 256 × 256 pixels, so several get one position"),
+        (256, 256, None),
+        (260, 256, None),
+        (512, 512, None),
+    ],
+)
+def test_tiles_whose_step_is_not_the_tile_size_are_warned_of_once(step: float, tile_size: int, text: str | None) -> None:
+    model, tiles = model_of(tiny(grid_size=64, tile_size=tile_size)).eval(), torch.zeros(1, 256, 12)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            model(tiles, grid_of(16, step)[None])
-    assert len(found) == (crowded > 128)
-    if found:
-        text = f"{crowded} of the 256 tiles of slide 0 share a cell of 256 × 256 pixels with another tile and get the same position. "
-        assert str(found[0].message).startswith(f"{text}coords are in steps of {step} ")
-        assert "multiply indices by tile_size" in str(found[0].message)
+        for call in (model, model.embed, model.attention_received):
+            call(tiles, grid_of(16)[None] / 256 * step)
+    assert len(caught) == (text is not None)
+    if text is not None:
+        assert re.search(text, str(caught[0].message)), caught[0].message
 
 
-def test_slides_share_no_cells_with_each_other() -> None:
+def test_crowded_tiles_without_a_step_are_warned_of() -> None:
+    """Indices of a small share of the tiles."""
+    model, places = model_of(tiny(grid_size=64)).eval(), STEPS["a tenth of the tiles"][0]
+    model(torch.zeros(1, 57, 12), places[None])
+    with pytest.warns(UserWarning, match="the 57 tiles of slide 0 lie in 1 cells"):
+        model(torch.zeros(1, 57, 12), places[None] // 256)
+
+
+def test_each_slide_has_a_step_of_its_own() -> None:
+    """Slides of a batch lie on each other, and packed slides follow one another: neither makes neighbours of their tiles."""
     model = model_of(tiny()).eval()
     slides = [(torch.zeros(n * n, 12), grid_of(n)) for n in (5, 6)]
     tiles, coords, bounds = collate_slides(slides)
@@ -294,7 +376,7 @@ def test_slides_share_no_cells_with_each_other() -> None:
         warnings.simplefilter("error")
         model(tiles, coords, cu_seqlens=bounds)
         model(torch.zeros(3, 25, 12), grid_of(5).expand(3, 25, 2))
-    with pytest.warns(UserWarning, match="36 of the 36 tiles of slide 1"):
+    with pytest.warns(UserWarning, match="tiles of slide 1 are 1 pixels apart"):
         model(tiles, torch.cat((coords[:, :25], coords[:, 25:] // 256), 1), cu_seqlens=bounds)
 
 
@@ -314,12 +396,25 @@ def test_a_head_of_classes(global_pool: bool, tmp_path: Path) -> None:
         tiny(num_classes=0)
 
 
+def test_class_names_are_saved_with_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model = model_of(tiny(class_names=["benign", "tumour"]))
+    assert model.head is not None and model.head.out_features == model.config.num_classes == 2
+    model.save_pretrained(tmp_path)
+    assert SlideEncoder.from_pretrained(tmp_path).config == model.config
+    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == ["benign", "tumour"]
+    with pytest.raises(ValueError, match="class_names has 2 names and num_classes is 3"):
+        tiny(class_names=("a", "b"), num_classes=3)
+    with pytest.raises(TypeError, match="expected a sequence of strings"):
+        tiny(class_names="ab")
+
+
 def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
-    """Its configuration has no num_classes, nor has the one stored with its weights."""
+    """Its configuration has neither num_classes nor class_names, nor has the one stored with its weights."""
     safetensors = pytest.importorskip("safetensors.torch")
     model = model_of(tiny()).eval()
     fields = model.config.to_dict()
-    assert fields.pop("num_classes") is None
+    assert fields.pop("num_classes") is None and fields.pop("class_names") is None
     (tmp_path / "config.json").write_text(json.dumps(fields))
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     again = SlideEncoder.from_pretrained(tmp_path)

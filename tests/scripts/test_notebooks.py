@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -50,6 +53,19 @@ def test_code_is_narrow_and_links_resolve(notebook: Path) -> None:
 
 def test_in_the_navigation(notebook: Path) -> None:
     assert f": notebooks/{notebook.name}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_the_heatmap_of_coords_as_users_have_them_is_not_transposed() -> None:
+    """(x, y): the notebook's own slides are such, row by row, and its image has y downwards."""
+    code = "\n".join("".join(cell["source"]) for cell in cells(ROOT / "docs" / "notebooks" / "slide_heatmap.ipynb", "code"))
+    functions = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    names: dict[str, Any] = {"torch": torch, "math": math, "TILE": 256, "MARK": torch.zeros(64)}
+    exec(compile(ast.Module(functions, []), "notebook", "exec"), names)
+    x, y = names["make_slide"](200, 0, False)[1].T
+    assert (y.diff() >= 0).all() and (x.diff()[y.diff() == 0] > 0).all()
+    names["coords"] = torch.tensor([[0.0, 0], [256, 0], [512, 0], [0, 256]])
+    image = names["grid"](torch.arange(4.0))
+    assert image.nan_to_num(-1).tolist() == [[0, 1, 2], [3, -1, -1]]
 
 
 # steps of training, in a notebook and here: as many as what it asserts needs. ``make docs`` takes all

@@ -1,4 +1,4 @@
-"""examples/slide_features.py as a user runs it: formats, what it refuses, its AUC, what it writes, and the public picture of tissue."""
+"""examples/slide_features.py and slide_predict.py as a user runs them: formats, refusals, AUC, files, and the public picture of tissue."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import SlideEncoder
 from tests.helpers import kills
 from tests.helpers.scripts import Script, run_script
@@ -53,7 +55,9 @@ def make_folder(folder: Path, *, classes: int = 2, count: int = 24, shuffled: bo
     targets = [index % classes for index in range(count)]
     labels = list(np.random.default_rng(3).permutation(targets)) if shuffled else targets
     with (folder / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("slide_id", "label"), *((f"s{index:02d}", f"class{label}") for index, label in enumerate(labels))])
+        csv.writer(file, lineterminator="\n").writerows(
+            [("slide_id", "label"), *((f"s{index:02d}", f"class{label}") for index, label in enumerate(labels))]
+        )
     for index, target in enumerate(targets):
         write(folder / f"s{index:02d}{('.h5', '.pt', '.npz')[index % 3]}", *tissue(index, shift=target * 1.0))
     return folder
@@ -142,6 +146,18 @@ def rewrite(change: Callable[[str], str]) -> Callable[[Path], None]:
     return labels
 
 
+def columns(text: str, **values: Callable[[int], str]) -> str:
+    """The labels with more columns: of row i what its function says."""
+    head, *rows = text.split()
+    return "\n".join([",".join([head, *values]), *(",".join([row, *(f(i) for f in values.values())]) for i, row in enumerate(rows))])
+
+
+def move_into(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    for path in [path for path in folder.iterdir() if path.suffix in (".h5", ".pt", ".npz")]:
+        path.rename(folder / name / path.name)
+
+
 def damage(folder: Path, tile: int, value: float) -> None:
     features, coords = tissue(0)
     features[tile:] = value
@@ -150,8 +166,19 @@ def damage(folder: Path, tile: int, value: float) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no label": (rewrite(lambda text: text.replace("s05,class1", "s05,")), "no label for slide s05"),
-    "no row": (rewrite(lambda text: text.replace("s05,class1\n", "").replace("s05,class1\r\n", "")), "a file in "),
-    "no file": (lambda folder: (folder / "s01.pt").unlink(), "no file in "),
+    "no row": (rewrite(lambda text: text.replace("s05,class1\n", "")), "have no row, such as s05.npz: a file is named by its slide_id"),
+    "no file": (lambda folder: (folder / "s01.pt").unlink(), "1 of 24 rows of "),
+    "no pair": (
+        rewrite(lambda text: text.replace("s", "t").replace("tlide", "slide").replace("clatt", "class")),
+        "such as t00, t01; 24 of",
+    ),
+    "patient in two parts": (
+        rewrite(lambda text: columns(text, case_id=lambda i: f"P{i // 2}", split=lambda i: "test" if i in (3, 4) else "train")),
+        "patient P1 has slides in train (s02) and in test (s03)",
+    ),
+    "no patient": (rewrite(lambda text: columns(text, patient_id=lambda i: "P" * (i != 5))), "no patient_id for slide s05"),
+    "split": (rewrite(lambda text: columns(text, split=lambda i: "held-out")), "expected train, val, test"),
+    "a folder above": (lambda folder: move_into(folder, "h5_files"), "h5_files, which has"),
     "row twice": (rewrite(lambda text: text + "s05,class1\n"), "slide s05 twice"),
     "id twice": (lambda folder: write(folder / "s00.npz", *tissue(0)), "slide s00 has several files"),
     "columns": (rewrite(lambda text: text.replace("slide_id", "slide")), "expected slide_id, label"),
@@ -203,15 +230,242 @@ def test_held_out_slides_of_one_class_are_refused(tmp_path: Path) -> None:
     assert result.returncode == 2 and "no test slide has the label class1" in result.stderr
 
 
-def test_tile_indices_are_warned_of(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "features")
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_patient_is_trained_on_or_held_out(folds: bool, tmp_path: Path) -> None:
+    """In every fold, and each patient is held out once; the interval counts patients, of which there are a third as many."""
+    folder, out = make_folder(tmp_path / "features", count=30), tmp_path / "out"
+    # two slides of each class and one of the other: P0 has s00, s02, s04 …
+    rewrite(lambda text: columns(text, case_id=lambda i: f"P{i // 6}{i % 2}"))(folder)
+    result = run(folder, out, "--epochs", "3", "--global-pool", *(["--folds", "3"] if folds else []))
+    auc = auc_of(result)
+    assert "30 slides of 10 patients (column case_id)" in result.stdout
+    patient = {f"s{i:02d}": f"P{i // 6}{i % 2}" for i in range(30)}
+    runs = sorted(out.glob("fold-*")) if folds else [out]
+    assert len(runs) == (3 if folds else 1)
+    held_out: list[str] = []
+    for folder_of_run in runs:
+        parts: dict[str, set[str]] = {"train": set(), "test": set()}
+        for row in csv.DictReader((folder_of_run / "predictions.csv").open()):
+            assert row["patient"] == patient[row["slide_id"]]
+            assert float(row["p(class0)"]) + float(row["p(class1)"]) == pytest.approx(1, abs=1e-5)
+            parts[row["split"]].add(row["patient"])
+        assert not parts["train"] & parts["test"] and len(parts["train"] | parts["test"]) == 10
+        held_out += parts["test"]
+    results = json.loads((out / "slides.json").read_text())
+    low, high = results["AUC 95 %"]
+    assert low <= results["AUC"] <= high and high - low > 0.1
+    assert results["AUC"] == pytest.approx(auc, abs=1e-4)
+    if folds:
+        assert sorted(held_out) == sorted(set(patient.values()))
+        rows = list(csv.DictReader((out / "predictions.csv").open()))
+        assert sorted(row["slide_id"] for row in rows) == sorted(patient) and {row["fold"] for row in rows} == {"1", "2", "3"}
+        assert auc == pytest.approx(np.mean(results["AUC of folds"]), abs=1e-4)
+        again = script("--resume", str(out))
+        assert again.stdout.count("going on with") == 3 and auc_of(again) == auc, again.stderr
+        refused = run(folder, out, "--folds", "3")
+        assert refused.returncode == 2 and "holds the folds of a run" in refused.stderr
+
+
+def test_labels_without_patients_are_told_of(tmp_path: Path) -> None:
+    result = run(make_folder(tmp_path / "features"), tmp_path / "out", "--epochs", "1")
+    assert "no column patient_id, patient, case_id: each counts as a patient" in result.stdout
+
+
+def test_the_interval_of_an_auc_holds_its_true_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few patients, in about 95 of 100 samples; also where the AUC is 1, and more patients make it narrower."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    results, files = importlib.import_module("_slide_results"), importlib.import_module("_slides")
+    random, true, holds = np.random.default_rng(0), 0.9, 0
+
+    def tested(scores: np.ndarray, slides_of_each: int = 1) -> Any:
+        count = len(scores) // 2
+        slides = [files.Slide(str(i), Path(), i // count, patient=str(i // slides_of_each)) for i in range(2 * count)]
+        return results.Tested(slides, np.stack((-scores, scores), 1))
+
+    for _ in range(200):
+        # two normal distributions this far apart have the AUC 0.9
+        auc, low, high = results.auc_of([tested(np.concatenate((random.normal(size=6), random.normal(1.8124, size=6))))])
+        assert low < high and low <= auc <= high
+        holds += low <= true <= high
+    assert 180 <= holds <= 199
+    whole = [results.auc_of([tested(np.arange(2.0 * n))]) for n in (3, 12)]
+    assert [auc for auc, *_ in whole] == [1, 1] and whole[0][1] < 0.6 < whole[1][1] < 0.9
+    # as many slides of fewer patients say less; two folds say more than one
+    assert results.auc_of([tested(np.arange(24.0), 4)]) == whole[0]
+    assert whole[0][1] < results.auc_of([tested(np.arange(6.0))] * 2)[1]
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_val_part_chooses_the_weights(tuned: bool, tmp_path: Path) -> None:
+    """Labels of the training slides say nothing, so that the model gets worse the longer it trains."""
+    folder, out = make_folder(tmp_path / "features", shuffled=True), tmp_path / "out"
+    rewrite(lambda text: columns(text, split=lambda i: "val" if i < 6 else "test" if i < 12 else "train"))(folder)
+    options = ["--tune-encoder", "--epochs", "4"] if tuned else ["--epochs", "60"]
+    result = run(folder, out, "--lr", "0.02", *options)
+    auc_of(result)
+    assert "12 train, 6 val, 6 test" in result.stdout
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    bits = [line["held_out/bits"] for line in log if "held_out/bits" in line]
+    assert min(bits) < bits[-1]
+    rows = list(csv.DictReader((out / "predictions.csv").open()))
+    for part, wanted in (("val", min(bits)), ("test", json.loads((out / "slides.json").read_text())["held-out bits per slide"])):
+        kept = [-np.log2(float(row[f"p({row['label']})"])) for row in rows if row["split"] == part]
+        assert np.mean(kept) == pytest.approx(wanted, abs=1e-4)
+    # a run that goes on still knows the best of those before
+    (out / "checkpoint" / "model.safetensors").unlink()
+    again = script("--resume", str(out))
+    assert auc_of(again) == auc_of(result)
+    assert list(csv.DictReader((out / "predictions.csv").open())) == rows
+
+
+def apart(folder: Path, steps: Callable[[int], int], form: str = "") -> Path:
+    """The slides as .h5 with tiles so many pixels apart, and attributes of tiles of 512 pixels as a tool writes them."""
+    attributes: dict[str, dict[str, Any]] = {
+        "": {},
+        "CLAM": {"patch_size": 256, "patch_level": 1, "downsample": (2.0, 2.0), "name": "s"},
+        "TRIDENT": {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40, "target_magnification": 20, "overlap": 0},
+    }
     for index in range(24):
         for file in folder.glob(f"s{index:02d}.*"):
             file.unlink()
         features, coords = tissue(index, shift=float(index % 2))
-        write(folder / f"s{index:02d}.npz", features, coords // 256)
-    result = run(folder, tmp_path / "out", "--epochs", "1")
-    assert result.returncode == 0 and result.stderr.count("warning: 25 of the 25 tiles") == 1 and "tile indices" in result.stderr
+        with h5py.File(folder / f"s{index:02d}.h5", "w") as h5:
+            h5["features"], h5["coords"] = features, coords // 256 * steps(index)
+            h5["coords"].attrs.update(attributes[form])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("steps", "form", "tile_size", "text"),
+    [
+        (lambda _: 512, "", "256", "24 of 24 slides have tiles 512 pixels apart, such as s00; give --tile-size 512, or leave it out"),
+        (lambda _: 1, "", "256", "24 of 24 slides have tiles 1 pixels apart, such as s00; give --tile-size 1, or leave it out"),
+        (lambda i: 256 if i % 2 else 512, "", "512", "12 of 24 slides have tiles 256 pixels apart, such as s01; leave it out, and each"),
+        (lambda _: 512, "TRIDENT", None, "tiles 512 pixels apart, as their coords say"),
+        (lambda i: 516 if i == 3 else 512, "", None, "coords of 1 slides with tiles 516 pixels apart are resized to 512"),
+        (lambda _: 1024, "TRIDENT", None, "s00 has tiles of 512 pixels 1024 apart: they do not touch (and 23 slides like it)"),
+        (lambda _: 256, "CLAM", None, "s00 has tiles of 512 pixels 256 apart: they overlap (and 23 slides like it)"),
+    ],
+)
+def test_the_pixels_between_tiles_are_read_or_compared(
+    steps: Callable[[int], int],
+    form: str,
+    tile_size: str | None,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = apart(make_folder(tmp_path / "features"), steps, form)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    labels, files = importlib.import_module("_slide_labels"), importlib.import_module("_slides")
+    slides = labels.find_slides(folder, folder / "labels.csv")
+    if tile_size is not None:
+        with pytest.raises(files.Refused, match=f"--tile-size is {tile_size}, and {text}"):
+            files.check(slides, tile_size=int(tile_size), cells=1000)
+        return
+    checked = files.check(slides, tile_size=None, cells=1000)
+    assert any(text in note for note in checked.notes), checked.notes
+    for slide in checked.all:
+        assert torch.equal(slide.load(torch.device("cpu"))[1] // checked.tile_size, torch.tensor(tissue(0)[1]) // 256)
+
+
+@pytest.mark.parametrize(("form", "step"), [("CLAM", 512), ("TRIDENT", 512), ("", 256)])
+def test_attributes_count_where_coords_say_nothing(form: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slides of one tile."""
+    folder = apart(make_folder(tmp_path / "features"), lambda _: 512, form)
+    for path in folder.glob("*.h5"):
+        with h5py.File(path, "a") as file:
+            attributes = dict(file["coords"].attrs)
+            features, coords = file["features"][:1], file["coords"][:1]
+            del file["features"], file["coords"]
+            file["features"], file["coords"] = features, coords
+            file["coords"].attrs.update(attributes)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    labels, files = importlib.import_module("_slide_labels"), importlib.import_module("_slides")
+    assert files.check(labels.find_slides(folder, None), tile_size=None, cells=1000).tile_size == step
+
+
+def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
+    """By a run, its checkpoint folder and a file of weights; of slides at another magnification, and without labels."""
+    folder, out, new = make_folder(tmp_path / "features"), tmp_path / "out", tmp_path / "new"
+    auc_of(run(folder, out, "--global-pool", "--epochs", "30"))
+    table = {row["slide_id"]: row for row in csv.DictReader((out / "predictions.csv").open())}
+    assert json.loads((out / "checkpoint" / "config.json").read_text())["class_names"] == ["class0", "class1"]
+    shutil.copytree(folder, new)
+    apart(new, lambda i: 512 if i < 10 else 256)
+    predict = EXAMPLES / "slide_predict.py"
+    result = run_script(
+        predict, "--features", str(new), "--checkpoint", str(out), "--out", str(tmp_path / "by-run"), "--heatmaps", quick=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "coords of 10 slides with tiles 512 pixels apart are resized to 256" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"done: 24 slides in {tmp_path / 'by-run'}"
+    rows = list(csv.DictReader((tmp_path / "by-run" / "predictions.csv").open()))
+    assert list(rows[0]) == ["slide_id", "p(class0)", "p(class1)"]
+    for row in rows:
+        assert float(row["p(class1)"]) == pytest.approx(float(table[row["slide_id"]]["p(class1)"]), abs=1e-3)
+    with np.load(tmp_path / "by-run" / "embeddings.npz") as stored, np.load(out / "embeddings.npz") as before:
+        np.testing.assert_allclose(stored["vector"], before["vector"], atol=1e-3)
+        assert stored["slide_id"].tolist() == before["slide_id"].tolist()
+    assert len(list((tmp_path / "by-run" / "heatmaps").iterdir())) == 24
+    # its checkpoint folder, with labels of which some have no file
+    labels = (folder / "labels.csv").read_text() + "x00,class1\n"
+    (new / "labels.csv").write_text(labels)
+    arguments = [*inputs(new), "--checkpoint", str(out / "checkpoint"), "--out", str(tmp_path / "by-checkpoint")]
+    assert run_script(predict, *arguments).returncode == 2
+    result = run_script(predict, *arguments, "--skip-missing")
+    assert "AUC 1.0000 (95 %: 0." in result.stdout and "left out: 1 of 25 rows of" in result.stdout, result.stderr
+    (new / "labels.csv").write_text(labels.replace("class1", "tumour"))
+    result = run_script(predict, *arguments, "--skip-missing")
+    assert result.returncode == 2 and "has the label tumour, and the checkpoint the classes class0, class1" in result.stderr
+    # further training of a run's model, with its head
+    (new / "labels.csv").write_text((folder / "labels.csv").read_text())
+    result = script(*inputs(new), "--checkpoint", str(out), "--tile-size", "256", "--out", str(tmp_path / "further"))
+    assert result.returncode == 2 and "--tile-size is 256, and 10 of 24 slides have tiles 512" in result.stderr
+    result = script(*inputs(new), "--checkpoint", str(out), "--epochs", "1", "--lr", "1e-6", "--out", str(tmp_path / "further"), quick=True)
+    assert auc_of(result) > 0.95
+
+
+def test_a_file_of_weights_embeds_without_labels(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "features")
+    weights = tmp_path / "slide_encoder.pth"
+    maker = Maker(32)
+    maker.slide_encoder(12, 1, ffn=64)
+    torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, weights)
+    arguments = ["--features", str(folder), "--checkpoint", str(weights), "--out", str(tmp_path / "out")]
+    result = run_script(EXAMPLES / "slide_predict.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"embeddings.npz"}
+    features, coords = (torch.tensor(x)[None] for x in tissue(0))
+    with np.load(tmp_path / "out" / "embeddings.npz") as stored, torch.no_grad():
+        np.testing.assert_allclose(load_slide_encoder(weights).eval()(features, coords)[0], stored["vector"][0], atol=1e-5)
+    result = run_script(EXAMPLES / "slide_predict.py", *arguments, "--labels", str(folder / "labels.csv"))
+    assert result.returncode == 2 and "has no classes" in result.stderr
+
+
+def test_missing_files_and_rows_are_left_out(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "features")
+    (folder / "s01.pt").unlink()
+    rewrite(lambda text: text.replace("s05,class1\n", ""))(folder)
+    refused = run(folder, tmp_path / "out")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    for text in ("1 of 23 rows of ", "no file in ", "such as s01; 1 of 23 files in ", "such as s05.npz", "--skip-missing leaves these out"):
+        assert text in refused.stderr
+    result = run(folder, tmp_path / "out", "--skip-missing", "--epochs", "1")
+    auc_of(result)
+    assert "22 slides and no column" in result.stdout and result.stdout.count("left out: 1 of 23 ") == 2
+
+
+def test_vectors_show_their_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what takes longer than two seconds; a log file gets no line a slide."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    progress = importlib.import_module("_slides").progress
+    clock = iter(np.arange(0.0, 1e6, 1.0))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
+    assert list(progress(range(3), "vectors")) == [0, 1, 2]
+    assert list(progress(range(200), "vectors")) == list(range(200))
+    lines = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.strip()]
+    assert 3 <= len(lines) <= 20 and all(line.startswith("vectors") for line in lines)
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
@@ -329,12 +583,14 @@ def test_the_public_picture_of_tissue(tmp_path: Path) -> None:
 
 
 def test_weights_of_prov_gigapaths_family(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "features")
+    """They keep the segments that they were trained with, whatever the pixels of a tile."""
+    folder = apart(make_folder(tmp_path / "features"), lambda _: 512)
     maker = Maker(32)
     maker.slide_encoder(12, 1, ffn=64)
     torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, tmp_path / "slide_encoder.pth")
     arguments = [*inputs(folder), "--checkpoint", str(tmp_path / "slide_encoder.pth")]
     result = script(*arguments, "--epochs", "2", "--out", str(tmp_path / "out"))
     auc_of(result)
-    stored = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint").class_token
-    assert torch.equal(stored.detach(), maker.weights["cls_token"].float().flatten())
+    model = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint")
+    assert model.config.tile_size == 512 and model.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    assert torch.equal(model.class_token.detach(), maker.weights["cls_token"].float().flatten())

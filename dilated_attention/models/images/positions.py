@@ -18,6 +18,11 @@ def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | N
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
+def check_coords_dtype(name: str, coords: torch.Tensor) -> None:
+    if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
+        raise TypeError(f"{name} has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
+
+
 def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.Tensor:
     """Returns the int64 cells floor(coordinate / tile_size), (…, 2), of pixel coordinates (…, 2); each must be in [0, grid_size).
 
@@ -26,8 +31,7 @@ def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.
         ValueError: if a cell is outside the grid. This reads the values, so a GPU makes the host wait. Inside torch.compile and while
             a CUDA graph is captured the host cannot wait: there each call or replay asserts on the device.
     """
-    if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
-        raise TypeError(f"coords has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
+    check_coords_dtype("coords", coords)
     # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor").long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class SlideEncoderConfig(ModelConfig):
         tile_size: side of a tile in pixels, by which coordinates are divided.
         global_pool: represent the slide by the mean of its tiles. False: by the class token.
         norm_eps: ε of the last norm.
-        num_classes: number of outputs of a linear layer on the slide's vector; None for the vector itself.
+        num_classes: number of outputs of a linear layer on the slide's vector; None for the vector itself, or for as many as names.
+        class_names: what the outputs are called, for whoever loads the model; nothing is computed from them.
 
     Raises:
         ValueError, TypeError: if the model cannot be built.
@@ -52,16 +54,28 @@ class SlideEncoderConfig(ModelConfig):
     global_pool: bool = False
     norm_eps: float = 1e-6
     num_classes: int | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "encoder", checked_encoder(self.encoder, "a slide encoder"))
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
+        if self.class_names is not None:
+            self._check_names()
         for name in ("in_dim", "grid_size", "tile_size", "num_classes"):
             if name != "num_classes" or self.num_classes is not None:
                 object.__setattr__(self, name, as_size(name, getattr(self, name)))
         check_bool("global_pool", self.global_pool)
         object.__setattr__(self, "norm_eps", check_positive("norm_eps", self.norm_eps))
+
+    def _check_names(self) -> None:
+        names = self.class_names
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"class_names is {shown(names)}; expected a sequence of strings")
+        if self.num_classes not in (None, len(names)):
+            raise ValueError(f"class_names has {len(names)} names and num_classes is {self.num_classes}; expected a name for each class")
+        object.__setattr__(self, "class_names", tuple(names))
+        object.__setattr__(self, "num_classes", len(names))
 
     @classmethod
     def gigapath(

@@ -20,7 +20,7 @@ from dilated_attention.models.images.slides import (
     check_tiles,
     device_bounds,
     rows_of_slides,
-    shared_cells,
+    wrong_step,
 )
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
@@ -97,7 +97,7 @@ class SlideEncoder(Pretrained):
         )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
         self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
-        self._has_warned = False
+        self._checks_steps = True
         nn.init.xavier_uniform_(self.tile_embedding.weight)
         nn.init.zeros_(self.tile_embedding.bias)
         nn.init.normal_(self.class_token, std=0.02)
@@ -120,8 +120,9 @@ class SlideEncoder(Pretrained):
             tiles: (B, L, in_dim), tile embeddings of B slides of L tiles each; with ``cu_seqlens`` (1, tiles of all slides, in_dim). For a
                 sharded model this process's shard of the L tiles. Any floating dtype, converted to that of the parameters; then autocast
                 applies as to any module.
-            coords: (B, L, 2), each tile's position in pixels at level 0; float32, float64 or integers. For a sharded model those of its
-                tiles. If more than half of a slide's tiles share a cell of the grid with another, a UserWarning says so, once for a model.
+            coords: (B, L, 2), each tile's x and y in pixels at level 0; float32, float64 or integers. For a sharded model those of its
+                tiles. If a slide's tiles are not ``tile_size`` apart (``tile_step``), a UserWarning says so, once for a model; on a GPU
+                the first call alone is looked at.
             cu_seqlens: bounds of slides of unequal length, int32 (slides + 1,), as returned by ``collate_slides``. Slides do not attend to
                 each other. For a sharded model they are bounds in the whole sequence.
             seq_len: L, for a sharded model. None: the processes ask each other once per call, and compare their arguments; inside
@@ -270,7 +271,7 @@ class SlideEncoder(Pretrained):
         check_bounds(bounds, whole, global_pool=self.config.global_pool)
         tiles = tiles.to(places.dtype)
         check_finite(tiles, bounds, is_shard=self._shared is not None)
-        self._warn_of_shared_cells(coords, bounds)
+        self._check_steps(coords, bounds)
         x = self.tile_embedding(tiles) + places.to(tiles.device)
         token = self.class_token.to(x.dtype)
         if self._shared is not None:
@@ -283,15 +284,16 @@ class SlideEncoder(Pretrained):
             x = torch.cat(parts)[None]
         return self.dropout(x), None if bounds is None else [bound + slide for slide, bound in enumerate(bounds)]
 
-    def _warn_of_shared_cells(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
-        # of a shard of packed slides it is not known here which tile is of which slide; positions have made the host wait already
-        is_known = self._shared is None or bounds is None
-        if self._has_warned or not is_known or not has_values(coords, waits=True):
+    def _check_steps(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
+        """Warns once if tiles are not ``tile_size`` apart: on the CPU of any call, on a GPU, which would wait, of the first one alone."""
+        # of a shard of packed slides it is not known here which tile is of which slide, and a striped shard has every W-th tile
+        is_known = self._shared is None or (bounds is None and self._shared.layout != "striped")
+        if not self._checks_steps or not is_known or not has_values(coords, waits=True):
             return
-        found = shared_cells(coords, bounds, self.config.tile_size)
-        if found is not None:
-            self._has_warned = True
-            warnings.warn(found, stacklevel=2)
+        message = wrong_step(coords, bounds, self.config.tile_size)
+        self._checks_steps = message is None and coords.device.type == "cpu"
+        if message is not None:
+            warnings.warn(message, stacklevel=2)
 
     def _whole_length(self, tiles: torch.Tensor, bounds: list[int] | None, seq_len: int | None) -> int:
         """Returns the number of tiles of the whole sequence."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.models.images.positions import check_coords_dtype
 from dilated_attention.models.tokens import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
@@ -18,13 +19,17 @@ def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
         raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
     if tiles.ndim != 3 or tiles.shape[2] != in_dim:
         raise ValueError(f"tiles has shape {tuple(tiles.shape)}; expected (slides, tiles, in_dim) with in_dim = {in_dim}")
-    if not tiles.is_floating_point():
-        raise TypeError(f"tiles has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
+    _check_features_dtype("tiles", tiles)
     if tuple(coords.shape) != (*tiles.shape[:2], 2):
         raise ValueError(
             f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
             f"{(*tiles.shape[:2], 2)}"
         )
+
+
+def _check_features_dtype(name: str, tiles: torch.Tensor) -> None:
+    if not tiles.is_floating_point():
+        raise TypeError(f"{name} has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
 
 
 def bounds_of(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
@@ -81,41 +86,56 @@ def check_finite(tiles: torch.Tensor, bounds: list[int] | None, *, is_shard: boo
     )
 
 
-def shared_cells(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -> str | None:
-    """Describes the first slide more than half of whose tiles share a cell of the grid with another tile; None if there is none.
+def tile_step(coords: torch.Tensor) -> float | None:
+    """Returns the pixels between neighbouring tiles of one slide, the median over its rows and columns: the ``tile_size`` of its grid.
 
-    Tiles in steps of ``tile_size`` share none. In a regular grid of steps 7/8 · tile_size 44 % share one, of 3/4 · tile_size 75 %, and
-    tile indices and pixels of a level reduced twice or more 100 %. So half separates small overlaps from other units.
+    Args:
+        coords: (L, 2), each tile's x and y, in any order, on any device: the host reads them.
+
+    Returns:
+        The step; 0.0 if tiles lie on each other; None if there is no one step: for scattered tiles, a small share of a grid, few tiles.
+
+    >>> tile_step(coords)
+    512.0
     """
-    L = coords.shape[1]
-    if not coords.numel():
+    places = coords.detach().cpu().double()
+    steps = []
+    for line, along in (places.unbind(1), places.flip(1).unbind(1)):
+        order = along.argsort()
+        order = order[line[order].argsort(stable=True)]
+        steps.append(along[order].diff()[line[order].diff() == 0])
+    between = torch.cat(steps)
+    # a whole grid has nearly two neighbours a tile
+    if len(between) < max(8, len(places) / 2):
         return None
-    cells = coords.div(tile_size, rounding_mode="floor").long()
-    if bounds is None:
-        slides = torch.arange(coords.shape[0], device=cells.device).repeat_interleave(L)
-    else:
-        slides = torch.arange(len(bounds) - 1, device=cells.device).repeat_interleave(torch.tensor(bounds, device=cells.device).diff())
-    side = cells.max() + 1
-    keys = (slides * side + cells[..., 0].flatten()) * side + cells[..., 1].flatten()
-    _, cell, counts = torch.unique(keys, return_inverse=True, return_counts=True)
-    if len(counts) == len(keys):
-        return None
-    # on the CPU also because there bincount with weights is deterministic
-    slides, cell, counts, coords = (x.cpu() for x in (slides, cell, counts, coords))
-    totals = torch.bincount(slides)
-    shared = torch.bincount(slides, weights=(counts[cell] > 1).float())
-    crowded = (2 * shared > totals).nonzero()
-    if not len(crowded):
-        return None
-    slide = int(crowded[0])
-    own = coords.flatten(0, 1)[slides == slide]
-    steps = torch.cat([axis.unique().diff() for axis in own.unbind(-1)])
-    step = f"in steps of {steps.min():g}" if len(steps) else "all the same"
-    return (
-        f"{int(shared[slide]):,} of the {int(totals[slide]):,} tiles of slide {slide} share a cell of {tile_size} × {tile_size} pixels "
-        f"with another tile and get the same position. coords are {step} and look like tile indices, or like pixels of a lower level; "
-        "expected pixels at level 0: multiply indices by tile_size, or set tile_size to the step between tiles"
-    )
+    step = float(between.median())
+    is_step = (between - step).abs() <= 0.01 * step
+    return step if 2 * int(is_step.sum()) >= len(between) else None
+
+
+def wrong_step(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -> str | None:
+    """Describes the first slide whose tiles are not ``tile_size`` pixels apart, by more than a twentieth; None if there is none.
+
+    Tiles that have no common step are told of if there are two or more of them for each cell that has any.
+    """
+    slides = coords if bounds is None else [coords[0, start:end] for start, end in itertools.pairwise(bounds)]
+    for slide, places in enumerate(slides):
+        step = tile_step(places)
+        if not step:
+            cells = len(places.div(tile_size, rounding_mode="floor").unique(dim=0))
+            if len(places) and 2 * cells <= len(places):
+                return (
+                    f"the {len(places)} tiles of slide {slide} lie in {cells} cells of {tile_size} × {tile_size} pixels, so several get "
+                    "one position; expected the x and y of each tile in pixels at level 0"
+                )
+        elif abs(step - tile_size) > tile_size / 20:
+            result = "several tiles get one position" if step < tile_size else "cells between them stay empty"
+            resize = f"make the model with tile_size={step:g}, or " if step == round(step) else ""
+            return (
+                f"tiles of slide {slide} are {step:g} pixels apart and tile_size is {tile_size}, so {result}; expected pixels at level 0: "
+                f"{resize}multiply coords by {tile_size / step:g}"
+            )
+    return None
 
 
 def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
@@ -123,7 +143,8 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
 
     Args:
         slides: (tiles (L, in_dim), coords (L, 2)) or (tiles, coords, label) of each slide. Tiles and coords are tensors or numpy arrays,
-            all with the same dtype and device. Labels are numbers, or tensors or arrays of one shape; all slides have one, or none has.
+            all on one device; of several dtypes the result has one that holds them all, as torch promotes them. Labels are numbers, or
+            tensors or arrays of one shape; all slides have one, or none has.
 
     Returns:
         tiles (1, ΣL, in_dim), coords (1, ΣL, 2), cu_seqlens int32 (slides + 1,), the arguments of ``SlideEncoder``; with labels also
@@ -150,12 +171,17 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
             raise ValueError(
                 f"slide {index} has tiles {tuple(tiles.shape)} and coords {tuple(coords.shape)}; expected (tiles, in_dim) and (tiles, 2)"
             )
+        _check_features_dtype(f"tiles of slide {index}", tiles)
+        check_coords_dtype(f"coords of slide {index}", coords)
         packed[0].append(tiles)
         packed[1].append(coords)
     for name, tensors in zip(("tiles", "coords"), packed, strict=True):
-        kinds = {(x.dtype, x.device) for x in tensors}
-        if len(kinds) > 1:
-            raise ValueError(f"{name} of these slides have different dtypes or devices: {sorted(map(str, kinds))}; convert them with .to()")
+        devices = sorted({str(x.device) for x in tensors})
+        if len(devices) > 1:
+            raise ValueError(
+                f"{name} of these slides are on {' and on '.join(devices)}; expected one device: move tensors with .to(device), "
+                "arrays with torch.from_numpy(array).to(device)"
+            )
     widths = {tiles.shape[1] for tiles in packed[0]}
     if len(widths) > 1:
         raise ValueError(f"tiles of these slides have widths {sorted(widths)}; expected one, that of one tile encoder")
@@ -176,6 +202,10 @@ def _as_tensor(name: str, x: Any) -> torch.Tensor:
     # numpy is no dependency, so its class is not at hand
     if type(x).__module__.partition(".")[0] != "numpy":
         raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor or a numpy array")
+    if x.dtype.kind not in "iufb":
+        raise TypeError(f"{name} has numpy's dtype {x.dtype}; expected floats or integers")
+    # files may have the other byte order, which torch does not take
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
     return torch.tensor(x, dtype=torch.int64 if x.dtype.kind in "iu" else None)
 
 
