@@ -55,7 +55,7 @@ def signature_of(name: str, value: Any) -> dict[str, str]:
             hint = typing.get_type_hints(function, include_extras=True)[parameter.name]
         if "Unpack" in str(typing.get_origin(hint)):
             options = typing.get_args(hint)[0]
-            defaults = getattr(importlib.import_module(options.__module__), "DEFAULTS")
+            defaults = importlib.import_module(options.__module__).DEFAULTS
             parameters |= {key: repr(defaults[key]) if key in defaults else "required" for key in options.__annotations__}
             continue
         default = "required" if parameter.default is inspect.Parameter.empty else repr(parameter.default)
@@ -93,7 +93,7 @@ def choices() -> dict[str, str]:
 def keys_of(module: torch.nn.Module) -> list[str]:
     """Returns the keys with shapes, those of equal layers once."""
     state = module.state_dict()
-    return sorted({f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', 'N', key)} {tuple(x.shape)}" for key, x in state.items()}) + [f"{len(state)} in all"]
+    return [*sorted({f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', 'N', key)} {tuple(x.shape)}" for key, x in state.items()}), f"{len(state)} in all"]
 
 
 def state_keys() -> dict[str, list[str]]:
