@@ -6,12 +6,10 @@ import argparse
 import functools
 import itertools
 
-import torch
-
 from benchmarks.case import Case, geometric
 from benchmarks.contenders import contender
 from benchmarks.report import Row
-from benchmarks.session import Group, Session
+from benchmarks.run import Group
 from benchmarks.timing import attempt
 from benchmarks.truth import wrong
 from dilated_attention.backends import registry
@@ -28,17 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
     add("--head-dim", type=size, default=64, help="default 64")
     add("--backends", nargs="+", help="default: all, and the choice")
+    parser.set_defaults(dtypes=["float32", "float16", "bfloat16"])
 
 
-def groups(session: Session) -> list[Group]:
-    options = session.options
-    dtypes = session.dtypes if options.dtypes else (torch.float32, torch.float16, torch.bfloat16)
-    lengths = options.lengths or ([64, 256, 1024] if session.is_small else [256, 1024, 4096, 16384, 65536])
+def groups(options: argparse.Namespace) -> list[Group]:
+    lengths = options.lengths or ([64, 256, 1024] if options.is_small else [256, 1024, 4096, 16384, 65536])
     made = list[Group]()
-    for n, kind, mask, dtype in itertools.product(lengths, ("attention", "ours"), options.masks, dtypes):
+    for n, kind, mask, dtype in itertools.product(lengths, ("attention", "ours"), options.masks, options.dtypes):
         pattern = geometric(n) if kind == "ours" else None
         name = f"{kind} {n} {mask} {str(dtype).removeprefix('torch.')}"
-        case = Case(name=name, num_positions=n, num_heads=4, head_dim=options.head_dim, dtype=dtype, device=session.device,
+        case = Case(name=name, num_positions=n, num_heads=4, head_dim=options.head_dim, dtype=dtype, device=options.device,
                     is_causal=mask == "causal", pattern=pattern)  # fmt: skip
         made.append((name, functools.partial(measure, kind, case, options.backends)))
     return made

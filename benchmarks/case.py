@@ -1,6 +1,6 @@
-"""One call of attention with its options: the named cases, their random tensors, and how this library is called for them.
+"""One call of attention with its options, families of cases that differ in length, and how this library is called for them.
 
-A name is ``FAMILY-LENGTH[-full | -causal][-xBATCH][-dD]``, of which option-… may leave out the length: ``gigapath-10001``,
+A case's name is ``FAMILY-LENGTH[-full | -causal][-xBATCH][-dD]``, of which option-… may leave out the length: ``gigapath-10001``,
 ``longnet-32768-full``, ``blocks10-32768-d64``. D is the head dim.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import dilated_attention as da
-from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, RandomBlocks, TopBlocks
 from dilated_attention.pattern.blocks.kept_blocks import count_pairs
 
@@ -70,11 +69,6 @@ class Case:
         return {name: getattr(self, name) for name, default in _PLAIN.items() if getattr(self, name) != default}
 
     @property
-    def bytes(self) -> int:
-        """Returns the bytes of q, k and v."""
-        return self.batch_size * self.num_positions * self.head_dim * (self.num_heads + 2 * self.kv_heads) * self.dtype.itemsize
-
-    @property
     def branches(self) -> DilatedPattern:
         """Returns the case's branches, or dense attention as one."""
         return self.pattern if isinstance(self.pattern, DilatedPattern) else dense_pattern(self)
@@ -94,7 +88,7 @@ class Case:
         n = self.num_positions if positions is None else positions
         generator = torch.Generator(self.device).manual_seed(seed)
         x = torch.empty(self.batch_size * n, heads, self.head_dim, dtype=self.dtype, device=self.device)
-        for part in x.split(max(1, _STRETCH // max(heads * self.head_dim, 1)), 0):
+        for part in x.split(max(1, _STRETCH // (heads * self.head_dim)), 0):
             part.normal_(generator=generator)
         return x.view(self.batch_size, n, heads, self.head_dim)
 
@@ -150,9 +144,9 @@ def dense_pattern(case: Case) -> DilatedPattern:
 def pairs(case: Case, pattern: Pattern, rows: tuple[int, int] | None = None) -> int | None:
     """Returns the (query, key) pairs of a pattern under the case's options, with multiplicity, over heads and batch.
 
-    None where the data decides. ``rows``: of these queries alone, which takes branches without a window.
+    None where the data decides, and of a part of the queries without a causal mask. ``rows``: of these queries alone.
     """
-    n = case.num_positions
+    n, heads = case.num_positions, case.batch_size * case.num_heads
     if isinstance(pattern, TopBlocks):
         return None
     if isinstance(pattern, BlockPattern):
@@ -164,40 +158,61 @@ def pairs(case: Case, pattern: Pattern, rows: tuple[int, int] | None = None) -> 
         left, right = (n if side is None else side for side in case.window)
         positions = torch.arange(case.offset, n)
         last = (positions + (0 if case.is_causal else right)).clamp(max=n - 1)
-        return case.batch_size * case.num_heads * int((last - (positions - left).clamp(min=0) + 1).sum())
-    documents = tuple(itertools.pairwise(case.bounds or (0, n)))
-    shape = Shape(case.num_heads, case.kv_heads, rows or (case.offset, n), (0, n), documents, case.is_causal)
-    return case.batch_size * make_plan(pattern, shape).pairs
+        return heads * int((last - (positions - left).clamp(min=0) + 1).sum())
+
+    def before(row: int) -> int:
+        """Counts the rows before this one: as a causal sequence that ends there has them."""
+        sizes = [max(0, min(stop, row) - start) for start, stop in itertools.pairwise(case.bounds or (0, n))]
+        return sum(pattern.pairs(size, case.num_heads, is_causal=case.is_causal) for size in sizes)
+
+    first, stop = rows or (case.offset, n)
+    if first and not case.is_causal:
+        return None
+    return case.batch_size * (before(stop) - (before(first) if first else 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Cases that differ in length.
+    """Cases that differ in length, on one process or over several.
 
     Args:
+        heads: query and key/value heads, head dim.
+        lengths: of the family's named cases; over processes, of each one's part.
+        totals: lengths of whole sequences over processes.
         pattern: N → branches or blocks; None for dense attention.
         contenders: compared by default; the first is what the others are compared with.
-        lengths: of the family's named cases, and N and options that follow from them, by ``change``.
+        options: N → other fields of ``Case``.
         by_default: False: only by name.
+        fits: whether one process can compute the whole sequence, to compare with.
     """
 
-    heads: int = 12
-    head_dim: int = 64
-    pattern: Callable[[int], Pattern | None] = lambda n: _LONGNET
-    contenders: tuple[str, ...]
-    lengths: tuple[int, ...]
+    heads: tuple[int, int, int] = (12, 12, 64)
+    lengths: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
+    pattern: Callable[[int], Pattern | None] = lambda n: None
+    contenders: tuple[str, ...] = ()
     is_causal: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[Case], Case] = lambda case: case
+    options: Callable[[int], dict[str, Any]] = lambda n: {}
     by_default: bool = True
+    layouts: tuple[str, ...] = ("contiguous",)
+    passes: tuple[str, ...] = ("forward", "both")
+    fits: bool = True
+
+    def case(self, name: str, n: int, *, is_small: bool = False, **fields: Any) -> Case:
+        """Returns a case; the pattern of a small one is for a few hundred positions."""
+        heads, kv_heads, head_dim = self.heads
+        pattern = self.pattern(n)
+        shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "is_causal": self.is_causal}
+        return Case(name=name, num_positions=n, pattern=small(pattern) if is_small else pattern, **shape | fields | self.options(n))
 
 
-def _documents(case: Case) -> Case:
-    """The length is the number of packed documents."""
+def documents(n: int) -> tuple[int, ...]:
+    """Returns where documents begin, and N; their lengths are log-normal, none above a quarter of the whole."""
     draw, bounds = random.Random(0), [0]
-    for _ in range(case.num_positions):
-        bounds.append(bounds[-1] + draw.randint(500, 20_000))
-    return replace(case, num_positions=bounds[-1], bounds=tuple(bounds))
+    while bounds[-1] < n:
+        length = int(draw.lognormvariate(6.5 if n >= 2**14 else 3.0, 1.4))
+        bounds.append(min(n, bounds[-1] + max(1, min(length, n // 4))))
+    return tuple(bounds)
 
 
 def geometric(num_positions: int, first: int = 2048, growth: int = 4) -> DilatedPattern:
@@ -209,67 +224,57 @@ def geometric(num_positions: int, first: int = 2048, growth: int = 4) -> Dilated
     return DilatedPattern(tuple(lengths), tuple(growth**i for i in range(len(lengths))))
 
 
-def _by_twos(rates: Sequence[int]) -> DilatedPattern:
-    return DilatedPattern((2048, 4096, 8192, 16384, 32768), tuple(rates))
-
-
-_LONGNET, _GEOMETRIC = _by_twos((1, 2, 4, 6, 12)), _by_twos((1, 2, 4, 8, 16))
-GIGAPATH = DilatedPattern((1024, 5792, 32768, 185_363, 1_048_576), (1, 2, 4, 8, 16))
-_LONGVIT = DilatedPattern((1024, 4096, 32768, 262_144, 1_048_576), (1, 2, 4, 8, 16))
+_TWOS, _BY_TWOS = (1, 2, 4, 8, 16), (2048, 4096, 8192, 16384, 32768)
+_LONGNET, _GEOMETRIC = DilatedPattern(_BY_TWOS, (1, 2, 4, 6, 12)), DilatedPattern(_BY_TWOS, _TWOS)
+GIGAPATH = DilatedPattern((1024, 5792, 32768, 185_363, 1_048_576), _TWOS)
+_LONGVIT = DilatedPattern((1024, 4096, 32768, 262_144, 1_048_576), _TWOS)
+_CPU = DilatedPattern((1024, 2048, 4096, 8192), (1, 2, 4, 8))
 _LIBRARIES = ("torch cudnn", "torch flash", "fa4")
 _DILATED = ("ours", "equal", "torchscale", "floor", *_LIBRARIES)
-_BLOCKS = ("attention", "ours", "flex", *(f"ours {name}" for name in ("flash4", "triton")))
-_CPU = DilatedPattern((1024, 2048, 4096, 8192), (1, 2, 4, 8))
+_BLOCKS = ("attention", "ours", "flex", "ours flash4", "ours triton")
 
 
-def _blocks(make: Callable[[], BlockPattern], *contenders: str) -> Family:
-    names = {"heads": 16, "head_dim": 128, "pattern": lambda n: make(), "by_default": False}
-    return Family(**names, contenders=contenders or ("ours", "attention"), lengths=(131_072, 2**20))
+def _branches(pattern: DilatedPattern, *lengths: int, contenders: tuple[str, ...] = _DILATED, **fields: Any) -> Family:
+    return Family(pattern=lambda n: pattern, lengths=lengths, contenders=contenders, **fields)
 
 
-def _tenths(share: float) -> Family:
-    pattern = RandomBlocks(share, own_block=True, block_size=128)
-    by_default = share == 0.1
-    return Family(heads=16, head_dim=128, pattern=lambda n: pattern, contenders=_BLOCKS, lengths=(32768,), by_default=by_default)
+def _blocks(pattern: BlockPattern, *lengths: int, contenders: tuple[str, ...] = ("ours", "attention"), by_default: bool = False) -> Family:
+    heads = (16, 16, 128)
+    return Family(heads=heads, pattern=lambda n: pattern, lengths=lengths, contenders=contenders, by_default=by_default)
 
 
-def _option(length: int, *contenders: str, causal: bool = True, dense: bool = False, change: Any = None, **options: Any) -> Family:
-    pattern = (lambda n: None) if dense else (lambda n: _LONGNET)
-    how = {} if change is None else {"change": change}
-    return Family(pattern=pattern, contenders=contenders, lengths=(length,), is_causal=causal, options=options, **how)
+def _option(length: int, *contenders: str, pattern: Pattern | None = _LONGNET, is_causal: bool = True, **fields: Any) -> Family:
+    """Options that do not follow from N are given as they are."""
+    options = fields.pop("options", lambda n: dict(fields))
+    return Family(pattern=lambda n: pattern, lengths=(length,), contenders=contenders, is_causal=is_causal, options=options)
 
 
+_without = functools.partial(_option, 32768, "ours", "without", is_causal=False)
 FAMILIES: dict[str, Family] = {
-    "gigapath": Family(heads=16, head_dim=48, pattern=lambda n: GIGAPATH, contenders=_DILATED, lengths=(5308, 10_001, 45_681, 200_000)),
-    "longvit": Family(heads=16, head_dim=24, pattern=lambda n: _LONGVIT, contenders=_DILATED, lengths=(2**20,), by_default=False),
-    "longnet": Family(contenders=_DILATED, lengths=(4096, 8192, 32768, 131_072), is_causal=True),
-    "longnet128": Family(
-        heads=16, head_dim=128, pattern=lambda n: _GEOMETRIC, contenders=_DILATED, lengths=(32768, 2**20), by_default=False
+    "gigapath": _branches(GIGAPATH, 5308, 10_001, 45_681, 200_000, heads=(16, 16, 48)),
+    "longvit": _branches(_LONGVIT, 2**20, heads=(16, 16, 24), by_default=False),
+    "longnet": _branches(_LONGNET, 4096, 8192, 32768, 131_072, is_causal=True),
+    "longnet128": _branches(_GEOMETRIC, 32768, 2**20, heads=(16, 16, 128), by_default=False),
+    "geometric": _branches(_GEOMETRIC, 32768, 2**20, heads=(16, 16, 64), by_default=False),
+    "dense": Family(contenders=("attention", "torch sdpa", *_LIBRARIES), lengths=(4096, 8192), is_causal=True),
+    "cpu": _branches(_CPU, 16384, heads=(8, 8, 64), contenders=("ours", "floor", "torch sdpa", "attention"), by_default=False),
+    "fp8": _branches(
+        _GEOMETRIC, 8192, 32768, 131_072, 2**20, heads=(16, 16, 64), by_default=False,
+        contenders=("attention", "attention flash3", "attention fp8", "ours", "ours fp8"),
     ),
-    "geometric": Family(heads=16, pattern=lambda n: _GEOMETRIC, contenders=_DILATED, lengths=(32768, 2**20), by_default=False),
-    "dense": Family(pattern=lambda n: None, contenders=("attention", "torch sdpa", *_LIBRARIES), lengths=(4096, 8192), is_causal=True),
-    "cpu": Family(
-        heads=8, pattern=lambda n: _CPU, contenders=("ours", "floor", "torch sdpa", "attention"), lengths=(16384,),
-        options={"dtype": torch.float32}, by_default=False,
-    ),
-    "fp8": Family(
-        heads=16, pattern=lambda n: _GEOMETRIC, contenders=("attention", "attention flash3", "attention fp8", "ours", "ours fp8"),
-        lengths=(8192, 32768, 131_072, 2**20), by_default=False,
-    ),
-    **{f"blocks{percent}": _tenths(percent / 100) for percent in (50, 10, 5, 2)},
-    "window": _blocks(lambda: LocalWindow(2048)),
-    "global": _blocks(lambda: GlobalLocal(1024, 128)),
-    "bigbird": _blocks(lambda: BigBird(512, 128, 8, 0)),
-    "chosen": _blocks(lambda: TopBlocks(density=0.1), "ours", "attention"),
-    "option-padding-suffix": _option(32768, "ours", "without", causal=False, padding=("suffix", 0.1)),
-    "option-padding-random": _option(32768, "ours", "without", causal=False, padding=("random", 0.1)),
+    **{f"blocks{share}": _blocks(RandomBlocks(share / 100, own_block=True, block_size=128), 32768, contenders=_BLOCKS,
+                                 by_default=share == 10) for share in (50, 10, 5, 2)},
+    "window": _blocks(LocalWindow(2048), 131_072, 2**20),
+    "global": _blocks(GlobalLocal(1024, 128), 131_072, 2**20),
+    "bigbird": _blocks(BigBird(512, 128, 8, 0), 131_072, 2**20),
+    "chosen": _blocks(TopBlocks(density=0.1), 131_072, 2**20),
+    "option-padding-suffix": _without(padding=("suffix", 0.1)),
+    "option-padding-random": _without(padding=("random", 0.1)),
     "option-dropout": _option(8192, "ours", "without", dropout_p=0.1),
-    "option-documents": _option(64, "ours", "single calls", "without", change=_documents),
+    "option-documents": _option(131_072, "ours", "single calls", "without", options=lambda n: {"bounds": documents(n)}),
     "option-float32": _option(8192, "ours", "attention", "torch efficient", dtype=torch.float32),
-    "option-window": _option(32768, "attention", "fa4", "without", dense=True, window=(4096, 0)),
-    "option-query-offset": _option(
-        65536, "ours", "without", "attention", change=lambda case: replace(case, queries=case.num_positions // 16)
-    ),
+    "option-window": _option(32768, "attention", "fa4", "without", pattern=None, options=lambda n: {"window": (n // 8, 0)}),
+    "option-query-offset": _option(65536, "ours", "without", "attention", options=lambda n: {"queries": n // 16}),
     "option-grouped": _option(32768, "ours", "attention", num_kv_heads=4),
     "option-deterministic": _option(32768, "ours deterministic", "ours"),
 }  # fmt: skip
@@ -289,31 +294,24 @@ def case_names(globs: Sequence[str] = (), lengths: Sequence[int] | None = None) 
     return list(names) if globs else [name for name, family in named if family.by_default]
 
 
-def family_of(name: str) -> tuple[str, Family, re.Match[str]]:
+def family_of(name: str) -> tuple[Family, re.Match[str]]:
     """Returns the family of a case's name. Raises ValueError where there is none."""
     match = _NAME.fullmatch(name)
     family = None if match is None else FAMILIES.get(match["family"])
-    if match is None or family is None or not (match["length"] or match["family"].startswith("option-")):
+    if match is None or family is None or not (match["length"] or name.startswith("option-")):
         raise ValueError(
             f"there is no case {name!r}; expected FAMILY-LENGTH[-full | -causal][-xBATCH][-dD], FAMILY one of {', '.join(FAMILIES)}"
         )
-    return match["family"], family, match
+    return family, match
 
 
-def make_case(name: str, device: torch.device, dtype: torch.dtype, *, is_small: bool = False, length: int | None = None) -> Case:
-    """Creates the case of a name, at another length if one is given; a small one has at most 512 positions, its pattern in proportion."""
-    _, family, match = family_of(name)
-    n = length or int(match["length"] or family.lengths[0])
-    pattern = family.pattern(n)
-    if is_small:
-        n, pattern = (2 if family.change is _documents else min(n, 512)), small(pattern)
-    options = {"num_heads": family.heads, "head_dim": family.head_dim, "is_causal": family.is_causal, "dtype": dtype, "device": device}
-    options |= family.options | ({} if match["mask"] is None else {"is_causal": match["mask"] == "causal"})
-    options |= {key: int(match[part]) for key, part in (("batch_size", "batch"), ("head_dim", "dim")) if match[part]}
-    case = family.change(Case(name=name, num_positions=n, pattern=pattern, **options))
-    if is_small and case.window is not None:
-        case = replace(case, window=(64, 0))
-    return case
+def make_case(name: str, device: torch.device, dtype: torch.dtype, *, is_small: bool = False) -> Case:
+    """Creates the case of a name; a small one has at most 512 positions, its pattern in proportion."""
+    family, match = family_of(name)
+    n = int(match["length"] or family.lengths[0])
+    fields: dict[str, Any] = {key: int(match[part]) for key, part in (("batch_size", "batch"), ("head_dim", "dim")) if match[part]}
+    fields |= {"is_causal": match["mask"] == "causal"} if match["mask"] else {}
+    return family.case(name, min(n, 512) if is_small else n, is_small=is_small, dtype=dtype, device=device, **fields)
 
 
 def small(pattern: Pattern | None) -> Pattern | None:

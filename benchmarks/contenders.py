@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +20,9 @@ from benchmarks import copies, truth
 from benchmarks.case import Case, Pattern, dense_pattern, our_call, pairs
 from benchmarks.timing import Call, Refused
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
-from dilated_attention.backends.flash import flash3, flash3_fp8
 from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks, to_block_mask
 
 Attend = Callable[..., torch.Tensor]
-# of the default contenders, those that a run on a CPU leaves out
-GPU_ONLY = ("torch cudnn", "torch flash", "torch efficient", "fa4", "flex", "ours flash4", "ours triton", "attention flash3",
-            "attention fp8", "ours fp8")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,14 @@ class Costs:
 
     calls: dict[str, Call]
     factor: float = 1.0
+
+
+def _pattern(case: Case) -> Pattern | None:
+    return case.pattern
+
+
+def _dense(case: Case) -> None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Contender:
 
     name: str
     make: Callable[[Case], Any]
-    pattern: Callable[[Case], Pattern | None] = lambda case: None
+    pattern: Callable[[Case], Pattern | None] = _pattern
     mixture_grad: str = "exact"
     trains: bool = True
     bound: float | None = None
@@ -68,48 +71,29 @@ class Contender:
     def allowed(self, case: Case) -> float:
         return truth.BOUNDS[case.dtype] if self.bound is None else self.bound
 
-    def errors(self, case: Case, attend: Attend, *, gradients: bool) -> dict[str, float]:
+    def errors(self, case: Case, attend: Attend, *, gradients: bool, rows: int = truth.ROWS) -> dict[str, float]:
         """Returns relative errors of out and, with ``gradients``, of dq, dk and dv against float64, in sampled rows.
 
         Blocks chosen by content are those that the pattern chooses for the same q and k.
         """
-        leaves = case.qkv(7)
-        pattern = self.pattern(case) or dense_pattern(case)
+        leaves, pattern = case.qkv(7), self.pattern(case) or dense_pattern(case)
         if isinstance(pattern, TopBlocks):
             pattern = pattern.choose(*(x.detach() for x in leaves[:2]), is_causal=case.is_causal)
-        dout, given = (case.dout(101), None) if gradients else (None, None)
-        if gradients:
-            with torch.no_grad():
-                given = []
-                for part in [None] if self.pattern(case) is None else truth.softmaxes(case, pattern, self.mixture_grad):
-                    torch.manual_seed(truth.SEED)
-                    given.append(our_call(case, part, *leaves, return_lse=True))
+        true = truth.Truth(case, pattern, self.mixture_grad, count=rows)
+        dout = true.dout() if gradients else None
         torch.manual_seed(truth.SEED)
         with torch.set_grad_enabled(gradients):
             out = attend(*leaves)
-        grads = torch.autograd.grad(out, leaves, dout) if gradients else ()
-        true = truth.Truth(case, pattern, leaves, dout, given, mixture_grad=self.mixture_grad)
-        return true.errors(out, grads)
+        return true.errors(leaves, dout, out, torch.autograd.grad(out, leaves, dout) if gradients else ())
 
 
-def ours(
-    name: str, pattern: Callable[[Case], Pattern | None], *, trains: bool = True, bound: float | None = None, **options: Any
-) -> Contender:
-    """This library's function of ``pattern``, called with ``options``."""
+def ours(name: str, pattern: Callable[[Case], Pattern | None] = _pattern, *, fields: Any = None, **options: Any) -> Contender:
+    """This library's function of ``pattern``, called with ``options``; ``fields`` of the contender."""
 
     def make(case: Case) -> Attend:
         return functools.partial(our_call, case, pattern(case), **options)
 
-    mixture = options.get("mixture_grad", "exact")
-    return Contender(name=name, make=make, pattern=pattern, mixture_grad=mixture, trains=trains, bound=bound)
-
-
-def _pattern(case: Case) -> Pattern | None:
-    return case.pattern
-
-
-def _dense(case: Case) -> None:
-    return None
+    return Contender(name=name, make=make, pattern=pattern, mixture_grad=options.get("mixture_grad", "exact"), **fields or {})
 
 
 def equal_pattern(case: Case) -> DilatedPattern:
@@ -117,32 +101,26 @@ def equal_pattern(case: Case) -> DilatedPattern:
     return DilatedPattern(*zip(*case.branches.branches, strict=True), "blocked", tail="zero_keys")
 
 
-def _takes_no(case: Case, *able: str) -> None:
+def _takes_no(case: Case, *able: str, cpu: bool = False) -> None:
     if missing := [name for name in case.options if name not in ("queries", *able)]:
         raise Refused(f"takes no {', '.join(missing)}")
     if "queries" in case.options and case.is_causal:
         raise Refused("its causal mask begins at the first key")
+    if case.device.type == "cpu" and not cpu:
+        raise Refused("compared on a GPU")
 
 
-def _sdpa(case: Case) -> Attend:
-    """``scaled_dot_product_attention`` as a user calls it."""
-    _takes_no(case)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal, enable_gqa=k.shape[1] != q.shape[1]).transpose(1, 2)
-
-    return attend
-
-
-def _torch_kernel(name: str, case: Case) -> Attend:
-    """One of torch's kernels, without the microseconds that the context manager ``sdpa_kernel`` takes."""
-    _takes_no(case)
-    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
-    before: tuple[Any, ...] = () if name == "flash" else (None, True)
+def _torch(kernel: str, case: Case) -> Attend:
+    """torch's attention as a user calls it, or one kernel, without the microseconds of the context manager ``sdpa_kernel``."""
+    _takes_no(case, cpu=kernel == "sdpa")
+    before: tuple[Any, ...] = () if kernel == "flash" else (None, True)
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = op(*(x.transpose(1, 2) for x in qkv), *before, 0.0, case.is_causal)[0]
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        if kernel == "sdpa":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal, enable_gqa=k.shape[1] != q.shape[1])
+        else:
+            out = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")(q, k, v, *before, 0.0, case.is_causal)[0]
         return out.transpose(1, 2)
 
     return attend
@@ -171,12 +149,7 @@ def _flex(case: Case) -> Attend:
     mask = to_block_mask(case.pattern, case.num_positions, case.num_heads, is_causal=case.is_causal, device=case.device)
     # shapes as constants: its fastest form
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask)
-        return out.transpose(1, 2)
-
-    return attend
+    return lambda *qkv: compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask).transpose(1, 2)
 
 
 def _floor(backend: str, case: Case) -> Costs:
@@ -202,7 +175,7 @@ def _floor(backend: str, case: Case) -> Costs:
 
 def _single_calls(case: Case) -> Attend:
     """Each packed document in a call of its own."""
-    sizes = [last - first for first, last in itertools.pairwise(case.bounds or (0, case.num_positions))]
+    sizes = [stop - start for start, stop in itertools.pairwise(case.bounds or (0, case.num_positions))]
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         parts = zip(*(x.split(sizes, 1) for x in qkv), strict=True)
@@ -211,78 +184,64 @@ def _single_calls(case: Case) -> Attend:
     return attend
 
 
-def _torchscale(path: str, kernel: str) -> Contender:
+def _torchscale(path: str, case: Case) -> Attend:
     """TorchScale's dilated attention on q, k, v: gathering, kernel, scattering, no projections. Its code runs unedited."""
-    folder = copies.find(Path(path), copies.TORCHSCALE)
-    with copies.imported(folder):
+    if not path:
+        raise Refused("give --torchscale PATH, a copy of github.com/microsoft/torchscale")
+    with copies.imported(copies.find(Path(path), copies.TORCHSCALE)):
+        kernel = "sdpa_flash" if torch.cuda.is_available() else "sdpa_cpu"
         theirs = copies.load("torchscale.component.dilated_attention", kernel).DilatedAttention
+    _takes_no(case, cpu=True)
+    if any(w < case.num_positions and w % r for w, r in case.branches.branches):
+        raise Refused("shifts all segments after the first where r does not divide w")
+    lengths, rates = (list(x) for x in zip(*case.branches.branches, strict=True))
+    args = SimpleNamespace(flash_attention=True, xpos_rel_pos=False, multiway=False, layernorm_eps=1e-5, seq_parallel=False,
+                           segment_length=lengths, dilated_ratio=rates)  # fmt: skip
+    causal = {"is_causal": case.is_causal}
+    # its projections are built but never used
+    with torch.device("meta"):
+        module = theirs(args, case.num_heads * case.head_dim, case.num_heads, self_attention=True)
 
-    def make(case: Case) -> Attend:
-        _takes_no(case)
-        if any(w < case.num_positions and w % r for w, r in case.branches.branches):
-            raise Refused("shifts all segments after the first where r does not divide w")
-        lengths, rates = zip(*case.branches.branches, strict=True)
-        args = SimpleNamespace(flash_attention=True, xpos_rel_pos=False, multiway=False, layernorm_eps=1e-5, seq_parallel=False,
-                               segment_length=list(lengths), dilated_ratio=list(rates))  # fmt: skip
-        causal = {"is_causal": case.is_causal}
-        # its projections are built but never used
-        with torch.device("meta"):
-            module = theirs(args, case.num_heads * case.head_dim, case.num_heads, self_attention=True)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        outs, lses = [], []
+        for length, rate in zip(lengths, rates, strict=True):
+            ki, vi = (module.gathering(x, rate, length, is_kv=True, seq_parall=False, **causal) for x in (k, v))
+            qi = module.gathering(q, rate, length, is_kv=False, seq_parall=False, **causal)
+            out, lse = module.attention_ops(qi, ki, vi, **causal)
+            outs.append(out)
+            lses.append(lse)
+        joined: torch.Tensor = module.scattering(outs, lses, q.shape[1], q.shape[0]).view(q.shape)
+        return joined
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outs, lses = [], []
-            for length, rate in zip(lengths, rates, strict=True):
-                ki, vi = (module.gathering(x, rate, length, is_kv=True, seq_parall=False, **causal) for x in (k, v))
-                qi = module.gathering(q, rate, length, is_kv=False, seq_parall=False, **causal)
-                out, lse = module.attention_ops(qi, ki, vi, **causal)
-                outs.append(out)
-                lses.append(lse)
-            joined: torch.Tensor = module.scattering(outs, lses, q.shape[1], q.shape[0]).view(q.shape)
-            return joined
-
-        return attend
-
-    detached: dict[str, Any] = {"pattern": equal_pattern, "mixture_grad": "detached"}
-    return Contender(name="torchscale", make=make, is_foreign=True, **detached)
+    return attend
 
 
 def contender(name: str, torchscale: str = "") -> Contender:
     """Returns the contender of a name, of which the first word may be followed by a backend: ``"ours flash4"``, ``"floor flash3"``.
 
     Raises:
-        ValueError: there is none, or ``torchscale`` is no copy of it.
-        Refused: it needs what was not given.
+        ValueError: there is none.
     """
     kind, _, rest = name.partition(" ")
-    fp8: dict[str, Any] = {"precision": "fp8", "trains": False, "bound": 0.15}
-    foreign = functools.partial(Contender, name=name, is_foreign=True)
     if kind in ("ours", "attention"):
-        options = {"deterministic": {"deterministic": True}, "fp8": fp8}.get(rest, {"backend": rest} if rest else {})
-        return ours(name, _pattern if kind == "ours" else _dense, **options)
+        fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}
+        named = {"deterministic": {"deterministic": True}, "fp8": {"precision": "fp8"}, "": {}}
+        return ours(name, _pattern if kind == "ours" else _dense, fields=fields, **named.get(rest, {"backend": rest}))
     if kind == "floor":
-        return Contender(name=name, make=functools.partial(_floor, rest or "auto"), pattern=_pattern)
-    if name == "torchscale":
-        if not torchscale:
-            raise Refused("give --torchscale PATH, a copy of github.com/microsoft/torchscale")
-        return _torchscale(torchscale, "sdpa_flash" if torch.cuda.is_available() else "sdpa_cpu")
-    made: dict[str, Contender] = {
-        "equal": ours(name, equal_pattern, mixture_grad="detached"),
-        "without": replace(ours(name, _pattern), of=Case.plain),
-        "single calls": Contender(name=name, make=_single_calls, pattern=_pattern),
-        "torch sdpa": foreign(make=_sdpa),
-        **{f"torch {kernel}": foreign(make=functools.partial(_torch_kernel, kernel)) for kernel in ("cudnn", "flash", "efficient")},
-        "fa4": foreign(make=_flash4),
-        "flex": foreign(make=_flex, pattern=_pattern),
-    }
-    if name not in made:
-        known = ", ".join(("ours [BACKEND | fp8 | deterministic]", "attention [BACKEND]", "floor [BACKEND]", "torchscale", *made))
+        return Contender(name=name, make=functools.partial(_floor, rest or "auto"))
+    dense: dict[str, Any] = {"pattern": _dense, "is_foreign": True}
+    table: dict[str, dict[str, Any]] = {
+        "equal": {"make": ours("", equal_pattern, mixture_grad="detached").make, "pattern": equal_pattern, "mixture_grad": "detached"},
+        "torchscale": {
+            "make": functools.partial(_torchscale, torchscale), "pattern": equal_pattern, "mixture_grad": "detached", "is_foreign": True,
+        },
+        "without": {"make": ours("").make, "of": Case.plain},
+        "single calls": {"make": _single_calls},
+        **{f"torch {kernel}": dense | {"make": functools.partial(_torch, kernel)} for kernel in ("sdpa", "cudnn", "flash", "efficient")},
+        "fa4": dense | {"make": _flash4},
+        "flex": {"make": _flex, "is_foreign": True},
+    }  # fmt: skip
+    if name not in table:
+        known = ", ".join(("ours [BACKEND | fp8 | deterministic]", "attention [BACKEND]", "floor [BACKEND]", *table))
         raise ValueError(f"there is no contender {name!r}; expected one of {known}")
-    return made[name]
-
-
-def load_libraries() -> None:
-    """Loads FlashAttention-3 from the files that FLASH3_LIBRARY, FLASH3_CUDART and FLASH3_FP8_LIBRARY name."""
-    if library := os.environ.get("FLASH3_LIBRARY"):
-        flash3.load_library(library, os.environ.get("FLASH3_CUDART"))
-    if library := os.environ.get("FLASH3_FP8_LIBRARY"):
-        flash3_fp8.load_library(library)
+    return Contender(name=name, **table[name])

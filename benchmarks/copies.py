@@ -1,4 +1,4 @@
-"""A user's own copies of TorchScale and Prov-GigaPath, imported unedited, and the models that this library loads from theirs.
+"""A user's own copies of TorchScale, Prov-GigaPath and ring-flash-attention, imported unedited.
 
 None of flash-attn, fairscale and timm is needed. This library's backends stand in for the first, as TorchScale and ring-flash-attention
 call it: the same kernel then runs under another schedule, without this library's own operator around it. The few names that TorchScale
@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.report import Row
 from dilated_attention.backends import Options, registry
 from dilated_attention.backends.base import Bounds
-from dilated_attention.integrations.torchscale import from_torchscale, load_torchscale
 
 TORCHSCALE = Path("torchscale/component/dilated_attention.py")
 GIGAPATH = Path("gigapath/slide_encoder.py")
@@ -32,19 +30,6 @@ LONGVIT = Path("examples/longvit/longvit.py")
 RING = Path("ring_flash_attn/__init__.py")
 URLS = {TORCHSCALE: "https://github.com/microsoft/torchscale", GIGAPATH: "https://github.com/prov-gigapath/prov-gigapath",
         RING: "https://github.com/zhuzilin/ring-flash-attention"}  # fmt: skip
-# the greatest difference allowed, over the greatest value
-BOUNDS = {"output": 1e-5, "gradient": 1e-4}
-# positions, heads, segment lengths, dilation rates, causal
-_GIGAPATHS = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
-CASES: list[tuple[int, int, tuple[int, ...], tuple[int, ...], bool]] = [
-    (256, 8, (64, 128, 256), (1, 2, 4), False),
-    (307, 16, (64, 128, 512), (1, 4, 16), True),
-    (211, 3, (32, 64, 1024), (1, 8, 16), False),
-    (128, 5, (24, 48), (3, 4), False),
-    (97, 12, (1000, 2000), (1, 8), True),
-    (13, 4, (16, 32), (1, 16), False),
-    (2100, 16, *_GIGAPATHS, False),
-]
 # the backend behind ``FLASH_ATTN``, which ring-flash-attention imports once
 standing_in = {"kernel": "auto"}
 
@@ -105,107 +90,10 @@ def load(name: str, kernel: str = "sdpa_cpu") -> Any:
     return module
 
 
-_tables: dict[tuple[int, int, bool], Any] = {}
-
-
-def _table(make: Callable[..., Any], width: int, side: int, cls_token: bool = False) -> Any:
+@functools.lru_cache(maxsize=1)
+def _table(make: Any, width: int, side: int, cls_token: bool = False) -> Any:
     """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, and every model makes one."""
-    key = width, side, cls_token
-    if key not in _tables:
-        _tables.clear()
-        _tables[key] = make(width, side, cls_token=cls_token).astype("float32")
-    return _tables[key]
-
-
-def parity(torchscale: Path | None, gigapath: Path | None, weights: Path | None, tiles: int, grid: int) -> Iterator[Row]:
-    """Yields a row for each model: the greatest difference of its outputs, and of all weights' gradients, in float32 on the CPU.
-
-    Weights are random unless ``weights`` is Prov-GigaPath's file. A difference beyond ``BOUNDS`` is a note that begins with "wrong".
-    """
-    torch.manual_seed(0)
-    if torchscale is not None:
-        torchscale = find(torchscale, TORCHSCALE)
-        longvit = (torchscale / LONGVIT).parent
-        with imported(torchscale, longvit):
-            for case in CASES:
-                yield _sequence(*case)
-            if longvit.is_dir():
-                theirs = _randomised(load("longvit").LongViT(img_size=1024, patch_size=32, embed_dim=384, depth=2, num_heads=16))
-                for height, width in ((1024, 1024), (512, 768)):
-                    images = torch.randn(1, 3, height, width)
-                    yield _compared(f"LongViT of 1024 pixels, 2 of 12 layers, on {height} × {width}", theirs, images)
-    if gigapath is not None:
-        gigapath = find(gigapath, GIGAPATH)
-        # its package puts its own copy of TorchScale on the path
-        with imported(gigapath, gigapath / "gigapath"):
-            module = load("gigapath.slide_encoder")
-            for pooled in (False, True):
-                theirs, ours = _randomised(module.gigapath_slide_enc12l768d(slide_ngrids=grid, global_pool=pooled)), None
-                if weights is not None:
-                    theirs.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True)["model"], strict=False)
-                    ours = load_torchscale(weights, grid_size=grid, global_pool=pooled)
-                cells = torch.randperm(grid * grid)[:tiles]
-                x = torch.randn(1, tiles, 1536), (torch.stack((cells // grid, cells % grid), dim=-1) * 256.0)[None]
-                yield _compared(f"slide encoder 12l768d, {tiles} tiles, {'mean' if pooled else 'class token'}", theirs, *x, ours=ours)
-            small = _randomised(module.LongNetViT(embed_dim=384, depth=3, slide_ngrids=grid, max_wsi_size=250_000))
-            x = torch.randn(1, 300, 1536), torch.randint(grid * 256, (1, 300, 2)).float()
-            yield _compared("slide encoder 3l384d, max_wsi_size 250000", small, *x, gradients=True)
-
-
-def _sequence(N: int, heads: int, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Row:
-    longnet, config = load("torchscale.model.LongNet"), load("torchscale.architecture.config")
-    role, width = "decoder" if causal else "encoder", heads * 8
-    sizes = {"embed_dim": width, "attention_heads": heads, "ffn_embed_dim": 2 * width, "layers": 2}
-    fields: dict[str, Any] = {f"{role}_{name}": value for name, value in sizes.items()}
-    fields |= {"flash_attention": True, "segment_length": str(list(segments)), "dilated_ratio": str(list(rates))}
-    label = f"{role}{' with XPOS' if causal else ''}: N {N}, {heads} heads, w {list(segments)}, r {list(rates)}"
-    if causal:
-        args = config.DecoderConfig(**fields, vocab_size=31, xpos_rel_pos=True, no_scale_embedding=False)
-        theirs = _randomised(longnet.LongNetDecoder(args, embed_tokens=nn.Embedding(31, width)))
-        return _compared(label, theirs, torch.randint(31, (2, N)), gradients=True)
-    theirs = _randomised(longnet.LongNetEncoder(config.EncoderConfig(**fields)))
-    x = torch.randn(2, N, width)
-    return _compared(label, theirs, x, gradients=True, call=lambda x: theirs(None, token_embeddings=x)["encoder_out"])
-
-
-def _randomised(module: nn.Module) -> nn.Module:
-    """Gives norms other weights than ones and biases other values than zeros, so that a swapped pair shows."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.ndim == 1:
-                parameter.normal_(std=0.2).add_(1.0 if name.endswith("weight") else 0.0)
-    return module.eval()
-
-
-def _compared(
-    label: str, theirs: nn.Module, *inputs: torch.Tensor, gradients: bool = False, ours: Any = None, call: Callable[..., Any] | None = None
-) -> Row:
-    ours = from_torchscale(theirs) if ours is None else ours
-    with torch.set_grad_enabled(gradients):
-        expected, found = (call or theirs)(*inputs), ours(*inputs)
-    expected = expected if isinstance(expected, torch.Tensor) else expected[0]
-    errors = {"output": float((expected - found).detach().abs().max() / expected.detach().abs().max())}
-    if gradients:
-        weights = torch.randn_like(expected)
-        (expected * weights).sum().backward()
-        (found * weights).sum().backward()
-        errors["gradient"] = _gradient_error(theirs, ours)
-    beyond = [f"{name} differs by {error:.1e}" for name, error in errors.items() if not error <= BOUNDS[name]]
-    return Row(name=label, case={"task": "parity"}, errors=errors, note=f"wrong: {', '.join(beyond)}" if beyond else "")
-
-
-def _gradient_error(theirs: nn.Module, ours: nn.Module) -> float:
-    """Returns the greatest relative difference of gradients. Theirs take the place of their weights, and are loaded as weights are."""
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    worst = 0.0
-    for (name, mine), true in zip(ours.named_parameters(), from_torchscale(theirs).parameters(), strict=True):
-        # without zero keys softmax does not see a bias of all keys: its gradient is rounding only
-        if "k_proj.bias" not in name:
-            assert mine.grad is not None
-            worst = max(worst, float((mine.grad - true).abs().max() / true.abs().max().clamp(min=1e-12)))
-    return worst
+    return make(width, side, cls_token=cls_token).astype("float32")
 
 
 class _Kernel(torch.autograd.Function):

@@ -7,7 +7,6 @@ import datetime
 import functools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.case import Case, our_call
-from benchmarks.timing import Call, Refused, attempt, loop, synchronise
+from benchmarks.timing import Call, Refused, attempt, host_time, loop, synchronise
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
 from dilated_attention.distributed.sharding.layout import local_length
 
@@ -76,28 +75,15 @@ class Ranks:
                 raise Refused(f"process {rank}: {note}" if self.size > 1 else note)
         return [result for result, _, _ in (answers[:1] if alone else answers)]
 
-    def times(self, call: Call, *, seconds: float, alone: bool = False, foreign: bool = False) -> dict[str, float]:
-        """Returns ``called``, a call of a loop that does not synchronise, and ``host``, until the loop's calls return; of the slowest."""
-        who: dict[str, Any] = {"alone": alone, "foreign": foreign}
-        longest = max(self.everywhere(lambda: loop(call, self.device), **who))
-        count = max(1, min(_MOST_CALLS, int(1000 * seconds / _LOOPS / max(longest, 1e-3))))
+    def slowest(self, measure: Callable[[], float], **who: bool) -> float:
+        return max(self.everywhere(measure, **who))
 
-        def loops() -> tuple[float, float]:
-            samples = []
-            for _ in range(_LOOPS):
-                if self.size > 1 and not alone:
-                    dist.barrier(self._control)
-                synchronise(self.device)
-                begun = time.perf_counter()
-                for _ in range(count):
-                    call()
-                issued = time.perf_counter()
-                synchronise(self.device)
-                samples.append((1000 * (time.perf_counter() - begun) / count, 1000 * (issued - begun) / count))
-            return statistics.median(x for x, _ in samples), statistics.median(x for _, x in samples)
-
-        answers = self.everywhere(loops, **who)
-        return {"called": max(called for called, _ in answers), "host": max(host for _, host in answers)}
+    def times(self, call: Call, *, seconds: float, **who: bool) -> dict[str, float]:
+        """Returns ``called``, a call of a loop that does not synchronise, and ``host``, until a call returns; of the slowest process."""
+        once = self.slowest(lambda: loop(call, self.device), **who)
+        count = max(1, min(_MOST_CALLS, int(1000 * seconds / _LOOPS / max(once, 1e-3))))
+        loops = [self.slowest(lambda: loop(call, self.device, count), **who) for _ in range(_LOOPS)]
+        return {"called": statistics.median(loops), "host": self.slowest(lambda: host_time(call, self.device, count), **who)}
 
 
 @dataclass(frozen=True)
@@ -142,9 +128,6 @@ class Sharded:
     def __init__(self, x: torch.Tensor, ranks: Ranks, dim: int = 1) -> None:
         self.x, self.ranks, self.dim = x, ranks, dim
 
-    def detach(self) -> Sharded:
-        return self
-
     def __getitem__(self, index: tuple[Any, ...]) -> torch.Tensor:
         local = index[self.dim] - self.ranks.rank * self.x.shape[self.dim]
         is_here = (local >= 0) & (local < self.x.shape[self.dim])
@@ -155,10 +138,7 @@ class Sharded:
         return rows
 
 
-def ring_call(case: Case, *qkv: torch.Tensor, **options: Any) -> Any:
-    """Calls this library's function of the case's pattern on this process's part of it."""
-    return our_call(case, case.pattern, *qkv, over="ring_", seq_len=case.num_positions, **options)
-
-
-def ring(case: Case, ranks: Ranks, layout: str | Layout, **options: Any) -> OnShards:
-    return OnShards(functools.partial(ring_call, case, layout=layout, **options), layout, ranks)
+def ring(case: Case, ranks: Ranks, layout: str | Layout = "contiguous", **options: Any) -> OnShards:
+    """This library's function of the case's pattern on this process's part of it."""
+    part = functools.partial(our_call, case, case.pattern, over="ring_", seq_len=case.num_positions, layout=layout, **options)
+    return OnShards(part, layout, ranks)

@@ -8,8 +8,9 @@ import io
 import json
 import os
 import platform
+import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rich.table import Table
 import dilated_attention
 
 SCHEMA = 1
+# contenders of other people by the first word of their names: a busy machine slows them, too
+FOREIGN = ("torch", "torchscale", "fa4", "flex")
 _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "transformers")
 # figure → (heading, factor), in the order of the columns
 FIGURES: dict[str, tuple[str, float]] = {
@@ -31,9 +34,6 @@ FIGURES: dict[str, tuple[str, float]] = {
     "called": ("called, ms", 1.0),
     "host": ("host, ms", 1.0),
     "ms": ("ms", 1.0),
-    "times": ("×", 1.0),
-    "kernels": ("kernels, ms", 1.0),
-    "launches": ("launches", 1.0),
     "graph": ("graph, ms", 1.0),
     "tokens_per_s": ("tokens/s", 1.0),
     "tflops": ("TFLOP/s", 1.0),
@@ -80,15 +80,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Returns hardware, versions and date."""
     hardware: dict[str, Any] = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        hardware = {
-            "device": properties.name,
-            "memory_bytes": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}",
-        }
-    elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        names = [line for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("model name")]
-        hardware["device"] = names[0].split(":", 1)[1].strip() if names else hardware["device"]
+        card = torch.cuda.get_device_properties(device)
+        hardware = {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
+    elif (cpuinfo := Path("/proc/cpuinfo")).is_file() and (name := re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))):
+        hardware["device"] = name[1]
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} if device.type == "cuda" else {}
     installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
@@ -126,10 +121,8 @@ class Results:
         if fresh or not (folder / f"{suite}.json").exists():
             return new
         stored = cls.load(folder / f"{suite}.json")
-        for what, there, here in (
-            ("hardware", stored.machine["hardware"], new.machine["hardware"]),
-            ("settings", stored.settings, settings),
-        ):
+        both = {"hardware": (stored.machine["hardware"], new.machine["hardware"]), "settings": (stored.settings, settings)}
+        for what, (there, here) in both.items():
             if there != here:
                 raise ValueError(f"{stored.path} was made with other {what}: {there}, here {here}; give --fresh or another --output")
         return stored
@@ -170,38 +163,34 @@ class Results:
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """Returns a Markdown table for each pass or task: a line for each row, a column for each figure and for what differs among them."""
-    found = []
-    for which in dict.fromkeys(row.case.get("pass", row.case.get("task", "")) for row in rows):
-        mine = [row for row in rows if row.case.get("pass", row.case.get("task", "")) == which]
-        keys = dict.fromkeys(key for row in mine for key in row.case if key != "pass")
-        differs = [key for key in keys if len({str(row.case.get(key)) for row in mine}) > 1]
-        same = ", ".join(f"{key} {mine[0].case[key]}" for key in keys if key not in differs and key in mine[0].case and key != "task")
-        figures = {key: place for key, place in FIGURES.items() if any(key in row.values for row in mine)}
-        errors = dict.fromkeys(key for row in mine for key in row.errors)
-        heads = ["", *differs, *(heading for heading, _ in figures.values()), *(f"error of {key}" for key in errors), "note"]
-        lines = [
-            [
-                row.name,
-                *(str(row.case.get(key, "–")) for key in differs),
-                *(figure(row.values[key] * scale) if key in row.values else "–" for key, (_, scale) in figures.items()),
-                *(f"{row.errors[key]:.1e}" if key in row.errors else "–" for key in errors),
-                row.note,
-            ]
-            for row in mine
-        ]
-        found.append(f"**{which or 'results'}**{f' ({same})' if same else ''}\n\n{markdown(heads, lines)}")
-    return found
+    by_pass: dict[str, list[Row]] = {}
+    for row in rows:
+        by_pass.setdefault(row.case.get("pass", row.case.get("task", "")), []).append(row)
+    return [_table(which, mine) for which, mine in by_pass.items()]
+
+
+def _table(which: str, rows: Sequence[Row]) -> str:
+    keys = dict.fromkeys(key for row in rows for key in row.case if key not in ("pass", "task"))
+    differs = [key for key in keys if len({str(row.case.get(key)) for row in rows}) > 1]
+    same = ", ".join(f"{key} {rows[0].case[key]}" for key in keys if key not in differs)
+    cells: list[dict[str, str]] = []
+    for row in rows:
+        line = {"": row.name} | {key: str(row.case.get(key, "–")) for key in differs}
+        line |= {title: figure(row.values[key] * scale) for key, (title, scale) in FIGURES.items() if key in row.values}
+        cells.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()} | {"note": row.note})
+    known = {key for line in cells for key, text in line.items() if key == "" or text not in ("", "–")}
+    errors = dict.fromkeys(f"error of {key}" for row in rows for key in row.errors)
+    heads = [key for key in ("", *differs, *(title for title, _ in FIGURES.values()), *errors, "note") if key in known]
+    title = f"**{which or 'results'}**{f' ({same})' if same else ''}"
+    return f"{title}\n\n{markdown(heads, [[line.get(key, '–') for key in heads] for line in cells])}"
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table, of columns in which no cell has text left out."""
-    lines = list(lines)
-    wanted = [i for i in range(len(heads)) if i == 0 or any(line[i] not in ("", "–") for line in lines)]
     table = Table(box=box.MARKDOWN)
-    for i in wanted:
-        table.add_column(heads[i], justify="left" if i in (0, len(heads) - 1) else "right", no_wrap=True)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i in (0, len(heads) - 1) else "right", no_wrap=True)
     for line in lines:
-        table.add_row(*(line[i].replace("|", "\\|") for i in wanted))
+        table.add_row(*(text.replace("|", "\\|") for text in line))
     out = io.StringIO()
     Console(file=out, width=1000, color_system=None, markup=False, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
@@ -212,35 +201,28 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def slower(label: str, rows: Iterable[Row], then: Results, foreign: Collection[str], threshold: float) -> dict[tuple[str, str], str]:
+def slower(label: str, rows: Iterable[Row], then: Results, threshold: float) -> list[str]:
     """Returns what of this library got slower by more than ``threshold`` since ``then``, or has no time any more, with the figures.
 
     By the time itself and relative to other people's contenders of the group and pass, since a busy machine slows both.
     """
     now, before = _times(rows), _times(then.groups.get(label, []))
     factors = {key: now[key] / ms for key, ms in before.items() if key in now}
-    found = {}
-    for key, ms in before.items():
-        name, which = key
-        if name in foreign:
+    lines = []
+    for (name, which), ms in before.items():
+        if name.split()[0] in FOREIGN:
             continue
-        if key not in now:
-            found[key] = f"{label}: {name}, {which}: {figure(ms)} ms then, none now"
+        text = f"{label}: {name}, {which}: {figure(ms)} ms then"
+        if (factor := factors.get((name, which))) is None:
+            lines.append(f"{text}, none now")
             continue
-        others = [factor for (other, at), factor in factors.items() if at == which and other in foreign]
-        relative = factors[key] / statistics.median(others) if others else factors[key]
-        if min(factors[key], relative) > 1 + threshold:
-            found[key] = (
-                f"{label}: {name}, {which}: {figure(ms)} ms then, {figure(now[key])} now, {100 * (relative - 1):+.0f} % beside others"
-            )
-    return found
+        others = [factor for (other, at), factor in factors.items() if at == which and other.split()[0] in FOREIGN]
+        relative = factor / statistics.median(others or [1.0])
+        if min(factor, relative) > 1 + threshold:
+            lines.append(f"{text}, {figure(now[name, which])} now, {100 * (relative - 1):+.0f} % beside others")
+    return lines
 
 
 def _times(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     """Returns the time as called of each contender and pass."""
-    times: dict[tuple[str, str], float] = {}
-    for row in rows:
-        values: Mapping[str, float] = row.values
-        if ms := values.get("called", values.get("ms")):
-            times[row.name, row.case.get("pass", row.case.get("task", ""))] = ms
-    return times
+    return {(row.name, row.case.get("pass", "")): ms for row in rows if (ms := row.values.get("called", row.values.get("ms")))}

@@ -2,7 +2,6 @@
 
 python -m benchmarks scaling
 torchrun --nproc-per-node 4 -m benchmarks scaling --cases 'gigapath-*' 'packed-*' --graphs --lengths-vary
-torchrun --nproc-per-node 4 -m benchmarks scaling --list --cases '*'
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import contextlib
 import fnmatch
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +19,14 @@ import torch
 
 import dilated_attention as da
 from benchmarks import sharded_competitors
-from benchmarks.case import GIGAPATH, Case, Pattern, dense_pattern, new_lengths, pairs, small
+from benchmarks.case import GIGAPATH, Case, Family, Pattern, dense_pattern, documents, new_lengths, pairs
 from benchmarks.contenders import Contender, Costs, ours
-from benchmarks.ranks import OnShards, Ranks, Sharded, ring, ring_call
+from benchmarks.ranks import OnShards, Ranks, Sharded, ring
 from benchmarks.report import Row
-from benchmarks.session import Group, Session
+from benchmarks.run import Group
 from benchmarks.slides import sharded_step
-from benchmarks.speed import FLOPS, NEW, WARM, call_of
-from benchmarks.timing import Call, Refused, captured, counted, loop, release
+from benchmarks.speed import FLOPS, call_of
+from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
 from benchmarks.truth import Truth, wrong
 from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.comm.comm_stats import traffic
@@ -37,40 +35,8 @@ from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks,
 
 ABOUT = "attention over processes (torchrun): time, efficiency, memory, traffic, beside torch's context_parallel and ring-flash-attention"
 DEFAULT = ("dense-*", "longnet-*", "local-*")
-# what lengths are divided by on a CPU
-_SHRINK = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of attention, and the lengths that it is measured at.
-
-    Args:
-        heads: query heads, key/value heads, head dim.
-        tokens, totals: lengths of one process's part (``dense-16384``), and of whole sequences (``dense-of-65536``).
-        pattern: N → branches or blocks; None for dense attention.
-        is_packed: whether the sequence is one of packed documents, most short and a few long.
-        fits: whether one process can compute the whole sequence, for comparison.
-    """
-
-    heads: tuple[int, int, int]
-    tokens: tuple[int, ...] = ()
-    totals: tuple[int, ...] = ()
-    pattern: Callable[[int], Pattern | None] = lambda n: None
-    is_causal: bool = False
-    layouts: tuple[str, ...] = ("contiguous",)
-    passes: tuple[str, ...] = ("forward", "both")
-    is_packed: bool = False
-    fits: bool = True
-
-
-def _documents(n: int) -> tuple[int, ...]:
-    """Returns where documents begin, and N; their lengths are log-normal, none above a quarter of the whole."""
-    generator, bounds = torch.Generator().manual_seed(0), [0]
-    while bounds[-1] < n:
-        length = int(torch.empty(()).log_normal_(mean=6.5 if n >= 2**14 else 3.0, std=1.4, generator=generator))
-        bounds.append(min(n, bounds[-1] + max(1, min(length, n // 4))))
-    return tuple(bounds)
+# what lengths are divided by on a CPU, and the longest that is checked whole
+_SHRINK, _CHECKED = 128, 2**19
 
 
 def _by_rates(rates: Sequence[int], growth: int, n: int) -> DilatedPattern:
@@ -91,40 +57,38 @@ def _tenth(make: Callable[..., Any], n: int) -> Pattern:
     return make(max(0.1, min(1.0, 2 * block / n)), block_size=block).at(n)
 
 
-_fours = tuple(4**i for i in range(6))
-_blocks = functools.partial(Kind, heads=(16, 16, 64), tokens=(32768,), layouts=("contiguous", "balanced"))
-KINDS = {
-    "dense": Kind(heads=(32, 8, 128), tokens=(16384, 4096), totals=(65536,), is_causal=True, layouts=("zigzag",)),
-    "longnet": Kind(
-        heads=(12, 12, 64), tokens=(131072, 32768), totals=(524288,), pattern=functools.partial(_by_rates, _fours, 4), is_causal=True
-    ),
-    "geometric": Kind(heads=(16, 16, 64), tokens=(131072, 32768), pattern=functools.partial(_by_rates, _fours, 4)),
-    "12x64": Kind(heads=(12, 12, 64), tokens=(131072, 32768), pattern=functools.partial(_by_rates, (1, 2, 4, 6, 12), 2)),
-    "gigapath": Kind(heads=(16, 16, 48), tokens=(25000, 100000), pattern=lambda n: GIGAPATH),
+_FOURS = tuple(4**i for i in range(6))
+_blocks = functools.partial(Family, heads=(16, 16, 64), lengths=(32768,), layouts=("contiguous", "balanced"))
+_local = functools.partial(with_sparsity, kind="local")
+FAMILIES = {
+    "dense": Family(heads=(32, 8, 128), lengths=(16384, 4096), totals=(65536,), is_causal=True, layouts=("zigzag",)),
+    "longnet": Family(lengths=(131072, 32768), totals=(524288,), pattern=functools.partial(_by_rates, _FOURS, 4), is_causal=True),
+    "geometric": Family(heads=(16, 16, 64), lengths=(131072, 32768), pattern=functools.partial(_by_rates, _FOURS, 4)),
+    "12x64": Family(lengths=(131072, 32768), pattern=functools.partial(_by_rates, (1, 2, 4, 6, 12), 2)),
+    "gigapath": Family(heads=(16, 16, 48), lengths=(25000, 100000), pattern=lambda n: GIGAPATH),
     "random": _blocks(pattern=functools.partial(_tenth, RandomBlocks)),
-    "window": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="local"))),
+    "window": _blocks(pattern=functools.partial(_tenth, _local)),
     "bigbird": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="big_bird"))),
     "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
-    "packed": Kind(heads=(64, 8, 128), tokens=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"), is_packed=True),
-    "slide": Kind(heads=(16, 16, 48), totals=(100_000,), pattern=lambda n: GIGAPATH, passes=("both",)),
-    "extreme": Kind(heads=(1, 1, 64), totals=(2**30,), pattern=_to_the_whole, passes=("forward",), fits=False),
-    "extreme-training": Kind(heads=(1, 1, 64), totals=(2**28,), pattern=_to_the_whole, fits=False),
-}
+    "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
+                     options=lambda n: {"bounds": documents(n)}),
+    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=lambda n: GIGAPATH, passes=("both",)),
+    "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=_to_the_whole, passes=("forward",), fits=False),
+    "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=_to_the_whole, fits=False),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {', '.join(KINDS)}; default: {' '.join(DEFAULT)}"
+    about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {', '.join(FAMILIES)}; default: {' '.join(DEFAULT)}"
     add = parser.add_argument
     add("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
     add("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
-    add("--list", action="store_true", help="print cases and contenders, and measure nothing")
     add("--lengths-vary", action="store_true", help=f"also call each ring at {NEW} lengths that were not before")
     add("--tokens", type=size, nargs="+", help="of each process; default: the cases' own; small: a hundredth")
     add("--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases")
     add("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
     add("--backends", nargs="+", default=["auto"], help="default: auto")
     add("--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends")
-    add("--check-tokens", type=size, default=2**19, help="longer sequences are checked at this length; default 512k")
     add("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
     add("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
@@ -138,77 +102,67 @@ class Entry:
     length: int
     role: str
     kernel: str
-    kind: Kind
-    label: str
+    family: Family
+
+    @property
+    def who(self) -> dict[str, bool]:
+        return {"alone": self.role == "one process", "foreign": self.contender.is_foreign}
 
 
-def groups(session: Session) -> list[Group]:
-    options = session.options
-    ranks = Ranks(session.device, options.timeout)
-    labels: dict[str, list[Entry]] = {}
-    for entry in _entries(session, ranks):
-        mask = "causal" if entry.at(entry.length).is_causal else "full"
-        labels.setdefault(f"{entry.label} {mask} W={ranks.size}", []).append(entry)
-    if options.list:
-        if session.rank == 0:
-            print(*(f"{label} {entry.contender.name}" for label, entries in labels.items() for entry in entries), sep="\n")
-        raise SystemExit(0)
-    return [(label, functools.partial(measure, entries, ranks, session)) for label, entries in labels.items()]
+def groups(options: argparse.Namespace) -> list[Group]:
+    ranks, made = Ranks(options.device, options.timeout), list[Group]()
+    for label, name, length, mask in _cases(options, ranks.size):
+        family = FAMILIES[name]
+        heads = {} if options.heads is None else dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
+        is_small = options.is_small and isinstance(family.pattern(512), DilatedPattern)
+        fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"} | heads
+        at = functools.partial(family.case, name, is_small=is_small, **fields)
+        entries = [
+            Entry(
+                contender=one, at=at, length=length // ranks.size if role == "kernel" else length, role=role, kernel=kernel, family=family
+            )
+            for role, kernel, one in _contenders(family, at(length), ranks, options)
+            if _matches(one.name, options.contenders)
+        ]
+        made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, entries, ranks, options)))
+    return made
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def _cases(session: Session, size: int) -> Iterator[tuple[str, Kind, int, Callable[[int], Case]]]:
-    """Yields (label, kind, positions of the whole sequence, N → case)."""
-    options, shrink = session.options, _SHRINK if session.is_small else 1
-    for name, kind in KINDS.items():
+def _cases(options: argparse.Namespace, size: int) -> Iterator[tuple[str, str, int, str]]:
+    """Yields (label, family, positions of the whole sequence, mask)."""
+    shrink = _SHRINK if options.is_small else 1
+    for name, family in FAMILIES.items():
         # what no process can hold is a hundred times as long as the others
-        by = shrink if kind.fits else shrink**2
-        lengths = {f"{name}-{n}": n * size for n in options.tokens or [n // by for n in kind.tokens]}
-        lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in kind.totals}
-        for (label, length), mask in itertools.product(lengths.items(), options.masks or ["causal" if kind.is_causal else "full"]):
-            if _matches(label, options.cases):
-                yield label, kind, length, functools.partial(_case, session, name, kind, mask == "causal")
+        by = shrink if family.fits else shrink**2
+        lengths = {f"{name}-{n}": n * size for n in options.tokens or [n // by for n in family.lengths]}
+        lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in family.totals}
+        masks = options.masks or ["causal" if family.is_causal else "full"]
+        yield from ((label, name, n, mask) for label, n in lengths.items() for mask in masks if _matches(label, options.cases))
 
 
-def _case(session: Session, name: str, kind: Kind, is_causal: bool, n: int) -> Case:
-    (heads, kv_heads, head_dim), pattern = session.options.heads or kind.heads, kind.pattern(n)
-    return Case(
-        name=name, num_positions=n, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=session.dtype, device=session.device,
-        is_causal=is_causal, bounds=_documents(n) if kind.is_packed else None,
-        pattern=small(pattern) if session.is_small and isinstance(pattern, DilatedPattern) else pattern,
-    )  # fmt: skip
-
-
-def _entries(session: Session, ranks: Ranks) -> Iterator[Entry]:
-    options = session.options
-    for label, kind, n, at in _cases(session, ranks.size):
-        case = at(n)
-        made = list[tuple[str, str, Contender]]()
-        # without a causal mask, zigzag balances nothing
-        layouts = dict.fromkeys("contiguous" if name == "zigzag" and not case.is_causal else name for name in kind.layouts)
-        for backend in () if case.name == "slide" else options.backends:
-            suffix = f" ({backend})" if backend != "auto" else ""
-            alone = functools.partial(ours, pattern=lambda case: case.pattern, backend=backend)
-            made += [("one process", backend, alone(f"one process{suffix}"))] if kind.fits else []
-            made += [("kernel", backend, alone(f"kernel{suffix}"))] if ranks.size > 1 else []
-            for layout in layouts:
-                make = functools.partial(_ring, ranks, layout, {"backend": backend, "timeout": options.timeout})
-                name = f"ring {layout}{suffix}" if len(layouts) > 1 else f"ring{suffix}"
-                made.append(("ring", backend, replace(alone(name), make=make)))
-        if case.pattern is None and ranks.group is not None:
-            made += [("foreign", *each) for each in
-                     sharded_competitors.competitors(case, options.ring_flash_attention, options.backends, ranks)]  # fmt: skip
-        if case.name == "slide":
-            for role in ("one process", "ring"):
-                step = functools.partial(_slide_step, role == "ring")
-                made.append((role, "auto", Contender(name=role, make=step)))
-        for role, kernel, one in made:
-            if _matches(one.name, options.contenders):
-                length = n // ranks.size if role == "kernel" else n
-                yield Entry(contender=one, at=at, length=length, role=role, kernel=kernel, kind=kind, label=label)
+def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[tuple[str, str, Contender]]:
+    """Yields (role, kernel, contender)."""
+    if case.name == "slide":
+        for role in ("one process", "ring"):
+            yield role, "auto", Contender(name=role, make=functools.partial(_slide_step, role == "ring"))
+        return
+    # without a causal mask, zigzag balances nothing
+    layouts = dict.fromkeys("contiguous" if name == "zigzag" and not case.is_causal else name for name in family.layouts)
+    for backend in options.backends:
+        suffix = f" ({backend})" if backend != "auto" else ""
+        roles = (["one process"] if family.fits else []) + (["kernel"] if ranks.size > 1 else [])
+        yield from ((role, backend, ours(f"{role}{suffix}", backend=backend)) for role in roles)
+        for layout in layouts:
+            make = functools.partial(_ring, ranks, layout, {"backend": backend, "timeout": options.timeout})
+            name = f"ring {layout}{suffix}" if len(layouts) > 1 else f"ring{suffix}"
+            yield "ring", backend, Contender(name=name, make=make)
+    if case.pattern is None and ranks.group is not None:
+        for kernel, one in sharded_competitors.competitors(case, options.ring_flash_attention, options.backends, ranks):
+            yield "foreign", kernel, one
 
 
 def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnShards:
@@ -223,28 +177,27 @@ def _slide_step(is_shared: bool, case: Case) -> Costs:
     return Costs({"both": sharded_step(is_shared, case.num_positions, case.device)})
 
 
-def measure(entries: Sequence[Entry], ranks: Ranks, session: Session) -> list[Row]:
+def measure(entries: Sequence[Entry], ranks: Ranks, options: argparse.Namespace) -> list[Row]:
     """Returns a row for each contender and pass; one with a note where it fails or is wrong. Times are compared within the group."""
     rows = list[Row]()
     for entry in entries:
-        case = entry.at(entry.length)
+        case, which = entry.at(entry.length), entry.family.passes[0]
         about = case.row() | {"W": ranks.size, "kind": entry.role, "kernel": entry.kernel}
-        row, which = Row(name=entry.contender.name, case=about), entry.kind.passes[0]
+        row = Row(name=entry.contender.name, case=about)
         with contextlib.ExitStack() as stack:
             try:
-                who: dict[str, Any] = {"alone": entry.role == "one process", "foreign": entry.contender.is_foreign}
                 attend = entry.contender.make(case)
                 context = getattr(attend, "context", contextlib.nullcontext)
-                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **who)
-                answers = ranks.everywhere(functools.partial(_errors, entry, attend, ranks, session.options.check_tokens), **who)
+                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **entry.who)
+                answers = ranks.everywhere(functools.partial(_errors, entry, attend, ranks), **entry.who)
                 # NaN is the largest
                 errors = {key: max((one[key] for one in answers), key=lambda error: (error != error, error)) for key in answers[0]}
                 row = replace(row, errors=errors)
                 if note := wrong(errors, entry.contender.allowed(case)):
                     raise Refused(note)
-                for which in entry.kind.passes:
+                for which in entry.family.passes:
                     release()
-                    values = _timed(entry, attend, case, ranks, which, session)
+                    values = _timed(entry, attend, case, ranks, which, options)
                     rows.append(replace(row, case=about | {"pass": which}, values=values))
             except Refused as refused:
                 rows.append(replace(row, case=about | {"pass": which}, note=str(refused)))
@@ -252,35 +205,34 @@ def measure(entries: Sequence[Entry], ranks: Ranks, session: Session) -> list[Ro
     return _compared(rows)
 
 
-def _errors(entry: Entry, attend: Any, ranks: Ranks, most: int) -> dict[str, float]:
-    """Returns the errors of the results, on at most ``most`` positions unless no process can hold the whole."""
-    gradients = "both" in entry.kind.passes
+def _errors(entry: Entry, attend: Any, ranks: Ranks) -> dict[str, float]:
+    """Returns the errors of the results, on at most ``_CHECKED`` positions unless no process can hold the whole."""
+    gradients = "both" in entry.family.passes
     if isinstance(attend, Costs):
         return {}
-    if entry.role == "ring" and not entry.kind.fits:
-        return _row_errors(entry.at(entry.length), ranks, gradients)
-    case = entry.at(min(entry.length, most))
+    if entry.role == "ring" and not entry.family.fits:
+        return _row_errors(entry.at(entry.length), attend, ranks, gradients)
+    case = entry.at(min(entry.length, _CHECKED))
     if case.num_positions != entry.length:
         attend = entry.contender.make(case)
     return entry.contender.errors(case, attend.whole if isinstance(attend, OnShards) else attend, gradients=gradients)
 
 
-def _row_errors(case: Case, ranks: Ranks, gradients: bool) -> dict[str, float]:
+def _row_errors(case: Case, attend: OnShards, ranks: Ranks, gradients: bool) -> dict[str, float]:
     """Returns the errors in sampled rows of this library's function over processes; other rows and keys stay where they are."""
     if case.num_positions % ranks.size:
         raise Refused(f"{case.num_positions} positions on {ranks.size} processes; sampled rows need equal shards")
-    local = replace(case, num_positions=case.num_positions // ranks.size)
-    leaves, dout = [x.requires_grad_(gradients) for x in local.qkv(ranks.rank)], local.dout(101 + ranks.rank)
-    out, lse = ring_call(case, *leaves, return_lse=True)
+    local, true = attend.local(case), Truth(case, case.branches, count=16)
+    start = ranks.rank * local.num_positions
+    leaves, dout = local.qkv(ranks.rank), true.dout(start, start + local.num_positions) if gradients else None
+    with torch.set_grad_enabled(gradients):
+        out = attend(*leaves)
     grads = torch.autograd.grad(out, leaves, dout) if gradients else ()
-    whole = [Sharded(x, ranks) for x in (out, *grads)]
-    lses, inputs = Sharded(lse, ranks, 2), [Sharded(x, ranks) for x in (*leaves, dout)]
-    true = Truth(case, case.pattern or dense_pattern(case), inputs[:3], inputs[3] if gradients else None, [(whole[0], lses)], count=16)
-    return true.errors(whole[0], whole[1:], lses)
+    *inputs, whole = (Sharded(x, ranks) for x in (*leaves, out))
+    return true.errors(inputs, Sharded(dout, ranks), whole, [Sharded(x, ranks) for x in grads])
 
 
-def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, session: Session) -> dict[str, float]:
-    who: dict[str, Any] = {"alone": entry.role == "one process", "foreign": entry.contender.is_foreign}
+def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, options: argparse.Namespace) -> dict[str, float]:
     calls: list[Call] = []
 
     def prepare() -> dict[str, float]:
@@ -297,38 +249,32 @@ def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, sess
             figures["peak_bytes"] = peak.bytes
         return figures
 
-    answers = ranks.everywhere(prepare, **who)
+    answers = ranks.everywhere(prepare, **entry.who)
     values = {name: max(answer[name] for answer in answers) for name in answers[0]}
-    call = calls[0] if calls else lambda: None
-    values |= ranks.times(call, seconds=session.seconds, **who)
-    if session.options.graphs and case.device.type == "cuda" and not entry.contender.is_foreign:
+    values |= ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)
+    if options.graphs and case.device.type == "cuda" and not entry.contender.is_foreign:
         # a call that cannot be captured has the figures of plain calls alone
         with contextlib.suppress(Refused):
-            ranks.everywhere(lambda: calls.append(_captured(calls[0])), **who)
-            values["graph"] = ranks.times(lambda: calls[-1](), seconds=session.seconds, **who)["called"]
-    if session.options.lengths_vary and entry.role == "ring" and not isinstance(attend, Costs):
-        values |= _new(entry, case, ranks, which)
+            ranks.everywhere(lambda: calls.append(_captured(calls[0])), **entry.who)
+            values["graph"] = ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)["called"]
+    if options.lengths_vary and entry.role == "ring" and not isinstance(attend, Costs):
+
+        def make(length: int) -> Call:
+            at = entry.at(length)
+            return call_of(entry.contender.make(at), at, which)
+
+        values |= new_and_again(
+            make, list(new_lengths(case, WARM + NEW)), lambda call: ranks.slowest(functools.partial(loop, call, case.device))
+        )
     values["tokens_per_s"] = 1000 * case.num_positions / values["called"]
     if not isinstance(attend, Costs) and (count := entry.contender.pairs(case)) is not None:
         parts = ranks.size if isinstance(attend, OnShards) else 1
         values["tflops"] = FLOPS[which] * count * case.head_dim / parts / values["called"] / 1e9
-        if isinstance(attend, OnShards) and case.bounds is not None:
+        if isinstance(attend, OnShards) and case.bounds is not None and case.is_causal:
             runs = [spans(case.num_positions, rank, parts, attend.layout) for rank in range(parts)]
             held = [sum(pairs(case, dense_pattern(case), (start, stop)) or 0 for start, stop, _ in mine) for mine in runs]
             values["imbalance"] = max(held) * parts / sum(held)
     return values
-
-
-def _new(entry: Entry, case: Case, ranks: Ranks, which: str) -> dict[str, float]:
-    """Returns the times of the first and the second call at lengths that were not before, of the slowest process."""
-    first, second = list[float](), list[float]()
-    for length in new_lengths(case, WARM + NEW):
-        at = entry.at(length)
-        call = call_of(entry.contender.make(at), at, which)
-        for times in (first, second):
-            times.append(max(ranks.everywhere(functools.partial(loop, call, at.device))))
-    first, second = (sorted(times[WARM:]) for times in (first, second))
-    return {"new_ms": first[len(first) // 2], "worst_ms": first[-1], "again_ms": second[len(second) // 2]}
 
 
 def _captured(call: Call) -> Call:

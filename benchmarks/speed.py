@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, case_names, family_of, make_case, new_lengths
-from benchmarks.contenders import GPU_ONLY, Attend, Contender, Costs, contender
+from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
+from benchmarks.contenders import Attend, Contender, Costs, contender
 from benchmarks.report import Row
-from benchmarks.session import Group, Session
-from benchmarks.timing import WAYS, Call, Refused, attempt, counted, in_turns, new_and_again, release
+from benchmarks.run import Group
+from benchmarks.timing import NEW, WARM, Call, Refused, attempt, counted, in_turns, loop, new_and_again, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size
 
@@ -30,8 +30,6 @@ ABOUT = "time, TFLOP/s and memory of named cases beside others, also at lengths 
 PASSES = ("forward", "backward", "both")
 # FLOPs per pair and head dimension: two matrix products forward, five backward
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
-# new lengths of --lengths-vary, of which the first are not counted
-WARM, NEW = 3, 24
 # FLOP/s of the best kernels on a Hopper GPU, and of a CPU's thread: what takes too long at this rate is not begun
 _GPU_RATE, _THREAD_RATE = 6e14, 5e10
 
@@ -42,38 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=size, nargs="+", help="of wildcards' families, in place of their own")
     add("--contenders", nargs="+", metavar="NAME", help="default: those of each case")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="default: all")
-    add("--ways", nargs="*", choices=WAYS, default=["called", "host"], help="default: called host")
-    add("--lengths-vary", action="store_true", help=f"call each case at {NEW} lengths that were not before")
+    add("--graphs", action="store_true", help="also time calls as CUDA graphs")
+    add("--lengths-vary", action="store_true", help=f"also call each case at {NEW} lengths that were not before")
     add("--torchscale", default="", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
     add("--longest", type=float, default=1.0, help="seconds that one call may take; default 1")
     add("--against", type=Path, metavar="FOLDER", help="of an earlier run on this hardware: exit code 1 where this library got slower")
     add("--threshold", type=float, default=0.2, help="slowdown that --against allows, as a share; default 0.2")
 
 
-def groups(session: Session) -> list[Group]:
-    options, made = session.options, list[Group]()
+def groups(options: argparse.Namespace) -> list[Group]:
+    made = list[Group]()
     for name in case_names(options.cases, options.lengths):
-        _, family, _ = family_of(name)
-        case = make_case(name, session.device, session.dtype, is_small=session.is_small)
-        names = options.contenders or [name for name in family.contenders if session.device.type == "cuda" or name not in GPU_ONLY]
-        how: dict[str, Any] = {"passes": options.passes, "seconds": session.seconds, "longest": options.longest}
-        if options.lengths_vary:
-            run = functools.partial(measure_new, names, case, torchscale=options.torchscale, **how)
-        else:
-            run = functools.partial(measure, names, case, torchscale=options.torchscale, ways=options.ways, **how)
-        made.append((f"{name}{' new lengths' if options.lengths_vary else ''}", run))
+        case = make_case(name, options.device, options.dtypes[0], is_small=options.is_small)
+        contenders = [contender(each, options.torchscale) for each in options.contenders or family_of(name)[0].contenders]
+        how = {each: getattr(options, each) for each in ("passes", "seconds", "longest", "graphs", "lengths_vary")}
+        made.append((f"{name}{' new lengths' if options.lengths_vary else ''}", functools.partial(measure, contenders, case, **how)))
     return made
 
 
-def foreign(session: Session) -> list[str]:
-    """Returns the names of other people's contenders."""
-    names = {name for case in case_names(session.options.cases) for name in session.options.contenders or family_of(case)[1].contenders}
-    return [name for name in names if name == "torchscale" or contender(name).is_foreign]
-
-
 def measure(
-    names: Sequence[str], case: Case, *, passes: Sequence[str] = PASSES, seconds: float = 0.2, longest: float = 1.0,
-    ways: Sequence[str] = ("called", "host"), torchscale: str = "",
+    contenders: Sequence[Contender], case: Case, *, passes: Sequence[str] = PASSES, seconds: float = 0.2, longest: float = 1.0,
+    graphs: bool = False, lengths_vary: bool = False,
 ) -> list[Row]:  # fmt: skip
     """Returns a row for each contender and pass: times, ``tflops``, ``peak_bytes`` without the inputs.
 
@@ -83,78 +70,67 @@ def measure(
         longest: seconds that a call may take, by its FLOPs.
     """
     rows, able = list[Row](), list[tuple[Contender, Case, Any, dict[str, float]]]()
-    for name in names:
-        ready, note = attempt(_checked, name, case, passes, longest, torchscale, foreign=True)
-        errors = ready[-1] if ready else {}
-        note = note or wrong(errors, ready[0].allowed(case) if ready else 0.0)
-        if ready and not note:
-            able.append(ready)
+    for one in contenders:
+        at = one.of(case)
+        answer, note = attempt(_checked, one, at, passes, longest, foreign=True)
+        attend, errors = answer or (None, {})
+        if note := note or wrong(errors, one.allowed(case)):
+            rows.append(Row(name=one.name, case=case.row() | {"pass": passes[0]}, errors=errors, note=note))
         else:
-            rows.append(Row(name=name, case=case.row() | {"pass": passes[0]}, errors=errors, note=note))
+            able.append((one, at, attend, errors))
     for which in passes:
         release()
-        calls, values = dict[str, Callable[[], Call]](), dict[str, dict[str, float]]()
+        calls, peaks = dict[str, Callable[[], Call]](), dict[str, dict[str, float]]()
         mine = [each for each in able if _has(each[0], each[2], which)]
         for one, at, attend, _ in mine:
             make = functools.partial(call_of, attend, at, which)
-            first, note = attempt(_first, make, at.device, foreign=True)
-            if first is None:
+            peak, note = attempt(_first, make, at.device, foreign=True)
+            if peak is None:
                 rows.append(Row(name=one.name, case=case.row() | {"pass": which}, note=note))
             else:
-                calls[one.name], values[one.name] = make, first
-        times, note = attempt(functools.partial(in_turns, seconds=seconds, ways=ways), calls, case.device)
+                calls[one.name], peaks[one.name] = make, peak
+        turns = functools.partial(in_turns, device=case.device, seconds=seconds, graphs=graphs)
+        times, note = attempt(turns, calls)
         if times is None:
             # they do not fit together
-            times = {name: in_turns({name: make}, case.device, seconds=seconds, ways=ways)[name] for name, make in calls.items()}
+            times = {name: turns({name: make})[name] for name, make in calls.items()}
         for one, at, attend, errors in mine:
-            if one.name in times:
-                factor = attend.factor if isinstance(attend, Costs) else 1.0
-                figures = {key: value if key == "launches" else factor * value for key, value in times[one.name].items()}
-                count = one.pairs(at)
-                if count is not None:
-                    figures["tflops"] = FLOPS[which] * count * at.head_dim / figures["ms"] / 1e9
-                figures |= {} if isinstance(attend, Costs) else values[one.name]
-                rows.append(Row(name=one.name, case=case.row() | {"pass": which}, values=figures, errors=errors))
+            if one.name not in times:
+                continue
+            figures, note = times[one.name], ""
+            if isinstance(attend, Costs):
+                figures = {key: attend.factor * ms for key, ms in figures.items()}
+            else:
+                figures |= peaks[one.name]
+                if lengths_vary:
+                    new, note = attempt(_new, one, case, which, foreign=True)
+                    figures |= new or {}
+            if (count := one.pairs(at)) is not None:
+                figures["tflops"] = FLOPS[which] * count * at.head_dim / figures["ms"] / 1e9
+            rows.append(Row(name=one.name, case=case.row() | {"pass": which}, values=figures, errors=errors, note=note))
     return rows
 
 
-def measure_new(
-    names: Sequence[str], case: Case, *, passes: Sequence[str] = ("both",), seconds: float = 0.2, longest: float = 1.0, torchscale: str = ""
-) -> list[Row]:
-    """Returns a row for each contender and pass at lengths that were not before, beside the case's own length as called in a loop.
+def _new(one: Contender, case: Case, which: str) -> dict[str, float]:
+    """Returns times of the first and the second call at lengths that were not before."""
 
-    ``new_ms`` and ``worst_ms``: median and worst of the first call at a length; ``again_ms``: median of the second.
-    """
-    rows = measure(names, case, passes=passes, seconds=seconds, longest=longest, torchscale=torchscale)
-    lengths = list(new_lengths(case, WARM + NEW))
-    for i, row in enumerate(rows):
-        one = contender(row.name, torchscale) if row.values else None
-        if one is None or isinstance(attempt(one.make, case, foreign=True)[0], Costs):
-            continue
+    def make(length: int) -> Call:
+        at = one.of(replace(case, num_positions=length, queries=None, bounds=documents(length) if case.bounds else None))
+        return call_of(one.make(at), at, which)
 
-        def make(length: int, one: Contender = one, which: str = row.case["pass"]) -> Call:
-            at = one.of(replace(case, num_positions=length, queries=None))
-            return call_of(one.make(at), at, which)
-
-        figures, note = attempt(new_and_again, make, lengths, case.device, WARM, foreign=True)
-        rows[i] = replace(row, values=(figures or {}) | row.values, note=note)
-        release()
-    return rows
+    return new_and_again(make, list(new_lengths(case, WARM + NEW)), functools.partial(loop, device=case.device))
 
 
-def _checked(
-    name: str, case: Case, passes: Sequence[str], longest: float, torchscale: str
-) -> tuple[Contender, Case, Attend | Costs, dict[str, float]]:
-    one = contender(name, torchscale)
-    at = one.of(case)
-    attend = one.make(at)
+def _checked(one: Contender, case: Case, passes: Sequence[str], longest: float) -> tuple[Attend | Costs, dict[str, float]]:
+    """Returns the function and its errors."""
+    attend = one.make(case)
     if isinstance(attend, Costs):
-        return one, at, attend, {}
-    rate = _GPU_RATE if at.device.type == "cuda" else _THREAD_RATE * torch.get_num_threads()
-    expected = FLOPS["both" if set(passes) - {"forward"} else "forward"] * (one.pairs(at) or 0) * at.head_dim / rate
+        return attend, {}
+    rate = _GPU_RATE if case.device.type == "cuda" else _THREAD_RATE * torch.get_num_threads()
+    expected = FLOPS["both" if set(passes) - {"forward"} else "forward"] * (one.pairs(case) or 0) * case.head_dim / rate
     if expected > longest:
         raise Refused(f"longer than {longest:g} s a call")
-    return one, at, attend, one.errors(at, attend, gradients=one.trains and passes != ["forward"])
+    return attend, one.errors(case, attend, gradients=one.trains and list(passes) != ["forward"])
 
 
 def _has(one: Contender, attend: Attend | Costs, which: str) -> bool:
@@ -180,24 +156,25 @@ def call_of(attend: Attend | Costs, case: Case, which: str) -> Call:
     if isinstance(attend, Costs):
         return attend.calls[which]
     local = getattr(attend, "local", lambda case: case)(case)
-    dout = local.dout()
-    sets = [local.qkv(seed) for seed in range(1 if case.bytes >= 2**32 else 2)]
+    dout, sets = local.dout(), [local.qkv()]
+    if sum(x.nbytes for x in sets[0]) < 2**32:
+        sets.append(local.qkv(1))
     if which == "backward":
-        graphs = itertools.cycle([(attend(*leaves), leaves) for leaves in sets]).__next__
+        graphs = itertools.cycle([(attend(*leaves), leaves) for leaves in sets])
 
         def backward() -> None:
-            out, leaves = graphs()
+            out, leaves = next(graphs)
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
         return backward
-    following = itertools.cycle(sets).__next__
+    following = itertools.cycle(sets)
 
     def forward() -> None:
         with torch.no_grad():
-            attend(*following())
+            attend(*next(following))
 
     def both() -> None:
-        leaves = following()
+        leaves = next(following)
         torch.autograd.grad(attend(*leaves), leaves, dout)
 
     return forward if which == "forward" else both

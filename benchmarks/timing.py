@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,8 @@ from dilated_attention.profiling import profile_memory
 
 T = TypeVar("T")
 Call = Callable[[], Any]
-# how one call is seen in addition to "ms", the device's median with a cold cache: in a loop without synchronising; until it returns; its
-# kernels alone; as a CUDA graph
-WAYS = ("called", "host", "kernels", "graph")
+# lengths of --lengths-vary, of which the first are not counted
+WARM, NEW = 3, 24
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
 
 
@@ -123,29 +123,29 @@ def host_time(function: Call, device: torch.device, calls: int) -> float:
 
 
 def in_turns(
-    calls: Mapping[str, Callable[[], Call]], device: torch.device, *, seconds: float, ways: Sequence[str] = ("called", "host")
+    calls: Mapping[str, Callable[[], Call]], device: torch.device, *, seconds: float, graphs: bool = False
 ) -> dict[str, dict[str, float]]:
     """Times calls in turn for about ``seconds`` each and at least three turns. All must have run before: a first call may compile.
 
+    ``ms``: on a GPU the device's time with a cold cache, by triton's ``do_bench``; ``called``: in a loop without synchronising; ``host``:
+    until the call returns; with ``graphs`` also ``graph``, as a CUDA graph.
+
     Args:
         calls: name → a function that makes the call; made for each turn and dropped after it, so that only one holds memory at a time.
-        ways: of ``WAYS``. ``ms`` is always there: on a GPU the device's time with a cold cache, by triton's ``do_bench``.
     """
     once = {name: max(loop(make(), device), 1e-3) for name, make in calls.items()}
     turns = max(3, min(20, int(1000 * seconds / max(once.values(), default=1000.0))))
-    times: dict[str, dict[str, list[float]]] = {name: {"ms": []} for name in calls}
-    for turn in range(turns):
-        for name, make in calls.items():
-            call, found, budget = make(), times[name], 1000 * seconds / turns
-            count = max(1, min(200, int(budget / once[name])))
-            looped = loop(call, device, count)
-            found["ms"] += _device_times(call, once[name], budget) if device.type == "cuda" else [looped]
-            if "called" in ways:
-                found.setdefault("called", []).append(looped)
-            if "host" in ways:
-                found.setdefault("host", []).append(host_time(call, device, min(count, 10)))
-            if device.type == "cuda" and turn == 0:
-                found |= _gpu_figures(call, device, count, ways)
+    times: dict[str, dict[str, list[float]]] = {name: {"ms": [], "called": [], "host": []} for name in calls}
+    for turn, (name, make) in itertools.product(range(turns), calls.items()):
+        call, mine, budget = make(), times[name], 1000 * seconds / turns
+        count = max(1, min(200, int(budget / once[name])))
+        mine["called"].append(loop(call, device, count))
+        mine["ms"] += _device_times(call, once[name], budget) if device.type == "cuda" else mine["called"][-1:]
+        mine["host"].append(host_time(call, device, min(count, 10)))
+        if graphs and device.type == "cuda" and turn == 0:
+            # what reads a number back, as bounds of documents, cannot be captured
+            with contextlib.suppress(RuntimeError):
+                mine["graph"] = [loop(captured(call), device, count)]
     return {name: {key: statistics.median(values) for key, values in mine.items()} for name, mine in times.items()}
 
 
@@ -164,22 +164,6 @@ def _device_times(call: Call, once: float, budget: float) -> list[float]:
     return [float(start.elapsed_time(end))]
 
 
-def _gpu_figures(call: Call, device: torch.device, count: int, ways: Sequence[str]) -> dict[str, list[float]]:
-    figures: dict[str, list[float]] = {}
-    if "kernels" in ways:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call()
-            torch.cuda.synchronize()
-        on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-        spans = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == on_gpu]
-        figures |= {"kernels": [sum(spans) / 1000], "launches": [len(spans)]}
-    if "graph" in ways:
-        # what reads a number back, as bounds of documents, cannot be captured
-        with contextlib.suppress(RuntimeError):
-            figures["graph"] = [loop(captured(call), device, count)]
-    return figures
-
-
 def captured(step: Call) -> Call:
     """Returns the replay of ``step`` as one CUDA graph."""
     side = torch.cuda.Stream()
@@ -194,15 +178,17 @@ def captured(step: Call) -> Call:
     return graph.replay
 
 
-def new_and_again(make: Callable[[int], Call], lengths: Sequence[int], device: torch.device, warm: int = 3) -> dict[str, float]:
+def new_and_again(make: Callable[[int], Call], lengths: Sequence[int], once: Callable[[Call], float], warm: int = WARM) -> dict[str, float]:
     """Calls lengths that were not before, each twice: ``new_ms`` and ``again_ms``, medians, and ``worst_ms`` of the first of two calls.
 
-    The first ``warm`` lengths are not counted.
+    Args:
+        once: call → its milliseconds.
+        warm: lengths that are not counted.
     """
-    pairs = []
+    both = []
     for length in lengths:
         call = make(length)
-        pairs.append((loop(call, device), loop(call, device)))
+        both.append((once(call), once(call)))
         del call
-    fresh, again = ([pair[i] for pair in pairs[warm:]] for i in (0, 1))
+    fresh, again = ([pair[i] for pair in both[warm:]] for i in (0, 1))
     return {"new_ms": statistics.median(fresh), "worst_ms": max(fresh), "again_ms": statistics.median(again)}

@@ -12,13 +12,12 @@ import argparse
 import functools
 import itertools
 from pathlib import Path
-from typing import Any
 
-from benchmarks import copies, decode, slides
-from benchmarks.session import Group, Session
+from benchmarks import decode, parity, slides
+from benchmarks.run import Group
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
-from dilated_attention.parsing import UsageError, size
+from dilated_attention.parsing import size
 
 ABOUT = "models: steps of generating, training steps of slide encoders, equality with TorchScale"
 TASKS = ("decode", "slides", "parity")
@@ -40,29 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", type=Path, metavar="FILE", help="Prov-GigaPath's slide_encoder.pth for parity; default: random")
 
 
-def groups(session: Session) -> list[Group]:
-    options, small, made = session.options, session.is_small, list[Group]()
-    grid = options.grid or (100 if small or "parity" in options.tasks else 1000)
+def groups(options: argparse.Namespace) -> list[Group]:
+    small, made = options.is_small, list[Group]()
+    options.grid = options.grid or (100 if small or "parity" in options.tasks else 1000)
     if "decode" in options.tasks:
         contexts = options.contexts or ([2048] if small else [65536, 2**20])
         for preset, context, batch in itertools.product(options.models, contexts, options.batches):
-            how = (preset, options.kinds, context, batch, session.device, session.dtype)
+            how = (preset, options.kinds, context, batch, options.device, options.dtypes[0])
             made.append((f"decode {preset} N={context} B={batch}", functools.partial(decode.measure, *how, is_small=small)))
     if "slides" in options.tasks:
-        changes: dict[str, Any] = {"num_layers": 1} if small else {}
         for tiles in options.tiles or [300 if small else 10001]:
-            how = (tiles, options.gigapath, grid, changes, session.device, session.seconds, options.slides)
             label = f"slides L={tiles}{f' and {options.slides} slides' if options.slides else ''}"
-            made.append((label, functools.partial(lambda *how: list(slides.measure(*how)), *how)))
+            made.append((label, functools.partial(slides.measure, tiles, options)))
     if "parity" in options.tasks:
-        tiles = (options.tiles or [1201])[0]
-        if options.torchscale is None and options.gigapath is None:
-            where = copies.URLS[copies.TORCHSCALE]
-            raise UsageError(
-                f"--tasks parity compares with nothing; expected --torchscale PATH, --gigapath PATH or both: git clone {where}"
-            )
-        if tiles > grid**2:
-            raise UsageError(f"--tiles {tiles} do not fit on a grid of {grid} × {grid}: raise --grid")
-        how = (options.torchscale, options.gigapath, options.weights, tiles, grid)
-        made.append(("parity", functools.partial(lambda *how: list(copies.parity(*how)), *how)))
+        made.append(("parity", functools.partial(parity.measure, options)))
+        parity.check(options)
     return made
