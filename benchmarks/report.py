@@ -1,0 +1,228 @@
+"""Rows of measurements: one JSON file a suite, a Markdown table beside it, and what got slower since an earlier run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import dilated_attention
+
+SCHEMA = 1
+# contenders of other people by the first word of their names: a busy machine slows them, too
+FOREIGN = ("torch", "torchscale", "fa4", "flex")
+_PACKAGES = ("triton", "flash-attn-4", "flash-attn", "transformers")
+# figure → (heading, factor), in the order of the columns
+FIGURES: dict[str, tuple[str, float]] = {
+    "new_ms": ("new length, ms", 1.0),
+    "worst_ms": ("worst, ms", 1.0),
+    "again_ms": ("again, ms", 1.0),
+    "called": ("called, ms", 1.0),
+    "host": ("host, ms", 1.0),
+    "ms": ("ms", 1.0),
+    "graph": ("graph, ms", 1.0),
+    "tokens_per_s": ("tokens/s", 1.0),
+    "tflops": ("TFLOP/s", 1.0),
+    "kernel_share": ("of the kernel, %", 100.0),
+    "efficiency": ("efficiency, %", 100.0),
+    "imbalance": ("imbalance", 1.0),
+    "sent_bytes": ("sends, MiB", 2.0**-20),
+    "received_bytes": ("receives, MiB", 2.0**-20),
+    "cache_bytes": ("cached, MiB", 2.0**-20),
+    "scaled": ("over equal lengths", 1.0),
+    "allocations": ("cudaMallocs", 1.0),
+    "peak_bytes": ("peak, MiB", 2.0**-20),
+    "reserved_bytes": ("reserved, MiB", 2.0**-20),
+    "bytes_per_token": ("bytes a token", 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contender in one case.
+
+    Args:
+        case: what identifies the case in addition to the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
+        values: figures by the keys of ``FIGURES``.
+        errors: relative errors against float64.
+        note: why figures are missing: ``"out of memory"``, ``"wrong: …"``, the reason of a refusal.
+    """
+
+    name: str
+    case: dict[str, Any]
+    values: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"name": self.name, "case": self.case}
+        for key in ("values", "errors"):
+            if figures := getattr(self, key):
+                row[key] = {name: x if isinstance(x, int) else float(f"{x:.5g}") for name, x in figures.items()}
+        return row | ({"note": self.note} if self.note else {})
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Returns hardware, versions and date."""
+    hardware: dict[str, Any] = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        hardware = {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
+    elif (cpuinfo := Path("/proc/cpuinfo")).is_file() and (name := re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))):
+        hardware["device"] = name[1]
+    versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} if device.type == "cuda" else {}
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    versions |= {name: installed[name] for name in _PACKAGES if name in installed}
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return {"date": today, "hardware": hardware, "versions": versions}
+
+
+@dataclass
+class Results:
+    """Groups of rows of one suite, in ``<suite>.json`` of a run's folder. A group that is there is not measured again."""
+
+    suite: str
+    machine: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, list[Row]] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Reads a file. Raises ValueError where it is not a result of this schema."""
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["schema"] != SCHEMA:
+                raise ValueError(f"schema {stored['schema']}")
+            groups = {label: [Row(**row) for row in rows] for label, rows in stored["groups"].items()}
+            return cls(stored["suite"], stored["machine"], stored["settings"], groups, path)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no result of a suite ({error}); --fresh replaces it, or give another --output") from error
+
+    @classmethod
+    def open(cls, folder: Path, suite: str, device: torch.device, settings: dict[str, Any], *, fresh: bool = False) -> Results:
+        """Continues the file in ``folder``. Raises ValueError where it is of another machine or other settings."""
+        new = cls(suite, machine(device), settings, path=folder / f"{suite}.json")
+        if fresh or not (folder / f"{suite}.json").exists():
+            return new
+        stored = cls.load(folder / f"{suite}.json")
+        both = {"hardware": (stored.machine["hardware"], new.machine["hardware"]), "settings": (stored.settings, settings)}
+        for what, (there, here) in both.items():
+            if there != here:
+                raise ValueError(f"{stored.path} was made with other {what}: {there}, here {here}; give --fresh or another --output")
+        return stored
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for rows in self.groups.values() for row in rows]
+
+    def add(self, label: str, rows: Iterable[Row]) -> None:
+        """Adds a group and writes the file, one row a line; a reader sees the old file or the new one."""
+        self.groups[label] = list(rows)
+        if self.path is None:
+            return
+        head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine, "settings": self.settings}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}," for key, value in head.items()]
+        groups = []
+        for name, group in self.groups.items():
+            body = ",\n".join("   " + json.dumps(row.as_dict(), ensure_ascii=False) for row in group)
+            groups.append(f"  {json.dumps(name, ensure_ascii=False)}: [\n{body}\n  ]")
+        self._write(self.path, "{\n" + "\n".join(lines) + '\n "groups": {\n' + ",\n".join(groups) + "\n }\n}\n")
+
+    def _write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+    def report(self, command: str) -> str:
+        """Returns the tables as Markdown, and writes them beside the file."""
+        hardware, versions = self.machine["hardware"], self.machine["versions"]
+        about = [hardware["device"], *(f"{name} {version}" for name, version in versions.items() if name != "dilated_attention")]
+        parts = [f"## {self.suite}", " · ".join([*about, self.machine["date"]]), f"`{command}`", *tables(self.rows)]
+        text = "\n\n".join(parts) + "\n"
+        if self.path is not None:
+            self._write(self.path.with_suffix(".md"), text)
+        return text
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Returns a Markdown table for each pass or task: a line for each row, a column for each figure and for what differs among them."""
+    by_pass: dict[str, list[Row]] = {}
+    for row in rows:
+        by_pass.setdefault(row.case.get("pass", row.case.get("task", "")), []).append(row)
+    return [_table(which, mine) for which, mine in by_pass.items()]
+
+
+def _table(which: str, rows: Sequence[Row]) -> str:
+    keys = dict.fromkeys(key for row in rows for key in row.case if key not in ("pass", "task"))
+    differs = [key for key in keys if len({str(row.case.get(key)) for row in rows}) > 1]
+    same = ", ".join(f"{key} {rows[0].case[key]}" for key in keys if key not in differs)
+    cells: list[dict[str, str]] = []
+    for row in rows:
+        line = {"": row.name} | {key: str(row.case.get(key, "–")) for key in differs}
+        line |= {title: figure(row.values[key] * scale) for key, (title, scale) in FIGURES.items() if key in row.values}
+        cells.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()} | {"note": row.note})
+    known = {key for line in cells for key, text in line.items() if key == "" or text not in ("", "–")}
+    errors = dict.fromkeys(f"error of {key}" for row in rows for key in row.errors)
+    heads = [key for key in ("", *differs, *(title for title, _ in FIGURES.values()), *errors, "note") if key in known]
+    title = f"**{which or 'results'}**{f' ({same})' if same else ''}"
+    return f"{title}\n\n{markdown(heads, [[line.get(key, '–') for key in heads] for line in cells])}"
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    table = Table(box=box.MARKDOWN)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i in (0, len(heads) - 1) else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(text.replace("|", "\\|") for text in line))
+    out = io.StringIO()
+    Console(file=out, width=1000, color_system=None, markup=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+
+
+def figure(value: float) -> str:
+    """Formats three digits, with thousands separators."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def slower(label: str, rows: Iterable[Row], then: Results, threshold: float) -> list[str]:
+    """Returns what of this library got slower by more than ``threshold`` since ``then``, or has no time any more, with the figures.
+
+    By the time itself and relative to other people's contenders of the group and pass, since a busy machine slows both.
+    """
+    now, before = _times(rows), _times(then.groups.get(label, []))
+    factors = {key: now[key] / ms for key, ms in before.items() if key in now}
+    lines = []
+    for (name, which), ms in before.items():
+        if name.split()[0] in FOREIGN:
+            continue
+        text = f"{label}: {name}, {which}: {figure(ms)} ms then"
+        if (factor := factors.get((name, which))) is None:
+            lines.append(f"{text}, none now")
+            continue
+        others = [factor for (other, at), factor in factors.items() if at == which and other.split()[0] in FOREIGN]
+        relative = factor / statistics.median(others or [1.0])
+        if min(factor, relative) > 1 + threshold:
+            lines.append(f"{text}, {figure(now[name, which])} now, {100 * (relative - 1):+.0f} % beside others")
+    return lines
+
+
+def _times(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+    """Returns the time as called of each contender and pass."""
+    return {(row.name, row.case.get("pass", "")): ms for row in rows if (ms := row.values.get("called", row.values.get("ms")))}

@@ -1,0 +1,302 @@
+"""Attention on a sequence that processes share: time, memory, what is sent, and the efficiency against one process.
+
+python -m benchmarks scaling
+torchrun --nproc-per-node 4 -m benchmarks scaling --cases 'gigapath-*' 'packed-*' --graphs --lengths-vary
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import dilated_attention as da
+from benchmarks import sharded_competitors
+from benchmarks.case import GIGAPATH, Case, Family, Pattern, dense_pattern, documents, new_lengths, pairs
+from benchmarks.contenders import Contender, Costs, ours
+from benchmarks.ranks import OnShards, Ranks, Sharded, ring
+from benchmarks.report import Row
+from benchmarks.run import Group
+from benchmarks.slides import sharded_step
+from benchmarks.speed import FLOPS, call_of
+from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
+from benchmarks.truth import Truth, wrong
+from dilated_attention.distributed import Layout, spans
+from dilated_attention.distributed.comm.comm_stats import traffic
+from dilated_attention.parsing import size
+from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
+
+ABOUT = "attention over processes (torchrun): time, efficiency, memory, traffic, beside torch's context_parallel and ring-flash-attention"
+DEFAULT = ("dense-*", "longnet-*", "local-*")
+# what lengths are divided by on a CPU, and the longest that is checked whole
+_SHRINK, _CHECKED = 128, 2**19
+
+
+def _by_rates(rates: Sequence[int], growth: int, n: int) -> DilatedPattern:
+    """Returns branches w = 2048 · growth^i as far as they are no longer than the sequence."""
+    lengths = [2048 * growth**i for i in range(len(rates)) if i == 0 or 2048 * growth**i <= n]
+    return DilatedPattern(lengths, rates[: len(lengths)])
+
+
+def _to_the_whole(n: int) -> DilatedPattern:
+    """Returns branches of 2,048 keys each, the last one as long as the sequence."""
+    lengths = (*(2048 * 4**i for i in range(30) if 2048 * 4**i < n), n)
+    return DilatedPattern(lengths, tuple(-(-length // 2048) for length in lengths))
+
+
+def _tenth(make: Callable[..., Any], n: int) -> Pattern:
+    """Returns a pattern that keeps a tenth of the blocks, of short sequences two in each row."""
+    block = 128 if n >= 2**14 else 64
+    return make(max(0.1, min(1.0, 2 * block / n)), block_size=block).at(n)
+
+
+_FOURS = tuple(4**i for i in range(6))
+_blocks = functools.partial(Family, heads=(16, 16, 64), lengths=(32768,), layouts=("contiguous", "balanced"))
+_local = functools.partial(with_sparsity, kind="local")
+FAMILIES = {
+    "dense": Family(heads=(32, 8, 128), lengths=(16384, 4096), totals=(65536,), is_causal=True, layouts=("zigzag",)),
+    "longnet": Family(lengths=(131072, 32768), totals=(524288,), pattern=functools.partial(_by_rates, _FOURS, 4), is_causal=True),
+    "geometric": Family(heads=(16, 16, 64), lengths=(131072, 32768), pattern=functools.partial(_by_rates, _FOURS, 4)),
+    "12x64": Family(lengths=(131072, 32768), pattern=functools.partial(_by_rates, (1, 2, 4, 6, 12), 2)),
+    "gigapath": Family(heads=(16, 16, 48), lengths=(25000, 100000), pattern=lambda n: GIGAPATH),
+    "random": _blocks(pattern=functools.partial(_tenth, RandomBlocks)),
+    "window": _blocks(pattern=functools.partial(_tenth, _local)),
+    "bigbird": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="big_bird"))),
+    "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
+    "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
+                     options=lambda n: {"bounds": documents(n)}),
+    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=lambda n: GIGAPATH, passes=("both",)),
+    "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=_to_the_whole, passes=("forward",), fits=False),
+    "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=_to_the_whole, fits=False),
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    about = f"NAME-TOKENS of a process or NAME-of-TOTAL, names are {', '.join(FAMILIES)}; default: {' '.join(DEFAULT)}"
+    add = parser.add_argument
+    add("--cases", nargs="+", default=DEFAULT, metavar="GLOB", help=about)
+    add("--contenders", nargs="+", default=["*"], metavar="GLOB", help="e.g. 'ring*' 'one process'; default: all")
+    add("--lengths-vary", action="store_true", help=f"also call each ring at {NEW} lengths that were not before")
+    add("--tokens", type=size, nargs="+", help="of each process; default: the cases' own; small: a hundredth")
+    add("--heads", type=size, nargs=3, metavar=("H", "HK", "D"), help="query and key/value heads, head dim of all cases")
+    add("--masks", nargs="+", choices=("causal", "full"), help="default: the cases' own")
+    add("--backends", nargs="+", default=["auto"], help="default: auto")
+    add("--ring-flash-attention", metavar="PATH", default="", help="a copy of zhuzilin's ring-flash-attention, run on --backends")
+    add("--graphs", action="store_true", help="also time this library's calls as CUDA graphs")
+    add("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A contender on one case: as "one process" while the others wait, as "kernel" on one process's tokens, as "ring", or "foreign"."""
+
+    contender: Contender
+    at: Callable[[int], Case]
+    length: int
+    role: str
+    kernel: str
+    family: Family
+
+    @property
+    def who(self) -> dict[str, bool]:
+        return {"alone": self.role == "one process", "foreign": self.contender.is_foreign}
+
+
+def groups(options: argparse.Namespace) -> list[Group]:
+    ranks, made = Ranks(options.device, options.timeout), list[Group]()
+    for label, name, length, mask in _cases(options, ranks.size):
+        family = FAMILIES[name]
+        heads = {} if options.heads is None else dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
+        is_small = options.is_small and isinstance(family.pattern(512), DilatedPattern)
+        fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"} | heads
+        at = functools.partial(family.case, name, is_small=is_small, **fields)
+        entries = [
+            Entry(
+                contender=one, at=at, length=length // ranks.size if role == "kernel" else length, role=role, kernel=kernel, family=family
+            )
+            for role, kernel, one in _contenders(family, at(length), ranks, options)
+            if _matches(one.name, options.contenders)
+        ]
+        made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, entries, ranks, options)))
+    return made
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def _cases(options: argparse.Namespace, size: int) -> Iterator[tuple[str, str, int, str]]:
+    """Yields (label, family, positions of the whole sequence, mask)."""
+    shrink = _SHRINK if options.is_small else 1
+    for name, family in FAMILIES.items():
+        # what no process can hold is a hundred times as long as the others
+        by = shrink if family.fits else shrink**2
+        lengths = {f"{name}-{n}": n * size for n in options.tokens or [n // by for n in family.lengths]}
+        lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in family.totals}
+        masks = options.masks or ["causal" if family.is_causal else "full"]
+        yield from ((label, name, n, mask) for label, n in lengths.items() for mask in masks if _matches(label, options.cases))
+
+
+def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[tuple[str, str, Contender]]:
+    """Yields (role, kernel, contender)."""
+    if case.name == "slide":
+        for role in ("one process", "ring"):
+            yield role, "auto", Contender(name=role, make=functools.partial(_slide_step, role == "ring"))
+        return
+    # without a causal mask, zigzag balances nothing
+    layouts = dict.fromkeys("contiguous" if name == "zigzag" and not case.is_causal else name for name in family.layouts)
+    for backend in options.backends:
+        suffix = f" ({backend})" if backend != "auto" else ""
+        roles = (["one process"] if family.fits else []) + (["kernel"] if ranks.size > 1 else [])
+        yield from ((role, backend, ours(f"{role}{suffix}", backend=backend)) for role in roles)
+        for layout in layouts:
+            make = functools.partial(_ring, ranks, layout, {"backend": backend, "timeout": options.timeout})
+            name = f"ring {layout}{suffix}" if len(layouts) > 1 else f"ring{suffix}"
+            yield "ring", backend, Contender(name=name, make=make)
+    if case.pattern is None and ranks.group is not None:
+        for kernel, one in sharded_competitors.competitors(case, options.ring_flash_attention, options.backends, ranks):
+            yield "foreign", kernel, one
+
+
+def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnShards:
+    held: str | Layout = layout
+    if layout == "balanced":
+        about: dict[str, Any] = {"is_causal": case.is_causal, "cu_seqlens": case.bounds, "device": case.device}
+        held = da.balanced_layout(case.pattern, case.num_positions, ranks.size, case.num_heads, **about)
+    return ring(case, ranks, held, **options)
+
+
+def _slide_step(is_shared: bool, case: Case) -> Costs:
+    return Costs({"both": sharded_step(is_shared, case.num_positions, case.device)})
+
+
+def measure(entries: Sequence[Entry], ranks: Ranks, options: argparse.Namespace) -> list[Row]:
+    """Returns a row for each contender and pass; one with a note where it fails or is wrong. Times are compared within the group."""
+    rows = list[Row]()
+    for entry in entries:
+        case, which = entry.at(entry.length), entry.family.passes[0]
+        about = case.row() | {"W": ranks.size, "kind": entry.role, "kernel": entry.kernel}
+        row = Row(name=entry.contender.name, case=about)
+        with contextlib.ExitStack() as stack:
+            try:
+                attend = entry.contender.make(case)
+                context = getattr(attend, "context", contextlib.nullcontext)
+                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **entry.who)
+                answers = ranks.everywhere(functools.partial(_errors, entry, attend, ranks), **entry.who)
+                # NaN is the largest
+                errors = {key: max((one[key] for one in answers), key=lambda error: (error != error, error)) for key in answers[0]}
+                row = replace(row, errors=errors)
+                if note := wrong(errors, entry.contender.allowed(case)):
+                    raise Refused(note)
+                for which in entry.family.passes:
+                    release()
+                    values = _timed(entry, attend, case, ranks, which, options)
+                    rows.append(replace(row, case=about | {"pass": which}, values=values))
+            except Refused as refused:
+                rows.append(replace(row, case=about | {"pass": which}, note=str(refused)))
+        release()
+    return _compared(rows)
+
+
+def _errors(entry: Entry, attend: Any, ranks: Ranks) -> dict[str, float]:
+    """Returns the errors of the results, on at most ``_CHECKED`` positions unless no process can hold the whole."""
+    gradients = "both" in entry.family.passes
+    if isinstance(attend, Costs):
+        return {}
+    if entry.role == "ring" and not entry.family.fits:
+        return _row_errors(entry.at(entry.length), attend, ranks, gradients)
+    case = entry.at(min(entry.length, _CHECKED))
+    if case.num_positions != entry.length:
+        attend = entry.contender.make(case)
+    return entry.contender.errors(case, attend.whole if isinstance(attend, OnShards) else attend, gradients=gradients)
+
+
+def _row_errors(case: Case, attend: OnShards, ranks: Ranks, gradients: bool) -> dict[str, float]:
+    """Returns the errors in sampled rows of this library's function over processes; other rows and keys stay where they are."""
+    if case.num_positions % ranks.size:
+        raise Refused(f"{case.num_positions} positions on {ranks.size} processes; sampled rows need equal shards")
+    local, true = attend.local(case), Truth(case, case.branches, count=16)
+    start = ranks.rank * local.num_positions
+    leaves, dout = local.qkv(ranks.rank), true.dout(start, start + local.num_positions) if gradients else None
+    with torch.set_grad_enabled(gradients):
+        out = attend(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout) if gradients else ()
+    *inputs, whole = (Sharded(x, ranks) for x in (*leaves, out))
+    return true.errors(inputs, Sharded(dout, ranks), whole, [Sharded(x, ranks) for x in grads])
+
+
+def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, options: argparse.Namespace) -> dict[str, float]:
+    calls: list[Call] = []
+
+    def prepare() -> dict[str, float]:
+        call = call_of(attend, case, which)
+        calls.append(call)
+        # opens communicators and compiles kernels
+        call()
+        with traffic() as sent:
+            call()
+        figures = {"sent_bytes": sent.sent, "received_bytes": sent.received}
+        if case.device.type == "cuda":
+            with counted(case.device) as peak:
+                call()
+            figures["peak_bytes"] = peak.bytes
+        return figures
+
+    answers = ranks.everywhere(prepare, **entry.who)
+    values = {name: max(answer[name] for answer in answers) for name in answers[0]}
+    values |= ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)
+    if options.graphs and case.device.type == "cuda" and not entry.contender.is_foreign:
+        # a call that cannot be captured has the figures of plain calls alone
+        with contextlib.suppress(Refused):
+            ranks.everywhere(lambda: calls.append(_captured(calls[0])), **entry.who)
+            values["graph"] = ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)["called"]
+    if options.lengths_vary and entry.role == "ring" and not isinstance(attend, Costs):
+
+        def make(length: int) -> Call:
+            at = entry.at(length)
+            return call_of(entry.contender.make(at), at, which)
+
+        values |= new_and_again(
+            make, list(new_lengths(case, WARM + NEW)), lambda call: ranks.slowest(functools.partial(loop, call, case.device))
+        )
+    values["tokens_per_s"] = 1000 * case.num_positions / values["called"]
+    if not isinstance(attend, Costs) and (count := entry.contender.pairs(case)) is not None:
+        parts = ranks.size if isinstance(attend, OnShards) else 1
+        values["tflops"] = FLOPS[which] * count * case.head_dim / parts / values["called"] / 1e9
+        if isinstance(attend, OnShards) and case.bounds is not None and case.is_causal:
+            runs = [spans(case.num_positions, rank, parts, attend.layout) for rank in range(parts)]
+            held = [sum(pairs(case, dense_pattern(case), (start, stop)) or 0 for start, stop, _ in mine) for mine in runs]
+            values["imbalance"] = max(held) * parts / sum(held)
+    return values
+
+
+def _captured(call: Call) -> Call:
+    try:
+        return captured(call)
+    except RuntimeError as error:
+        raise Refused(f"cannot be captured: {error}") from error
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """Adds ``efficiency``, time of one process over W times this time, and ``kernel_share``, rate over that of the kernel alone."""
+    known = {(row.case["kind"], row.case["kernel"], row.case["pass"]): row.values for row in rows if row.values}
+    compared = []
+    for row in rows:
+        values, which = dict(row.values), row.case["pass"]
+        if values and row.case["kind"] in ("ring", "foreign"):
+            # third-party code runs on kernels that may not have been timed alone
+            whole, kernel = (
+                next((known[key] for each in (row.case["kernel"], "auto") if (key := (role, each, which)) in known), {})
+                for role in ("one process", "kernel")
+            )
+            values["efficiency"] = whole.get("called", math.nan) / row.case["W"] / values["called"]
+            values["kernel_share"] = values.get("tflops", math.nan) / kernel.get("tflops", math.nan)
+        compared.append(replace(row, values={key: value for key, value in values.items() if value == value}))
+    return compared
