@@ -9,7 +9,6 @@ import logging
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ _DISTRIBUTIONS = {
     "flash-attn-2": "flash-attn",
     "xformers": "xformers",
     "triton": "triton",
-    "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
 _HERE: AbstractContextManager[Any] = nullcontext()
 # how often the detected hardware was discarded; caches built from it compare this number
@@ -47,8 +45,8 @@ class Hardware:
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
-        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"``,
-            ``"flash-attn-3-fp8"`` and ``"nvidia-cudnn-frontend"``.
+        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
+            ``"flash-attn-3-fp8"``.
         unusable: (package, why) of kernel packages that are installed and cannot be used.
         name: the device's name, for display and for matching tables of measured times.
         versions: versions of torch and the installed kernel packages, on a CPU also its instruction set. Empty in a record built by
@@ -123,8 +121,6 @@ def _packages() -> frozenset[str]:
     # its fp8 kernels are not separate ops, and a build without them only fails when called; fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
-    if _has_cudnn_blocks():
-        found.add("nvidia-cudnn-frontend")
     return frozenset(found)
 
 
@@ -145,21 +141,6 @@ def _why_xformers_fails() -> str:
         f"its library does not load ({str(failure).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
         "and add its folder lib to LD_LIBRARY_PATH"
     )
-
-
-def _has_cudnn_blocks() -> bool:
-    """Whether cudnn-frontend ≥ 1.32 with its block-sparse kernels is installed. Does not import it: that would load its own libcudnn."""
-    try:
-        # the version is None where an uninstalled package left an empty metadata folder
-        release = (importlib.metadata.version("nvidia-cudnn-frontend") or "").split(".")
-        spec = importlib.util.find_spec("cudnn")
-        if spec is None or (int(release[0]), int(release[1])) < (1, 32):
-            return False
-    except (importlib.metadata.PackageNotFoundError, ImportError, ValueError, IndexError):
-        return False
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    # its kernels need nvidia-cutlass-dsl
-    return any((folder / "block_sparse_attention" / "__init__.py").is_file() for folder in folders) and _importable("cutlass")
 
 
 def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:

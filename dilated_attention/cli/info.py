@@ -165,7 +165,7 @@ def _described(hardware: Hardware, *, whole: bool) -> str:
     parts = [f"{hardware.name or hardware.device_type}: {hardware.architecture}"]
     if hardware.cudnn_version is not None:
         parts.append(f"cuDNN {hardware.cudnn_version}")
-    for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8", "nvidia-cudnn-frontend"):
+    for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8"):
         if package in hardware.packages:
             parts.append(f"{package} installed")
         elif package in dict(hardware.unusable):

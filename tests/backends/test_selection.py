@@ -171,3 +171,27 @@ def test_explanation_of_what_nothing_can_do() -> None:
     assert "no backend can" in str(explanation)
     with pytest.raises(ValueError, match="ask about one of them"):
         explain_backend(device="cpu", hardware=BARE["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "flash4"),
+        ({"blocks": (64, 64)}, "triton"),
+        ({"blocks": (64, 64), "lse_grad": True}, "triton"),
+        ({"blocks": (64, 128)}, "flash4"),
+        ({"dtype": HALF, "head_dim": 64, "num_kv_heads": 2}, "flash4"),
+        ({"block_masks": "interval"}, "flash4"),
+        ({"block_masks": "bits"}, "triton"),
+        ({"deterministic": True}, "triton"),
+        ({"key_mask": True}, "triton"),
+        ({"needs_grad": False}, "gluon"),
+        ({"needs_grad": False, "blocks": (64, 64), "num_kv_heads": 2, "dtype": HALF, "head_dim": 96}, "flash4"),
+        ({"needs_grad": False, "head_dim": 96, "deterministic": True}, "flash4"),
+        ({"needs_grad": False, "beside_exchange": True}, "flash4"),
+    ],
+    ids=str,
+)
+def test_who_computes_lists_of_blocks_on_hopper(changes: dict[str, object], name: str) -> None:
+    usual = {"dtype": BF16, "head_dim": 128, "num_heads": 4, "num_kv_heads": 4, "needs_grad": True, "blocks": (128, 128)}
+    assert registry.select(AttentionRequest(hardware=EXAMPLES["hopper"], **usual | changes)).name == name  # type: ignore[arg-type]

@@ -209,7 +209,6 @@ def test_list_backends_names_all() -> None:
         "sdpa_efficient",
         "sdpa_cpu",
         "gluon",
-        "cudnn_fe",
         "triton",
         "tiles",
         "flex",

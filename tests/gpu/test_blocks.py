@@ -15,7 +15,7 @@ from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-BACKENDS = ("gluon", "cudnn_fe", "flash4", "triton", "flex")
+BACKENDS = ("gluon", "flash4", "triton", "flex")
 
 
 # (query block, key block): with the head dim, what a kernel is compiled for
@@ -102,7 +102,6 @@ EACH = [
 ]
 KERNELS = {
     "gluon": [(64, BLOCKS[0], BF16), (64, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[2], FP16)],
-    "cudnn_fe": [(128, BLOCKS[0], BF16), (128, BLOCKS[1], FP16)],
     "flash4": EACH,
     "triton": EACH,
     "flex": [(64, BLOCKS[0], BF16), (128, BLOCKS[0], BF16)],
@@ -115,18 +114,14 @@ KERNELS = {
 def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: torch.dtype) -> None:
     changes = {"head_dim": head_dim, "q_block": blocks[0], "k_block": blocks[1], "dtype": dtype}
     cases = [random_case(seed, **changes) for seed in range(40)]
-    # masks and padding, which every third case goes without, are not for each
-    cases = [case for case in cases if name != "cudnn_fe" or (case.masks == case.padding == "none")]
     compared = sum(bool(check(name, make(case, "cuda"))) for case in cases[: 8 if name == "flex" else 16])
     assert compared >= 3
 
 
 @pytest.mark.kernel("name", "head_dim")
 @pytest.mark.parametrize("head_dim", [64, 128])
-# cudnn_fe takes no masks inside blocks
-@pytest.mark.parametrize(
-    ("name", "masks"), [(name, masks) for name in BACKENDS for masks in ("none", "interval") if (name, masks) != ("cudnn_fe", "interval")]
-)
+@pytest.mark.parametrize("masks", ["none", "interval"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     case = BlockCase(
         num_queries=1024, num_keys=1024, heads=4, kv_heads=4, head_dim=head_dim, q_block=128, k_block=128, groups=(1, 4),
@@ -143,27 +138,6 @@ def test_two_block_sizes_in_one_process(name: str) -> None:
     for k_block in (128, 64, 128):
         case = BlockCase(num_queries=512, num_keys=512, head_dim=64, q_block=128, k_block=k_block, density=0.4, dtype=torch.bfloat16)
         assert check(name, make(case, "cuda"))
-
-
-@pytest.mark.kernel("size")
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("groups", [(1, 1), (1, 4), (2, 4)])
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys"),
-    # the last has more query blocks than the library takes at once
-    [(1, 1), (64, 65), (128, 256), (200, 333), (257, 512), (515, 777), (1024, 1000), (1000, 1024), (128 * 260, 256)],
-)
-def test_cudnn_fe_at_what_it_is_for(num_queries: int, num_keys: int, groups: tuple[int, int], size: int) -> None:
-    """Its backward, which few random cases reach: whole and ragged lengths, and FlashAttention-4 in the same process before and after."""
-    case = BlockCase(
-        batch=1 if num_queries > 2048 else 2, num_queries=num_queries, num_keys=num_keys, heads=4, kv_heads=4, head_dim=128,
-        q_block=size, k_block=size, groups=groups, density=0.5, dtype=torch.bfloat16,
-    )  # fmt: skip
-    problem = make(case, "cuda")
-    check("flash4", problem)
-    assert check("cudnn_fe", problem) == "out lse dq dk dv"
-    assert check("cudnn_fe", make(replace(case, layout="packed", seed=1), "cuda")) == "out lse dq dk dv"
-    check("flash4", problem)
 
 
 @pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
