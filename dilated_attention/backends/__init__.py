@@ -4,7 +4,6 @@ from typing import Any
 
 from dilated_attention.backends import tuning_table
 from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of, warn_renamed
-from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
@@ -28,7 +27,6 @@ registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
-registry.register(GluonBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(TritonBlocksBackend())
@@ -53,11 +51,7 @@ registry.set_order("rocm", ("math",))
 # Orders for block lists, where the shipped table has no row. Hopper: bench speed --cases "blocks*" on an H200. Elsewhere this project's
 # kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
-registry.set_order("sm9x", ("gluon", "flash4", "triton", "flex", "math"), kind="blocks")
-# gluon's programs occupy every multiprocessor until the launch ends, so the kernels of an exchange start only after it: on 4 H200s a ring
-# in steps by heads then took as long as exchange and attention in sequence (bench scaling: 0.64 to 0.84 of the rate of the
-# attention alone)
-registry.set_order("sm9x", ("flash4", "gluon", "triton", "flex", "math"), kind="blocks beside an exchange")
+registry.set_order("sm9x", ("flash4", "triton", "flex", "math"), kind="blocks")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
     registry.set_order(_architecture, ("triton", "flex", "math"), kind="blocks")
 registry.set_order("sm6x", ("math",), kind="blocks")

@@ -57,15 +57,11 @@ class AttentionRequest:
     blocks: tuple[int, int] | None = None
     # form of the masks of single pairs inside blocks: "none" · "interval" · "bits"
     block_masks: str = "none"
-    # communication kernels, which move keys between GPUs, should be able to run at the same time
-    beside_exchange: bool = False
 
     @property
     def kind(self) -> str:
         """The kind of request, which determines the order of backends that applies."""
-        if self.blocks is None:
-            return "dense"
-        return "blocks beside an exchange" if self.beside_exchange else "blocks"
+        return "dense" if self.blocks is None else "blocks"
 
     def describe(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]

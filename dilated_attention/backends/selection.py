@@ -60,10 +60,7 @@ class Registry:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
     def set_order(self, architecture: str, names: tuple[str, ...], *, kind: str = "dense") -> None:
-        """Sets the order of an architecture for requests of ``kind`` (see ``AttentionRequest.kind``).
-
-        ``"blocks beside an exchange"`` uses the order of ``"blocks"`` if it has none.
-        """
+        """Sets the order of an architecture for requests of ``kind``, ``"dense"`` or ``"blocks"`` (see ``AttentionRequest.kind``)."""
         self._orders[architecture, kind] = names
         self.cached.clear()
 
@@ -88,8 +85,7 @@ class Registry:
         if hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
             places.append(f"sm{hardware.capability[0]}x")
         places.append(hardware.device_type)
-        kinds = [request.kind, *(["blocks"] if request.beside_exchange else [])]
-        first = next((self._orders[place, kind] for kind in kinds for place in places if (place, kind) in self._orders), ())
+        first = next((self._orders[place, request.kind] for place in places if (place, request.kind) in self._orders), ())
         return tuning_table.rank(request, first, self.names())
 
     def table(self, request: AttentionRequest) -> list[tuple[str, list[str]]]:

@@ -105,7 +105,7 @@ class TuningTable:
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
         # block lists were timed with whole 128x128 blocks; the rows also apply to lists with some masked blocks. The lists contain the
         # causal mask, so causal rows are not distinguished
-        unmeasured |= request.blocks not in (None, (128, 128)) or request.beside_exchange
+        unmeasured |= request.blocks not in (None, (128, 128))
         if dtype is None or unmeasured or request.precision != "native":
             return None
         blocks = request.blocks is not None

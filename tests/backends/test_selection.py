@@ -185,10 +185,9 @@ def test_explanation_of_what_nothing_can_do() -> None:
         ({"block_masks": "bits"}, "triton"),
         ({"deterministic": True}, "triton"),
         ({"key_mask": True}, "triton"),
-        ({"needs_grad": False}, "gluon"),
+        ({"needs_grad": False}, "flash4"),
         ({"needs_grad": False, "blocks": (64, 64), "num_kv_heads": 2, "dtype": HALF, "head_dim": 96}, "flash4"),
         ({"needs_grad": False, "head_dim": 96, "deterministic": True}, "flash4"),
-        ({"needs_grad": False, "beside_exchange": True}, "flash4"),
     ],
     ids=str,
 )

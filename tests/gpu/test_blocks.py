@@ -15,7 +15,7 @@ from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-BACKENDS = ("gluon", "flash4", "triton", "flex")
+BACKENDS = ("flash4", "triton", "flex")
 
 
 # (query block, key block): with the head dim, what a kernel is compiled for
@@ -101,7 +101,6 @@ EACH = [
     (128, BLOCKS[3], BF16),
 ]
 KERNELS = {
-    "gluon": [(64, BLOCKS[0], BF16), (64, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[2], FP16)],
     "flash4": EACH,
     "triton": EACH,
     "flex": [(64, BLOCKS[0], BF16), (128, BLOCKS[0], BF16)],
@@ -133,14 +132,14 @@ def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     assert bool(capped) == registry.get(name).capabilities.softcap
 
 
-@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+@pytest.mark.parametrize("name", ["flash4", "triton"])
 def test_two_block_sizes_in_one_process(name: str) -> None:
     for k_block in (128, 64, 128):
         case = BlockCase(num_queries=512, num_keys=512, head_dim=64, q_block=128, k_block=k_block, density=0.4, dtype=torch.bfloat16)
         assert check(name, make(case, "cuda"))
 
 
-@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+@pytest.mark.parametrize("name", ["flash4", "triton"])
 def test_one_long_list_among_short_ones(name: str) -> None:
     """A block that keeps everything has a table, or a turn, of its own."""
     case = BlockCase(
@@ -158,7 +157,7 @@ def test_one_long_list_among_short_ones(name: str) -> None:
     assert check(name, problem)
 
 
-@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("name", ["triton"])
 def test_results_repeat(name: str) -> None:
     problem = make(
         random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none"), "cuda"

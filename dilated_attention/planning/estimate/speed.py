@@ -42,7 +42,7 @@ _LAUNCH = (40e-6, 90e-6)
 # autograd records
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
-_ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
+_ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE, _STANDARD_SHARE = 0.45, 0.6
 # share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
 _LINK_SHARE = 2 / 3
