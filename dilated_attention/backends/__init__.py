@@ -1,9 +1,7 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from typing import Any
-
 from dilated_attention.backends import tuning_table
-from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of, warn_renamed
+from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
@@ -77,13 +75,3 @@ __all__ = [
     "registry",
     "tuning_table",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    from dilated_attention.backends.deprecated import RENAMED
-
-    if name not in RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found, new = RENAMED[name]
-    warn_renamed(f"{__name__}.{name}", f"{__name__}.{new}", stacklevel=2)
-    return found

@@ -8,11 +8,10 @@ Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K 
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,10 +175,6 @@ class Bounds(NamedTuple):
     used_keys: Tensor | None = None
 
 
-# former names of a backend's members, which backends outside this package may still define
-_FORMER_NAMES = {"facts": "capabilities", "why_not": "reasons_against"}
-
-
 class Backend(ABC):
     """A kernel library, wrapped in two raw functions.
 
@@ -192,21 +187,6 @@ class Backend(ABC):
 
     name: str
     capabilities: Capabilities
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old in _FORMER_NAMES.keys() & vars(cls).keys():
-            warn_renamed(f"{cls.__qualname__}.{old}", _FORMER_NAMES[old], stacklevel=2)
-            setattr(cls, _FORMER_NAMES[old], vars(cls)[old])
-
-    # hidden from type checkers, which would take every name for an attribute
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _FORMER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            warn_renamed(f"{type(self).__qualname__}.{name}", _FORMER_NAMES[name], stacklevel=2)
-            return getattr(self, _FORMER_NAMES[name])
 
     def reasons_against(self, request: AttentionRequest) -> list[str]:
         """Returns every reason why this backend cannot compute this request; an empty list if it can."""
@@ -279,11 +259,6 @@ class Backend(ABC):
         part_dq, dk, dv = self.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
         dq.copy_(part_dq)
         return dk, dv
-
-
-def warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    """Warns about a former name, at ``stacklevel`` as seen by the caller."""
-    warnings.warn(f"{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class WritingBackend(Backend):
