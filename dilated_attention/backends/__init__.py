@@ -1,6 +1,5 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from dilated_attention.backends import tuning_table
 from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
@@ -9,8 +8,8 @@ from dilated_attention.backends.flash.flash3 import Flash3Backend
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.flash4 import Flash4Backend
 from dilated_attention.backends.flash.xformers import XformersBackend
-from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
-from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, registry
+from dilated_attention.backends.hardware import PACKAGES, Hardware, detect
+from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, refresh, registry
 from dilated_attention.backends.tiles.backend import TilesBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
 from dilated_attention.backends.torch_ops.math import MathBackend
@@ -31,7 +30,7 @@ registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no table of measured times has a row (see tuning_table.py; shipped/ holds the package's tables). Hopper: by
+# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by
 # the H200 figures in each backend's `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the
 # FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
 # Volta and Turing have no flash kernels.
@@ -73,5 +72,4 @@ __all__ = [
     "reasons_of",
     "refresh",
     "registry",
-    "tuning_table",
 ]

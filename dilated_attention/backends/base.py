@@ -48,7 +48,7 @@ class AttentionRequest:
     torch_deterministic: bool = False
     # the largest span in elements, from first to last, of a single segment in any tensor
     extent: int = 0
-    # rows of a typical problem, used to look up measured times; 0 if unknown
+    # rows of a typical problem, used to look up rates; 0 if unknown
     length: int = 0
     # "native": products in the inputs' dtype · "fp8": in 8-bit floats
     precision: str = "native"

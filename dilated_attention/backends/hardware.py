@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
-import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +19,7 @@ PACKAGES = {
     "xformers": "xformers.ops",
     "triton": "triton",
 }
-# key in Hardware.packages → the distribution whose version is recorded; a library loaded by path has none
-_DISTRIBUTIONS = {
-    "flash-attn-4": "flash-attn-4",
-    "flash-attn-3": "flash-attn-3",
-    "flash-attn-3-fp8": "fa3-fwd",
-    "flash-attn-2": "flash-attn",
-    "xformers": "xformers",
-    "triton": "triton",
-}
 _HERE: AbstractContextManager[Any] = nullcontext()
-# how often the detected hardware was discarded; caches built from it compare this number
-generation = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +35,7 @@ class Hardware:
         packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
             ``"flash-attn-3-fp8"``.
         unusable: (package, why) of kernel packages that are installed and cannot be used.
-        name: the device's name, for display and for matching tables of measured times.
-        versions: versions of torch and the installed kernel packages, on a CPU also its instruction set. Empty in a record built by
-            hand, to which no measurement of this machine applies.
+        name: the device's name, for display.
     """
 
     device_type: str
@@ -61,11 +46,10 @@ class Hardware:
     packages: frozenset[str] = field(default_factory=frozenset)
     unusable: tuple[tuple[str, str], ...] = ()
     name: str = ""
-    versions: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
-        """The key of the preference table: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
+        """The key of orders and rates: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
         if self.is_rocm:
             return "rocm"
         if self.device_type == "cuda" and self.capability is not None:
@@ -102,15 +86,7 @@ def _detect(device_type: str, index: int) -> Hardware:
         packages=packages,
         unusable=tuple(unusable.items()),
         name=torch.cuda.get_device_name(index) if is_cuda else device_type,
-        versions=_versions(device_type, packages),
     )
-
-
-def refresh() -> None:
-    """Discards the detected hardware. Call this after installing or loading a kernel library in a running process."""
-    global generation
-    generation += 1
-    _detect.cache_clear()
 
 
 def _packages() -> frozenset[str]:
@@ -141,18 +117,6 @@ def _why_xformers_fails() -> str:
         f"its library does not load ({str(failure).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
         "and add its folder lib to LD_LIBRARY_PATH"
     )
-
-
-def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:
-    versions = [f"torch {torch.__version__}"]
-    if device_type == "cpu":
-        versions.append(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")
-    for package in sorted(packages):
-        try:
-            versions.append(f"{package} {importlib.metadata.version(_DISTRIBUTIONS[package])}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{package} of unknown version")
-    return tuple(versions)
 
 
 @functools.lru_cache(maxsize=16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -194,3 +196,9 @@ def test_explanation_of_what_nothing_can_do() -> None:
 def test_who_computes_lists_of_blocks_on_hopper(changes: dict[str, object], name: str) -> None:
     usual = {"dtype": BF16, "head_dim": 128, "num_heads": 4, "num_kv_heads": 4, "needs_grad": True, "blocks": (128, 128)}
     assert registry.select(AttentionRequest(hardware=EXAMPLES["hopper"], **usual | changes)).name == name  # type: ignore[arg-type]
+
+
+def test_import_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import dilated_attention as da; assert 'triton' in da.list_backends()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -28,9 +28,9 @@ SEEDS = (125, 137, 379, 486, 521, 778, 913, 1001, 1087, 1404, 1589, 1971, 2017, 
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = registry.get("tiles")
     monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, devices=frozenset({"cpu", "cuda"})))
-    registry.answers().clear()
+    registry.cached.clear()
     yield
-    registry.answers().clear()
+    registry.cached.clear()
 
 
 def kinds(case: Case) -> set[str]:
@@ -118,7 +118,7 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tiles, "make_shares", counted)
     monkeypatch.setattr(tiles_layout, "transient_budget", lambda _: 1)
-    registry.answers().clear()
+    registry.cached.clear()
     in_turn = run(tensors, [24, 24], [1, 2], **options)
     # both passes
     assert len(shares) == 2

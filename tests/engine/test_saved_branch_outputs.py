@@ -68,7 +68,7 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
     for keeps in (True, False):
         if not keeps:
             monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
-            registry.answers().clear()
+            registry.cached.clear()
         options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
         out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
         launched.clear()
@@ -89,7 +89,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 
     def run(k: torch.Tensor = k, v: torch.Tensor = v, lengths: Any = (8, 40), rates: Any = (1, 4), **options: Any) -> int:
-        registry.answers().clear()
+        registry.cached.clear()
         dilated_attention(q, k, v, lengths, rates, **options)
         return kept.pop()
 

@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 
 from dilated_attention import files
-from dilated_attention.backends import tuning_table
-from dilated_attention.backends.tuning_table import Timing, TuningTable
-from dilated_attention.backends.tuning_table import TuningRow as Preferred
 from dilated_attention.bench import Results, Row, runner
 from dilated_attention.bench.report.rows import machine
 from dilated_attention.models import LongNetConfig
@@ -30,11 +27,6 @@ from tests.bench.test_bench import CPU, Counted
 
 # what files are written by: a failure is put into each call of each
 CALLS = [(os, "open"), (os, "mkdir"), (os, "chmod"), (os, "fsync"), (os, "replace"), (os, "unlink"), (io, "open")]
-
-
-def _table(folder: Path, version: int) -> None:
-    row = Preferred(which="forward", dtype="half", head_dim=64, length=256, causal=True, timings=(Timing("math", 1.0, float(version)),))
-    tuning_table.save(TuningTable(architecture="cpu", environment={}, date="2026-01-01", source="", rows=(row,)), folder / "table.json")
 
 
 def _results(folder: Path, version: int) -> Results:
@@ -57,7 +49,6 @@ def _config(folder: Path, version: int) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, int], Any]] = {
-    "preference table": _table,
     "results": lambda folder, version: _results(folder, version).save(),
     "results and Markdown": _report,
     "picture of a pattern": _picture,
@@ -293,7 +284,7 @@ def test_json_that_cannot_be_read_is_a_value_error_with_its_name(text: bytes, wh
     # the same in each file that the package reads
     path = tmp_path / "some.json"
     path.write_bytes(text)
-    for load in (Results.load, LongNetConfig.load, tuning_table.load):
+    for load in (Results.load, LongNetConfig.load):
         with pytest.raises(ValueError, match=rf"some\.json.*{what}"):
             load(path)
     assert files.parse_json(b'\xef\xbb\xbf{"a": [1]}', "with a byte order mark") == {"a": [1]}

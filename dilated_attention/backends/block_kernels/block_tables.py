@@ -62,9 +62,7 @@ def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...
     return lists.derived(("column_tables", together), make)
 
 
-def _tables(
-    lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int
-) -> Iterator[BlockTable]:
+def _tables(lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int) -> Iterator[BlockTable]:
     groups = (lists.num_batch, lists.num_heads)
     counts = starts.diff().view(*groups, blocks)
     longest = counts.amax((0, 1))

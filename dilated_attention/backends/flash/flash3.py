@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Bounds, Capabilities, Options, WritingBackend
-from dilated_attention.backends.hardware import refresh
 from dilated_attention.backends.mask_convert import flash_sides
+from dilated_attention.backends.selection import refresh
 
 
 class Flash3Backend(WritingBackend):

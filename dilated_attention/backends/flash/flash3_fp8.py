@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-from dilated_attention.backends.hardware import refresh
+from dilated_attention.backends.selection import refresh
 
 # keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
 # and −1 in the other, the relative error is 2.0 in one sum, 0.22 at 8192 and 0.18 at 4096; the last two add 8 and 16 % to the time

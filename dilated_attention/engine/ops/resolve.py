@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from dilated_attention.backends import hardware, registry, tuning_table
+from dilated_attention.backends import registry
 from dilated_attention.backends.base import Capabilities
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
@@ -327,7 +327,7 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
     state = torch.are_deterministic_algorithms_enabled(), products
-    return key, state, tuning_table.generation, hardware.generation
+    return key, state
 
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
