@@ -43,8 +43,7 @@ class XformersBackend(Backend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         fmha, kernels = _fmha(q.dtype)
-        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
-        q, k, v = (_aligned(x) for x in (q, k, v))
+        q, k, v = (_aligned(repeat_heads(x, q.shape[2])) for x in (q, k, v))
         out, lse = fmha.memory_efficient_attention_forward_requires_grad(
             q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp
         )
@@ -58,8 +57,7 @@ class XformersBackend(Backend):
         assert dlse is None
         fmha, kernels = _fmha(q.dtype)
         G, K = q.shape[2], k.shape[2]
-        k, v = (repeat_heads(x, G) for x in (k, v))
-        q, k, v = (_aligned(x) for x in (q, k, v))
+        q, k, v = (_aligned(repeat_heads(x, G)) for x in (q, k, v))
         dq, dk, dv = fmha.memory_efficient_attention_backward(
             # CUTLASS derives the row stride of out from its shape
             dout.contiguous(), out.contiguous(), lse.contiguous(), q, k, v, _bias(fmha, options, q, k), scale=options.scale,
