@@ -1,6 +1,17 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of
+from dilated_attention.backends.base import (
+    PRECISIONS,
+    AttentionRequest,
+    Backend,
+    Bounds,
+    Capabilities,
+    Keys,
+    Mask,
+    Options,
+    Views,
+    reasons_of,
+)
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
@@ -62,12 +73,15 @@ __all__ = [
     "AttentionRequest",
     "Backend",
     "BackendUnavailable",
+    "Bounds",
     "Capabilities",
     "Dropout",
     "Hardware",
+    "Keys",
     "Mask",
     "Options",
     "Registry",
+    "Views",
     "detect",
     "reasons_of",
     "refresh",

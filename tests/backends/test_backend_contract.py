@@ -11,6 +11,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, detect, registry
+from dilated_attention.backends.base import placed
 from dilated_attention.backends.mask_convert import window_sizes
 from dilated_attention.backends.torch_ops.flex import _BLOCK, _band_block_mask
 from dilated_attention.backends.torch_ops.math import band_mask
@@ -109,6 +110,37 @@ def test_parts_with_the_whole_softmax_add_up_to_its_gradient(device: str) -> Non
         for got, want in zip(parts, whole, strict=True):
             tolerance = 1e-5 if dtype is torch.float32 else 3e-2
             torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_go_to_views_or_are_copied_there(device: str) -> None:
+    """Views of every third row and another order of heads: what is in them afterwards is what a launch without views returns."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tolerance = 1e-6 if dtype is torch.float32 else 3e-2
+    q, k, v = problem(device, dtype, L=24, S=24)
+    dout, options = torch.randn_like(q), Options(scale=0.1, causal=True)
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        P, N, *rest = x.shape
+        return x.new_full((P, 3 * N, *rest), 7.0)[:, 1::3]
+
+    for name in backends(device, dtype):
+        backend = registry.get(name)
+        plain = backend.forward(q, k, v, options)
+        views: tuple[torch.Tensor | None, ...] = (view(q), torch.full_like(plain[1].transpose(1, 2), 7.0).transpose(1, 2))
+        found = backend.forward(q, k, v, options, out=views)
+        if backend.capabilities.writes_views:
+            assert found[0] is views[0], name
+        # the library's own lse is copied where it cannot write rows of these strides
+        assert all(x is y for x, y in zip(placed(found, views), views, strict=True))
+        for one, other in zip(views, plain, strict=True):
+            assert one is not None and torch.equal(one, other), name
+        plain_grads = backend.backward(dout, q, k, v, *plain, options)
+        for some in ((view(q), view(k), view(v)), (view(q), None, None)):
+            shares = placed(backend.backward(dout, q, k, v, *plain, options, grads=some), some)
+            assert all(one is other for one, other in zip(shares, some, strict=True) if other is not None)
+            for one, other in zip(shares, plain_grads, strict=True):
+                torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
 def test_cpu_op_is_never_handed_what_kills_or_fools_it() -> None:

@@ -49,7 +49,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     math = type(registry.get("math"))
     original = math.forward
-    monkeypatch.setattr(math, "forward", lambda *args: (launched.append(1), original(*args))[1])
+    monkeypatch.setattr(math, "forward", lambda *args, **views: (launched.append(1), original(*args, **views))[1])
     return launched
 
 

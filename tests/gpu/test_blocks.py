@@ -75,12 +75,12 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
     found = {}
     q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
     if able[False]:
-        found["out"], found["lse"] = backend.forward_blocks(q, k, v, lists, options)
+        found["out"], found["lse"] = backend.forward(q, k, v, options, lists)
     if able[True]:
         full_out, full_lse = truth["out"].to(q.dtype), truth["lse"].float()
         full_lse = full_lse.masked_fill(full_lse == -torch.inf, torch.inf)
-        extra = (problem.dlse,) if backend.capabilities.lse_grad else ()
-        grads = backend.backward_blocks(problem.dout, q, k, v, full_out, full_lse, lists, options, *extra)
+        dlse = problem.dlse if backend.capabilities.lse_grad else None
+        grads = backend.backward(problem.dout, q, k, v, full_out, full_lse, options, lists, dlse=dlse)
         found.update(zip(NAMES[2:], grads, strict=True))
     for what, x in found.items():
         error = max_error(x, truth[what])
@@ -163,7 +163,7 @@ def test_results_repeat(name: str) -> None:
         random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none"), "cuda"
     )
     backend = registry.get(name)
-    first = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+    first = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
     for _ in range(200):
-        again = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+        again = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])

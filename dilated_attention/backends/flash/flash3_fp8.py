@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.selection import refresh
 
 E4M3 = torch.float8_e4m3fn
@@ -70,7 +70,8 @@ class Flash3Fp8Backend(Backend):
             return ['its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"']
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
         q8 = quantise(q, K)
@@ -82,9 +83,9 @@ class Flash3Fp8Backend(Backend):
         for start in range(0, L, rows):
             end = min(start + rows, L)
             # a causal launch aligns its last row with its last key
-            keys = end if options.causal else S
+            seen = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
-                q8.y[:, start:end], k8.y[:, :keys], v8.y[:, :keys], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
+                q8.y[:, start:end], k8.y[:, :seen], v8.y[:, :seen], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
                 v8.descale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
             )  # fmt: skip
             lse[:, :, start:end] = part_lse

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.backends.base import Capabilities
+from dilated_attention.backends.base import Capabilities, new_lse
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -28,7 +28,6 @@ from dilated_attention.engine.ops.prepare import (
     document_ranges,
     kernel_ready,
     new_like,
-    new_lse,
     once_a_version,
     prepare,
     saved_elements,
