@@ -60,19 +60,23 @@ class Flash3Backend(Backend):
             packed_out, lse = forward(*tensors, out=None if where is None else where[0], lengths=lengths)
             return packed_out[None] if where is None else where, lse[None]
         assert keys is None
-        return forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k), where)
+        result, lse = forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k), where)
+        return result if where is None else where, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert dlse is None
-        tensors = dout, q, k, v, out, lse.contiguous(), *(results := new_results(grads, (q, k, v)))
+        results = new_results(grads, (q, k, v))
+        tensors: tuple[Tensor, ...] = dout, q, k, v, out, lse.contiguous(), *results
         lengths: tuple[Tensor | int | None, ...] = (None,) * 6
-        sides = flash_sides(options, q, k)
         if isinstance(keys, Bounds):
             lengths = keys.queries, keys.keys, keys.used_queries, keys.used_keys, keys.most_queries, keys.most_keys
             tensors, sides = tuple(x[0] for x in tensors), (-1, -1)
+        else:
+            assert keys is None
+            sides = flash_sides(options, q, k)
         # without output buffers the bundled build returns nothing useful
         _ops().bwd(*tensors, *lengths, options.scale, options.causal, *sides, 0.0, options.deterministic, 0)
         return results  # type: ignore[return-value]
