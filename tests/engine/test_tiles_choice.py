@@ -116,8 +116,17 @@ def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> 
     N = 2**20
     assert not is_chosen(N)
     monkeypatch.setattr(rates, "rate_of", lambda backend, request: {"flash4": 300.0, "tiles": 900.0}[backend])
-    # a machine that no answer is known of
-    assert is_chosen(N, replace(REQUEST, hardware=machine("flash-attn-4", hardware=replace(EXAMPLES["hopper"], name="new"))))
+    registry.cached.clear()
+    assert is_chosen(N)
+
+
+def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one answer holds for both passes, too."""
+    both: dict[str, Any] = {"detached": True, "needs_grad": True}
+    assert not is_chosen(2**17, **both)
+    monkeypatch.setattr(registry, "_orders", dict(registry._orders))
+    registry.set_order("sm90", ("sdpa_efficient",))
+    assert is_chosen(2**17, **both)
 
 
 def test_hardware_without_a_table_has_rates_to_go_by() -> None:
@@ -138,9 +147,7 @@ def test_a_part_of_the_queries(first: int, is_backward: bool, gathers: bool, mon
     capabilities = replace(registry.get("flash3").capabilities, documents=gathers)
     monkeypatch.setattr(registry.get("flash3"), "capabilities", capabilities)
     pattern = DilatedPattern((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
-    # a machine for each, as answers are cached
-    hopper = machine("flash-attn-3", hardware=replace(EXAMPLES["hopper"], name=f"gathers {gathers}"))
-    request = replace(REQUEST, hardware=hopper, head_dim=48, num_heads=16, num_kv_heads=16, needs_grad=is_backward)
+    request = replace(REQUEST, hardware=machine("flash-attn-3"), head_dim=48, num_heads=16, num_kv_heads=16, needs_grad=is_backward)
     request = replace(request, length=12500)
     shape = Shape(16, 16, (first, first + 25000), (0, 50000), ((0, 50000),), False)
     call = Call(registry.select(request), Options(scale=0.125), request=request)

@@ -6,7 +6,6 @@ short lengths. So both times are estimated from the shipped rates and the plan's
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -134,12 +133,24 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
     return preferred
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_faster(
     pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
     host_ms: float = 0.0,
 ) -> bool:  # fmt: skip
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
+    # remembered where another order of backends forgets it
+    call = pattern, shape, request, batch, library, is_backward, nested, host_ms
+    known: bool | None = registry.cached.get((NAME, call))
+    if known is None:
+        known = _compare(*call)
+        registry.remember((NAME, call), known)
+    return known
+
+
+def _compare(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
+    host_ms: float,
+) -> bool:  # fmt: skip
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
     if any(tiles.reasons_against(request) for request in passes):
