@@ -45,9 +45,8 @@ class XformersBackend(Backend):
         assert keys is None
         fmha, kernels = _fmha(q.dtype)
         q, k, v = (_aligned(repeat_heads(x, q.shape[2])) for x in (q, k, v))
-        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
-            q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp
-        )
+        attend = fmha.memory_efficient_attention_forward_requires_grad
+        out, lse = attend(q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp)
         # CUTLASS pads the rows of lse; FlashAttention-2 writes +inf for rows without keys
         lse = lse[..., : q.shape[1]]
         return out, lse if options.mask.band is None else lse.masked_fill(lse == torch.inf, -torch.inf)
@@ -57,8 +56,7 @@ class XformersBackend(Backend):
         dlse: Tensor | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert keys is None and dlse is None
-        fmha, kernels = _fmha(q.dtype)
-        G, K = q.shape[2], k.shape[2]
+        (fmha, kernels), G, K = _fmha(q.dtype), q.shape[2], k.shape[2]
         q, k, v = (_aligned(repeat_heads(x, G)) for x in (q, k, v))
         dq, dk, dv = fmha.memory_efficient_attention_backward(
             # CUTLASS derives the row stride of out from its shape
