@@ -41,10 +41,10 @@ registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by
-# the H200 figures in each backend's `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the
-# FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
-# Volta and Turing have no flash kernels.
+# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by the H200 figures in each backend's
+# `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper). Pascal:
+# scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080). Volta and Turing have no flash
+# kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
 registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
 registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
