@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dilated_attention.backends import Options, registry
-from dilated_attention.backends.base import Bounds
+from dilated_attention.backends.base import Bounds, placed
 
 TORCHSCALE = Path("torchscale/component/dilated_attention.py")
 GIGAPATH = Path("gigapath/slide_encoder.py")
@@ -134,19 +134,20 @@ def forward(**given: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
     backend, (q, k, v) = registry.get(standing_in["kernel"]), [given[name] for name in "qkv"]
     if "cu_seqlens_q" not in given:
         return *backend.forward(q, k, v, _options(given)), None, None
-    out = torch.empty_like(q)
-    lse = backend.forward_packed(q[None], k[None], v[None], _bounds(given), _options(given), out[None])
-    return out, lse[0], None, None
+    out, lse = backend.forward(q[None], k[None], v[None], _options(given), _bounds(given))
+    return out[0], lse[0], None, None
 
 
 def backward(**given: Any) -> None:
     backend, (dq, dk, dv) = registry.get(standing_in["kernel"]), (given[name] for name in ("dq", "dk", "dv"))
     dout, q, k, v, out, lse = (given[name].contiguous() for name in ("dout", *"qkv", "out", "softmax_lse"))
     if "cu_seqlens_q" not in given:
-        backend.backward_into(dout, q, k, v, out, lse, _options(given), (dq, dk, dv))
+        grads = dq, dk, dv
+        placed(backend.backward(dout, q, k, v, out, lse, _options(given), grads=grads), grads)
         return
     packed = [x[None] for x in (dout, q, k, v, out, lse)]
-    backend.backward_packed(*packed, _bounds(given), _options(given), (dq[None], dk[None], dv[None]))  # type: ignore[call-arg]
+    grads = dq[None], dk[None], dv[None]
+    placed(backend.backward(*packed, _options(given), _bounds(given), grads=grads), grads)
 
 
 FLASH_ATTN = {"_flash_attn_forward": forward, "_flash_attn_varlen_forward": forward}

@@ -121,15 +121,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tests neither read nor write what the user of this machine measured. Set for child processes, too."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DILATED_ATTENTION_CACHE", str(folder))
-        yield folder
-
-
 @pytest.fixture(autouse=True)
 def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty and its like hand out NaN, so that reading what nobody wrote cannot pass by luck."""
@@ -155,7 +146,7 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.fixture(autouse=True)
 def nothing_decided() -> None:
     """What a call is decided to be is remembered; a test that puts something in the place of what decides begins without."""
-    registry.answers().clear()
+    registry.cached.clear()
 
 
 @pytest.fixture(autouse=True)

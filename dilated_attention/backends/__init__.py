@@ -1,11 +1,17 @@
 """Kernel libraries, one file each, and the order in which each architecture prefers them."""
 
-from typing import Any
-
-from dilated_attention.backends import tuning_table
-from dilated_attention.backends.base import PRECISIONS, AttentionRequest, Backend, Capabilities, Mask, Options, reasons_of, warn_renamed
-from dilated_attention.backends.block_kernels.cudnn import CudnnBlocksBackend
-from dilated_attention.backends.block_kernels.gluon import GluonBlocksBackend
+from dilated_attention.backends.base import (
+    PRECISIONS,
+    AttentionRequest,
+    Backend,
+    Bounds,
+    Capabilities,
+    Keys,
+    Mask,
+    Options,
+    Views,
+    reasons_of,
+)
 from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
@@ -13,8 +19,8 @@ from dilated_attention.backends.flash.flash3 import Flash3Backend
 from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.flash4 import Flash4Backend
 from dilated_attention.backends.flash.xformers import XformersBackend
-from dilated_attention.backends.hardware import PACKAGES, Hardware, detect, refresh
-from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, registry
+from dilated_attention.backends.hardware import PACKAGES, Hardware, detect
+from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, refresh, registry
 from dilated_attention.backends.tiles.backend import TilesBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
 from dilated_attention.backends.torch_ops.math import MathBackend
@@ -29,18 +35,16 @@ registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
-registry.register(GluonBlocksBackend())
-registry.register(CudnnBlocksBackend())
 registry.register(FlexBackend())
 registry.register(XformersBackend())
 registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no table of measured times has a row (see tuning_table.py; shipped/ holds the package's tables). Hopper: by
-# the H200 figures in each backend's `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the
-# FlashAttention-3 paper). Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080).
-# Volta and Turing have no flash kernels.
+# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by the H200 figures in each backend's
+# `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper). Pascal:
+# scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080). Volta and Turing have no flash
+# kernels.
 registry.set_order("cpu", ("sdpa_cpu", "math"))
 registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
 registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
@@ -55,11 +59,7 @@ registry.set_order("rocm", ("math",))
 # Orders for block lists, where the shipped table has no row. Hopper: bench speed --cases "blocks*" on an H200. Elsewhere this project's
 # kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
-registry.set_order("sm9x", ("gluon", "flash4", "cudnn_fe", "triton", "flex", "math"), kind="blocks")
-# gluon's programs occupy every multiprocessor until the launch ends, so the kernels of an exchange start only after it: on 4 H200s a ring
-# in steps by heads then took as long as exchange and attention in sequence (bench scaling: 0.64 to 0.84 of the rate of the
-# attention alone)
-registry.set_order("sm9x", ("flash4", "gluon", "cudnn_fe", "triton", "flex", "math"), kind="blocks beside an exchange")
+registry.set_order("sm9x", ("flash4", "triton", "flex", "math"), kind="blocks")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
     registry.set_order(_architecture, ("triton", "flex", "math"), kind="blocks")
 registry.set_order("sm6x", ("math",), kind="blocks")
@@ -73,25 +73,17 @@ __all__ = [
     "AttentionRequest",
     "Backend",
     "BackendUnavailable",
+    "Bounds",
     "Capabilities",
     "Dropout",
     "Hardware",
+    "Keys",
     "Mask",
     "Options",
     "Registry",
+    "Views",
     "detect",
     "reasons_of",
     "refresh",
     "registry",
-    "tuning_table",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    from dilated_attention.backends.deprecated import RENAMED
-
-    if name not in RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found, new = RENAMED[name]
-    warn_renamed(f"{__name__}.{name}", f"{__name__}.{new}", stacklevel=2)
-    return found

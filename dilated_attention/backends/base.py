@@ -8,11 +8,10 @@ Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K 
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class AttentionRequest:
     torch_deterministic: bool = False
     # the largest span in elements, from first to last, of a single segment in any tensor
     extent: int = 0
-    # rows of a typical problem, used to look up measured times; 0 if unknown
+    # rows of a typical problem, used to look up rates; 0 if unknown
     length: int = 0
     # "native": products in the inputs' dtype · "fp8": in 8-bit floats
     precision: str = "native"
@@ -57,15 +56,11 @@ class AttentionRequest:
     blocks: tuple[int, int] | None = None
     # form of the masks of single pairs inside blocks: "none" · "interval" · "bits"
     block_masks: str = "none"
-    # communication kernels, which move keys between GPUs, should be able to run at the same time
-    beside_exchange: bool = False
 
     @property
     def kind(self) -> str:
         """The kind of request, which determines the order of backends that applies."""
-        if self.blocks is None:
-            return "dense"
-        return "blocks beside an exchange" if self.beside_exchange else "blocks"
+        return "dense" if self.blocks is None else "blocks"
 
     def describe(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}", f"head_dim {self.head_dim}"]
@@ -109,11 +104,11 @@ class Capabilities:
     # limits that the engine respects by splitting launches
     max_batch: int | None = None
     max_extent: int | None = None
-    # writes its results into given views; other backends return them and the results are copied
+    # writes its results into ``out`` and ``grads``; those of other backends are copied
     writes_views: bool = False
     # a causal launch may have more keys than queries: the last query sees the last key
     aligned_last: bool = False
-    # takes boundaries of sequences in place of a batch: forward_packed and backward_packed
+    # takes boundaries of sequences in place of a batch: ``Bounds``
     documents: bool = False
     # computes a call of many problems at once, whatever it consists of
     whole_calls: bool = False
@@ -180,37 +175,28 @@ class Bounds(NamedTuple):
     used_keys: Tensor | None = None
 
 
-# former names of a backend's members, which backends outside this package may still define
-_FORMER_NAMES = {"facts": "capabilities", "why_not": "reasons_against"}
+# which keys a launch's rows may see: those of their sequence, or those that lists keep
+Keys = Bounds | BlockLists
+# where a launch's results go, of any strides (the last one 1); None where that is left to the backend
+Views = tuple[Tensor | None, ...]
 
 
 class Backend(ABC):
     """A kernel library, wrapped in two raw functions.
 
-    ``forward`` returns (out, lse): out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural
-    logarithm. A row without keys has lse −inf and out 0, whatever the library itself returns for it.
+    ``keys`` says which keys a row may see, apart from ``options``:
 
-    ``backward`` takes the out and lse *of the whole softmax*, of which this problem may be a part, and returns this part's
-    contributions to dq, dk, dv. An lse of +inf marks a row that takes no part: its contributions are 0.
+    * None: all of its problem. q is (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1.
+    * ``Bounds``, if ``capabilities.documents``: those of its sequence. q is (1, L, G, D), k and v (1, S, K, D). Causality is that of each
+      sequence: its last query sees its last key.
+    * ``BlockLists``, if ``capabilities.block_sizes``: those that the lists keep. q is (B, Nq, H, D), k and v (B, Nk, K, D).
+
+    q, k and v have any strides whose last one is 1. ``out`` and ``grads`` are views for the results. A backend may write to them and return
+    them; it may as well return other tensors, which are then copied (``placed``). ``capabilities.writes_views`` declares the former.
     """
 
     name: str
     capabilities: Capabilities
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old in _FORMER_NAMES.keys() & vars(cls).keys():
-            warn_renamed(f"{cls.__qualname__}.{old}", _FORMER_NAMES[old], stacklevel=2)
-            setattr(cls, _FORMER_NAMES[old], vars(cls)[old])
-
-    # hidden from type checkers, which would take every name for an attribute
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _FORMER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            warn_renamed(f"{type(self).__qualname__}.{name}", _FORMER_NAMES[name], stacklevel=2)
-            return getattr(self, _FORMER_NAMES[name])
 
     def reasons_against(self, request: AttentionRequest) -> list[str]:
         """Returns every reason why this backend cannot compute this request; an empty list if it can."""
@@ -221,92 +207,48 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """Computes (out, lse) of q (P, L, G, D), k and v (P, S, K, D), S ≥ 1, L ≥ 1, with any strides whose last one is 1."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural logarithm).
+
+        A row without keys has lse −inf and out 0, whatever the library itself returns for it.
+
+        Args:
+            out: views for out and lse.
+        """
 
     @abstractmethod
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the contributions (dq, dk, dv), dense, in q's dtype or float32. ``dlse`` (P, G, L) only if ``capabilities.lse_grad``."""
-
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
-        """``forward`` that writes its results into out (P, L, G, D) and lse (P, G, L), views of any strides (out's last one 1)."""
-        part_out, part_lse = self.forward(q, k, v, options)
-        out.copy_(part_out)
-        lse.copy_(part_lse)
-
-    def backward_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """``backward`` that writes its contributions into ``grads``, views (dq, dk, dv) of any strides (the last one 1)."""
-        for grad, share in zip(grads, self.backward(dout, q, k, v, out, lse, options, dlse), strict=True):
-            grad.copy_(share)
-
-    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options, out: Tensor) -> Tensor:
-        """``forward`` of sequences: q (1, L, G, D), k and v (1, S, K, D). Writes out (1, L, G, D), a view, and returns lse (1, G, L).
-
-        Causality is that of each sequence: its last query sees its last key. Only if ``capabilities.documents``.
-        """
-        raise AssertionError(f"{self.name} takes no boundaries of sequences")
-
-    def backward_packed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-    ) -> None:  # fmt: skip
-        """Writes the gradients of ``forward_packed`` into (dq, dk, dv), all of them views of any strides (the last one 1)."""
-        raise AssertionError(f"{self.name} takes no boundaries of sequences")
-
-    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-        """``forward`` over the pairs that ``lists`` keep; q (B, Nq, H, D), k and v (B, Nk, K, D). Only if ``capabilities.block_sizes``."""
-        raise AssertionError(f"{self.name} takes no lists of blocks")
-
-    def backward_blocks(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``backward`` over the pairs that ``lists`` keep, in q's dtype or float32. ``dlse`` only if ``capabilities.lse_grad``."""
-        raise AssertionError(f"{self.name} takes no lists of blocks")
+        """Returns the contributions (dq, dk, dv), in q's dtype or float32.
 
-    def forward_blocks_into(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor) -> Tensor:
-        """``forward_blocks`` that writes out into a view of any strides (the last one 1), and returns lse."""
-        part_out, lse = self.forward_blocks(q, k, v, lists, options)
-        out.copy_(part_out)
-        return lse
+        ``out`` and ``lse`` are those *of the whole softmax*, of which this launch may be a part. An lse of +inf marks a row that takes no
+        part: its contributions are 0.
 
-    def backward_blocks_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dq: Tensor, dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """``backward_blocks`` that writes dq into a view of any strides (the last one 1), and returns (dk, dv)."""
-        part_dq, dk, dv = self.backward_blocks(dout, q, k, v, out, lse, lists, options, dlse)
-        dq.copy_(part_dq)
-        return dk, dv
+        Args:
+            dlse: (P, G, L), only if ``capabilities.lse_grad``.
+            grads: views for dq, dk and dv.
+        """
 
 
-def warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    """Warns about a former name, at ``stacklevel`` as seen by the caller."""
-    warnings.warn(f"{old} is now called {new}; use the new name", DeprecationWarning, stacklevel=stacklevel + 1)
+def placed(results: tuple[Tensor, ...], views: Views) -> tuple[Tensor, ...]:
+    """Returns the results of a launch, each copied to its view unless there is none or the backend wrote to it."""
+    return tuple(result if view is None or view is result else view.copy_(result) for result, view in zip(results, views, strict=True))
 
 
-class WritingBackend(Backend):
-    """A library that writes its results into given views: ``forward_into`` and ``backward_into`` are its raw functions."""
+def new_results(views: Views, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns the views, and where there is none, a dense new tensor like the tensor in its place."""
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)
+    )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        P, L, G, _ = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((P, G, L), dtype=accumulation_dtype(q.dtype), device=q.device)
-        self.forward_into(q, k, v, options, out, lse)
-        return out, lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # the gradients are dense, whatever the strides of q, k and v
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
-        return dq, dk, dv
+def new_lse(q: Tensor) -> Tensor:
+    """Returns an uninitialised lse (P, G, L) for queries (P, L, G, D)."""
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

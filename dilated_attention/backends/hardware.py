@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
-import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,19 +19,7 @@ PACKAGES = {
     "xformers": "xformers.ops",
     "triton": "triton",
 }
-# key in Hardware.packages → the distribution whose version is recorded; a library loaded by path has none
-_DISTRIBUTIONS = {
-    "flash-attn-4": "flash-attn-4",
-    "flash-attn-3": "flash-attn-3",
-    "flash-attn-3-fp8": "fa3-fwd",
-    "flash-attn-2": "flash-attn",
-    "xformers": "xformers",
-    "triton": "triton",
-    "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
-}
 _HERE: AbstractContextManager[Any] = nullcontext()
-# how often the detected hardware was discarded; caches built from it compare this number
-generation = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +32,10 @@ class Hardware:
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
-        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"``,
-            ``"flash-attn-3-fp8"`` and ``"nvidia-cudnn-frontend"``.
+        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
+            ``"flash-attn-3-fp8"``.
         unusable: (package, why) of kernel packages that are installed and cannot be used.
-        name: the device's name, for display and for matching tables of measured times.
-        versions: versions of torch and the installed kernel packages, on a CPU also its instruction set. Empty in a record built by
-            hand, to which no measurement of this machine applies.
+        name: the device's name, for display.
     """
 
     device_type: str
@@ -63,11 +46,10 @@ class Hardware:
     packages: frozenset[str] = field(default_factory=frozenset)
     unusable: tuple[tuple[str, str], ...] = ()
     name: str = ""
-    versions: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
-        """The key of the preference table: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
+        """The key of orders and rates: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
         if self.is_rocm:
             return "rocm"
         if self.device_type == "cuda" and self.capability is not None:
@@ -104,15 +86,7 @@ def _detect(device_type: str, index: int) -> Hardware:
         packages=packages,
         unusable=tuple(unusable.items()),
         name=torch.cuda.get_device_name(index) if is_cuda else device_type,
-        versions=_versions(device_type, packages),
     )
-
-
-def refresh() -> None:
-    """Discards the detected hardware. Call this after installing or loading a kernel library in a running process."""
-    global generation
-    generation += 1
-    _detect.cache_clear()
 
 
 def _packages() -> frozenset[str]:
@@ -123,8 +97,6 @@ def _packages() -> frozenset[str]:
     # its fp8 kernels are not separate ops, and a build without them only fails when called; fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
-    if _has_cudnn_blocks():
-        found.add("nvidia-cudnn-frontend")
     return frozenset(found)
 
 
@@ -145,33 +117,6 @@ def _why_xformers_fails() -> str:
         f"its library does not load ({str(failure).splitlines()[0]}); if libcudart.so.12 is missing, pip install nvidia-cuda-runtime-cu12 "
         "and add its folder lib to LD_LIBRARY_PATH"
     )
-
-
-def _has_cudnn_blocks() -> bool:
-    """Whether cudnn-frontend ≥ 1.32 with its block-sparse kernels is installed. Does not import it: that would load its own libcudnn."""
-    try:
-        # the version is None where an uninstalled package left an empty metadata folder
-        release = (importlib.metadata.version("nvidia-cudnn-frontend") or "").split(".")
-        spec = importlib.util.find_spec("cudnn")
-        if spec is None or (int(release[0]), int(release[1])) < (1, 32):
-            return False
-    except (importlib.metadata.PackageNotFoundError, ImportError, ValueError, IndexError):
-        return False
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    # its kernels need nvidia-cutlass-dsl
-    return any((folder / "block_sparse_attention" / "__init__.py").is_file() for folder in folders) and _importable("cutlass")
-
-
-def _versions(device_type: str, packages: frozenset[str]) -> tuple[str, ...]:
-    versions = [f"torch {torch.__version__}"]
-    if device_type == "cpu":
-        versions.append(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")
-    for package in sorted(packages):
-        try:
-            versions.append(f"{package} {importlib.metadata.version(_DISTRIBUTIONS[package])}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{package} of unknown version")
-    return tuple(versions)
 
 
 @functools.lru_cache(maxsize=16)

@@ -38,21 +38,22 @@ def all_finite(*tensors: Tensor) -> bool:
 class ContainedBackend(Backend):
     """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) whose non-finite numbers are confined.
 
-    All four dense functions take ``pairs`` as an additional last argument: bool (P, L or 1, S), True where the pair is kept.
+    The dense functions take ``pairs``: bool (P, L or 1, S), True where the pair is kept; None where all are.
     """
 
     @abstractmethod
     def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``forward`` for finite inputs."""
+        """``dense_forward`` for finite inputs."""
 
     @abstractmethod
     def raw_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``backward`` for finite inputs."""
+        """``dense_backward`` for finite inputs."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse) of P dense problems."""
         out, lse = self.raw_forward(q, k, v, options, pairs)
         if q.device.type != "cpu" or all_finite(out, k):
             return out, lse
@@ -65,10 +66,11 @@ class ContainedBackend(Backend):
         spoilt = _readers(self.raw_forward, q, bad_k, options, pairs)
         return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
 
-    def backward(
+    def dense_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns (dq, dk, dv) of P dense problems."""
         dq, dk, dv = self.raw_backward(dout, q, k, v, out, lse, options, dlse, pairs)
         # without a mask every row reads every key, and there is nothing to confine
         masked = options.causal or pairs is not None or not options.mask.is_trivial

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
-from dilated_attention.backends import hardware, tuning_table
+from dilated_attention.backends import hardware, rates
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities
 from dilated_attention.pattern.checks import shown
 
@@ -39,7 +39,7 @@ class BackendUnavailable(RuntimeError):
 
 
 class Registry:
-    """The single ordered table: backends by name, and their order of preference by measurement, else by architecture."""
+    """The single ordered table: backends by name, and their order of preference by shipped rates, else by architecture."""
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
@@ -47,9 +47,9 @@ class Registry:
         # the orders, by architecture and kind of request
         self._orders: dict[tuple[str, str], tuple[str, ...]] = {}
         self._told: set[str] = set()
-        # caches answers, since a training step repeats the same few requests
+        # decisions made from this table, those of ``select`` and whole calls of the engine, since a training step repeats the same few;
+        # emptied when this table or the detected hardware changes
         self.cached: dict[Hashable, Any] = {}
-        self._generation = _generation()
 
     def register(self, backend: Backend, *, family: str | None = None) -> None:
         """Adds a backend; ``family`` is a name that stands for the first usable of several backends (``"sdpa"``)."""
@@ -62,11 +62,18 @@ class Registry:
             self._families[family] = (*self._families.get(family, ()), backend.name)
 
     def set_order(self, architecture: str, names: tuple[str, ...], *, kind: str = "dense") -> None:
-        """Sets the order of an architecture for requests of ``kind`` (see ``AttentionRequest.kind``).
+        """Sets the order of preference of an architecture for requests of ``kind``, ``"dense"`` or ``"blocks"``.
 
-        ``"blocks beside an exchange"`` uses the order of ``"blocks"`` if it has none.
+        Args:
+            architecture: one of ``Hardware.architecture`` (``"sm86"``), whose order goes before all else, or a family of GPUs (``"sm8x"``),
+                whose order follows the shipped rates.
+            names: the preferred backends; the others follow in the order that applied before.
         """
-        self._orders[architecture, kind] = names
+        if kind not in ("dense", "blocks"):
+            raise ValueError(f'kind is {shown(kind)}; expected "dense" or "blocks"')
+        if unknown := [name for name in names if name not in self._backends]:
+            raise ValueError(f"names has {shown(unknown)}; expected names of {', '.join(self._backends)}")
+        self._orders[architecture, kind] = tuple(names)
         self.cached.clear()
 
     def names(self) -> tuple[str, ...]:
@@ -81,18 +88,22 @@ class Registry:
 
     def order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Returns all names in order of preference for this request."""
-        return self.ranking(request).names
+        return tuple(self.ranking(request))
 
-    def ranking(self, request: AttentionRequest) -> tuning_table.Ranking:
-        """Returns ``order`` with the reason for each name's place: a table measured here, the shipped one, or the architecture's order."""
-        hardware = request.hardware
-        places = [hardware.architecture]
-        if hardware.device_type == "cuda" and not hardware.is_rocm and hardware.capability:
-            places.append(f"sm{hardware.capability[0]}x")
-        places.append(hardware.device_type)
-        kinds = [request.kind, *(["blocks"] if request.beside_exchange else [])]
-        first = next((self._orders[place, kind] for kind in kinds for place in places if (place, kind) in self._orders), ())
-        return tuning_table.rank(request, first, self.names())
+    def ranking(self, request: AttentionRequest) -> dict[str, str]:
+        """Returns every name in order of preference, with the reason for its place: the shipped table, the architecture's order, …"""
+        machine, orders = request.hardware, self._orders
+        family = f"sm{machine.capability[0]}x" if machine.device_type == "cuda" and machine.capability and not machine.is_rocm else ""
+        names = orders.get((family, request.kind), ())
+        groups = [(orders.get((machine.architecture, request.kind), ()), "architecture order")]
+        if (shipped := rates.table_of(machine.architecture)) is not None:
+            groups.append((rates.by_rate(shipped.tflops(request), names), f"shipped table ({shipped.source}, {shipped.date})"))
+        groups += [(names, "architecture order"), (self.names(), "order of registration")]
+        reasons: dict[str, str] = {}
+        for listed, reason in groups:
+            # a shipped table may name backends that a custom registry does not have
+            reasons |= {name: reason for name in listed if name in self._backends and name not in reasons}
+        return reasons
 
     def table(self, request: AttentionRequest) -> list[tuple[str, list[str]]]:
         """Returns (name, reasons against it) in order of preference."""
@@ -110,7 +121,7 @@ class Registry:
         Raises:
             BackendUnavailable: the named backend (for ``"auto"``: every backend) cannot; the message lists all reasons.
         """
-        known: Backend | None = self.answers().get((request, name))
+        known: Backend | None = self.cached.get((request, name))
         if known is not None:
             return known
         self.check_name(name)
@@ -127,21 +138,10 @@ class Registry:
         out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
         raise BackendUnavailable(f"backend={name!r} cannot compute {request.describe()}\n{refused}\n  {out}")
 
-    def answers(self) -> dict[Hashable, Any]:
-        """Returns the cache of decisions made from this table: those of ``select``, and whole calls of the engine.
-
-        It is emptied when this table, the measured tables or the detected hardware change.
-        """
-        if self._generation != (generation := _generation()):
-            self.cached.clear()
-            self._generation = generation
-        return self.cached
-
     def remember(self, asked: Hashable, answer: Any) -> None:
-        answers = self.answers()
-        if len(answers) >= _MOST_ANSWERS:
-            answers.clear()
-        answers[asked] = answer
+        if len(self.cached) >= _MOST_ANSWERS:
+            self.cached.clear()
+        self.cached[asked] = answer
 
     def tell_once(self, line: str) -> None:
         """Logs a choice the first time it is made."""
@@ -168,9 +168,10 @@ def _check_methods(kind: type[Backend]) -> None:
             )
 
 
-def _generation() -> int:
-    # both numbers only grow, so their sum changes with either
-    return tuning_table.generation + hardware.generation
-
-
 registry = Registry()
+
+
+def refresh() -> None:
+    """Discards the detected hardware and what was decided on it. Call this after installing or loading a kernel library."""
+    hardware._detect.cache_clear()
+    registry.cached.clear()

@@ -53,14 +53,13 @@ def _run(arguments: Sequence[str]) -> int:
         args = _parser().parse_args(arguments)
         start.load()
         from dilated_attention.backends import BackendUnavailable
-        from dilated_attention.backends.tuning_table import PreferenceError
 
         try:
             code: int = args.run(args)
         except UsageError as error:
             args.parser.error(as_flags(str(error)))
-        except (OSError, ModuleNotFoundError, BackendUnavailable, PreferenceError) as error:
-            # the cause is the machine, what is installed, or a previously written file: not the current arguments
+        except (OSError, ModuleNotFoundError, BackendUnavailable) as error:
+            # the cause is the machine, what is installed, or a file: not the current arguments
             if isinstance(error, BrokenPipeError):
                 raise
             print(error, file=sys.stderr)

@@ -99,9 +99,8 @@ def _verdict(explanation: Explanation) -> list[str]:
 
 
 def _order(basis: str) -> str:
-    """Returns "the times measured here", "the shipped table" and so on, without their file or source."""
-    begin = basis.split(" (")[0]
-    return "the times measured here" if begin == "measured here" else f"the {begin}".replace("the architecture ", "the architecture's ")
+    """Returns "the shipped table", "the architecture's order" and so on, without a source."""
+    return f"the {basis.split(' (')[0]}".replace("the architecture ", "the architecture's ")
 
 
 def _faster(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
@@ -113,7 +112,7 @@ def _faster(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
         number = sum("runs on cuda, not on" in " ".join(reasons) for _, reasons, _ in explanation.lines())
         return [f"faster: a CUDA GPU, which {number} of the others need; info --for hopper shows what they do there."]
     everything = frozenset().union(hardware.packages, *(machine.packages for machine in EXAMPLES.values()), {"xformers"})
-    then = explain_backend(hardware=replace(hardware, packages=everything, versions=()), **asked)
+    then = explain_backend(hardware=replace(hardware, packages=everything), **asked)
     reasons = {row.name: row.reasons for row in explanation.rows}
     better = {name: [x for x in reasons[name] if "is not installed: " in x] for name in (then.forward, then.backward) if name}
     return [f"faster by {_order(then.forward_basis)}: {name}; {'; '.join(missing)}" for name, missing in better.items() if missing]
@@ -165,7 +164,7 @@ def _described(hardware: Hardware, *, whole: bool) -> str:
     parts = [f"{hardware.name or hardware.device_type}: {hardware.architecture}"]
     if hardware.cudnn_version is not None:
         parts.append(f"cuDNN {hardware.cudnn_version}")
-    for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8", "nvidia-cudnn-frontend"):
+    for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8"):
         if package in hardware.packages:
             parts.append(f"{package} installed")
         elif package in dict(hardware.unusable):
@@ -176,12 +175,8 @@ def _described(hardware: Hardware, *, whole: bool) -> str:
 
 
 def _preference(hardware: Hardware) -> str:
-    """Describes the table of measured times in use, if any."""
-    from dilated_attention.backends import tuning_table
+    """Describes what orders the backends here."""
+    from dilated_attention.backends import rates
 
-    here = tuning_table.measured_here(hardware)
-    if here is not None:
-        return f"measured here ({here.path}, {here.date})"
-    shipped = tuning_table.shipped(hardware.architecture)
-    text = f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"
-    return f"{text}; nothing measured here: {tuning_table.RERUN}" if hardware.versions else text
+    shipped = rates.table_of(hardware.architecture)
+    return f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable
+from dilated_attention.backends.base import new_lse
 from dilated_attention.distributed.block_exchange.setup import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
@@ -27,7 +28,7 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like, new_lse, prepare
+from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.fork import cached_property

@@ -1,4 +1,4 @@
-"""Selection: hardware, backends and the reasons for each, presets, modules by name; and measuring which backend is fastest here."""
+"""Selection: hardware, backends and the reasons for each, presets, modules by name."""
 
 from dilated_attention.factory.create import KINDS, create_attention, create_model
 from dilated_attention.factory.explain import Explanation, explain_backend, list_backends

@@ -28,7 +28,7 @@ from dilated_attention.validation import check_counts, check_probability, check_
 def list_backends() -> tuple[str, ...]:
     """Returns the names of all backends, usable here or not. ``backend=`` takes these, ``"auto"``, and ``"sdpa"`` for PyTorch's best.
 
-    Their order of preference depends on the call: ``explain_backend`` prints it, with the file of measured times that determined it.
+    Their order of preference depends on the call: ``explain_backend`` prints it, with what determined it.
     """
     return registry.names()
 
@@ -61,8 +61,8 @@ class Explanation:
         rows: every backend in order of preference.
         forward, backward: the backend used for each pass; None if no backend can compute it; ``backward`` is also None if no gradient is
             requested.
-        forward_basis, backward_basis: why it came first: ``measured here (file, date)``, ``shipped table (source, date)``,
-            ``architecture order`` or ``order of registration``; ``asked for by name``; empty if no backend can compute the pass.
+        forward_basis, backward_basis: why it came first: ``shipped table (source, date)``, ``architecture order``,
+            ``order of registration`` or ``asked for by name``; empty if no backend can compute the pass.
         nested_reasons: every reason against ``backend="nested"`` that does not depend on the branches and the length.
         tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
@@ -166,7 +166,7 @@ def explain_backend(
         hardware: another machine instead of ``device``, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` that you construct.
         dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older GPUs, else float32.
         backend: ``"auto"``, or a name whose refusal is to be explained.
-        length: rows of a problem, i.e. the largest segment length / dilation rate; measured times are looked up by it. 0 means long.
+        length: rows of a problem, i.e. the largest segment length / dilation rate; rates are looked up by it. 0 means long.
             For block-sparse attention: the mean number of keys that a query keeps.
         block_size: for block-sparse attention, as in a pattern; None: dense or dilated attention.
         block_masks: what is masked inside the blocks: ``"none"``: blocks are kept whole · ``"interval"``: windows, documents, causality ·
@@ -262,7 +262,7 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
 def _basis(request: AttentionRequest, taken: str | None, backend: str) -> str:
     if taken is None:
         return ""
-    return "asked for by name" if taken == backend else registry.ranking(request).basis_of(taken)
+    return "asked for by name" if taken == backend else registry.ranking(request)[taken]
 
 
 def _taken(request: AttentionRequest, backend: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dilated_attention.backends import Hardware, detect
 
-_CUDA_PACKAGES = frozenset({"flash-attn-4", "flash-attn-3", "flash-attn-3-fp8", "flash-attn-2", "triton", "nvidia-cudnn-frontend"})
+_CUDA_PACKAGES = frozenset({"flash-attn-4", "flash-attn-3", "flash-attn-3-fp8", "flash-attn-2", "triton"})
 
 
 def _cuda(name: str, major: int, minor: int) -> Hardware:

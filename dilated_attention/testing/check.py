@@ -140,10 +140,10 @@ def check_backend(
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.
     """
-    facts = registry.get(name).capabilities
+    capabilities = registry.get(name).capabilities
     if device is None:
-        device = "cuda" if torch.cuda.is_available() and "cuda" in facts.devices else "cpu"
-    choices = sorted(dtypes or facts.dtypes, key=str)
+        device = "cuda" if torch.cuda.is_available() and "cuda" in capabilities.devices else "cpu"
+    choices = sorted(dtypes or capabilities.dtypes, key=str)
     space = space or Space.of_backend(name)
     report = Report(name, str(device))
     for index in range(seed, seed + cases):

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import dilated_attention
-from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, detect, registry
+from dilated_attention.backends import AttentionRequest, Bounds, Hardware, Mask, Options, detect, registry
+from dilated_attention.backends.base import placed
+from dilated_attention.backends.flash import flash3
 from dilated_attention.backends.mask_convert import window_sizes
 from dilated_attention.backends.torch_ops.flex import _BLOCK, _band_block_mask
 from dilated_attention.backends.torch_ops.math import band_mask
 
+MATH = registry.get("math")
 PACKAGE = Path(dilated_attention.__file__).parent
 DEVICES = [
     "cpu",
@@ -110,6 +113,94 @@ def test_parts_with_the_whole_softmax_add_up_to_its_gradient(device: str) -> Non
         for got, want in zip(parts, whole, strict=True):
             tolerance = 1e-5 if dtype is torch.float32 else 3e-2
             torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_go_to_views_or_are_copied_there(device: str) -> None:
+    """Views of every third row and another order of heads: what is in them afterwards is what a launch without views returns."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tolerance = 1e-6 if dtype is torch.float32 else 3e-2
+    q, k, v = problem(device, dtype, L=24, S=24)
+    dout, options = torch.randn_like(q), Options(scale=0.1, causal=True)
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        P, N, *rest = x.shape
+        return x.new_full((P, 3 * N, *rest), 7.0)[:, 1::3]
+
+    for name in backends(device, dtype):
+        backend = registry.get(name)
+        plain = backend.forward(q, k, v, options)
+        views: tuple[torch.Tensor | None, ...] = (view(q), torch.full_like(plain[1].transpose(1, 2), 7.0).transpose(1, 2))
+        found = backend.forward(q, k, v, options, out=views)
+        if backend.capabilities.writes_views:
+            assert found[0] is views[0], name
+        # the library's own lse is copied where it cannot write rows of these strides
+        assert all(x is y for x, y in zip(placed(found, views), views, strict=True))
+        for one, other in zip(views, plain, strict=True):
+            assert one is not None and torch.equal(one, other), name
+        plain_grads = backend.backward(dout, q, k, v, *plain, options)
+        for some in ((view(q), view(k), view(v)), (view(q), None, None)):
+            shares = placed(backend.backward(dout, q, k, v, *plain, options, grads=some), some)
+            assert all(one is other for one, other in zip(shares, some, strict=True) if other is not None)
+            for one, other in zip(shares, plain_grads, strict=True):
+                torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
+
+
+class _Flash3Ops:
+    """``torch.ops.flash_attn_3`` in plain torch; what it returns is another Python object than what it wrote to."""
+
+    def fwd(self, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
+        (queries, keys), options = rest[4:6], Options(*rest[20:22])
+        assert len(rest) == 31 and rest[22:24] == (-1, -1)
+        out = torch.empty_like(q) if rest[3] is None else rest[3]
+        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
+        tensors = (q, k, v, out, lse)
+        for rows, seen in self._problems(queries, keys):
+            q_, k_, v_, out_, lse_ = (x if queries is None else x[None] for x in tensors)
+            out_[:, rows], lse_[:, :, rows] = MATH.forward(q_[:, rows], k_[:, seen], v_[:, seen], options)
+        return out.view_as(out), lse
+
+    def bwd(self, *given: Any) -> None:
+        tensors, (queries, keys), options = given[:9], given[9:11], Options(*given[15:17])
+        assert len(given) == 22 and given[5].is_contiguous() and given[17:] == (-1, -1, 0.0, False, 0)
+        for rows, seen in self._problems(queries, keys):
+            dout, q, k, v, out, lse, dq, dk, dv = (x if queries is None else x[None] for x in tensors)
+            of_rows = dout[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, :, rows]
+            dq[:, rows], dk[:, seen], dv[:, seen] = MATH.backward(*of_rows, options)
+
+    def _problems(self, queries: Any, keys: Any) -> list[tuple[slice, slice]]:
+        if queries is None:
+            return [(slice(None), slice(None))]
+        ranges = ([slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (queries, keys))
+        return list(zip(*ranges, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_views", [False, True])
+def test_flash3_is_reached_as_meant(causal: bool, packed: bool, with_views: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash3, "_ops", _Flash3Ops)
+    backend, options = registry.get("flash3"), Options(scale=0.1, causal=causal)
+    q, k, v = problem("cpu", torch.float32)
+    keys = None
+    if packed:
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        starts = torch.tensor([0, 30, 90, 120], dtype=torch.int32)
+        keys = Bounds(starts, starts, 60, 60)
+    dout = torch.randn_like(q)
+    views: tuple[torch.Tensor | None, ...] = (torch.empty_like(q), None) if with_views else (None, None)
+    grad_views: tuple[torch.Tensor | None, ...] = (torch.empty_like(q), torch.empty_like(k), None) if with_views else (None,) * 3
+    out, lse = backend.forward(q, k, v, options, keys, out=views)
+    grads = backend.backward(dout, q, k, v, out, lse, options, keys, grads=grad_views)
+    assert not with_views or all(x is y for x, y in zip((out, *grads[:2]), (views[0], *grad_views[:2]), strict=True))
+    # sequence by sequence, in plain torch
+    ranges = [slice(0, 30), slice(30, 90), slice(90, 120)] if packed else [slice(None)]
+    for rows in ranges:
+        tensors = [x[:, rows] for x in (q, k, v)]
+        expected = MATH.forward(*tensors, options)
+        torch.testing.assert_close((out[:, rows], lse[:, :, rows]), expected)
+        shares = MATH.backward(dout[:, rows], *tensors, *expected, options)
+        torch.testing.assert_close(tuple(x[:, rows] for x in grads), shares)
 
 
 def test_cpu_op_is_never_handed_what_kills_or_fools_it() -> None:

@@ -1,4 +1,4 @@
-"""forward_blocks and backward_blocks of the backends that run lists of blocks on dense kernels: math, sdpa_cpu, flex."""
+"""Both passes over lists of blocks of the backends that run lists of blocks on dense kernels: math, sdpa_cpu, flex."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ CASES = {
 def run(problem: Problem, backend: str, *, lse_grad: bool) -> list[torch.Tensor]:
     engine, case = registry.get(backend), problem.case
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = engine.forward_blocks(*tensors, problem.lists, problem.options)
+    out, lse = engine.forward(*tensors, problem.options, problem.lists)
     assert out.dtype is case.dtype and lse.dtype is (torch.float64 if case.dtype is torch.float64 else torch.float32)
     assert out.shape == problem.q.shape and lse.shape == (case.batch, case.heads, case.num_queries)
     dlse = problem.dlse if lse_grad else None
-    grads = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, problem.options, dlse)
+    grads = engine.backward(problem.dout, *tensors, out, lse, problem.options, problem.lists, dlse=dlse)
     assert [x.shape for x in grads] == [x.shape for x in tensors]
     assert all(x.dtype in (case.dtype, torch.float32) for x in grads)
     return [out, lse, *grads]
@@ -112,11 +112,11 @@ def test_parts_with_the_whole_softmax_add_up_to_its_gradient(backend: str, masks
     first[: 2 * case.k_block] = True
     parts = [lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval) for half in (first, ~first)]
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
-    pieces = [engine.forward_blocks(*tensors, lists, options) for lists in parts]
+    out, lse = engine.forward(*tensors, options, problem.lists)
+    pieces = [engine.forward(*tensors, options, lists) for lists in parts]
     merged_lse = torch.logaddexp(pieces[0][1], pieces[1][1])
     check([out, lse, lse], [truth[0], truth[1], merged_lse], 1e-12)
-    shares = [engine.backward_blocks(problem.dout, *tensors, out, lse, lists, options) for lists in parts]
+    shares = [engine.backward(problem.dout, *tensors, out, lse, options, lists) for lists in parts]
     check([out, lse, *(a + b for a, b in zip(*shares, strict=True))], truth, 1e-12)
 
 
@@ -124,12 +124,12 @@ def test_parts_with_the_whole_softmax_add_up_to_its_gradient(backend: str, masks
 def test_an_lse_of_plus_inf_gives_a_row_nothing(backend: str) -> None:
     problem = make(BlockCase(masks="bits"))
     engine, tensors = registry.get(backend), (problem.q, problem.k, problem.v)
-    out, lse = engine.forward_blocks(*tensors, problem.lists, problem.options)
+    out, lse = engine.forward(*tensors, problem.options, problem.lists)
     lse[:, :, 5:70] = torch.inf
     dout = problem.dout.clone()
     dout[:, 5:70] = 0
     without = dataclasses.replace(problem, dout=dout)
-    got = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, problem.options)
+    got = engine.backward(problem.dout, *tensors, out, lse, problem.options, problem.lists)
     assert (got[0][:, 5:70] == 0).all()
     check([out, lse, *got], [out, lse, *expected(without, lse_grad=False)[2:]], 1e-12)
 
@@ -147,8 +147,8 @@ def test_dropout_by_position(groups: tuple[int, int]) -> None:
     truth = [out.detach(), lse.detach(), *torch.autograd.grad((out * problem.dout).sum(), leaves)]
     engine = registry.get("math")
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
-    check([out, lse, *engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, options)], truth, 1e-12)
+    out, lse = engine.forward(*tensors, options, problem.lists)
+    check([out, lse, *engine.backward(problem.dout, *tensors, out, lse, options, problem.lists)], truth, 1e-12)
 
 
 def test_pieces_are_cut_to_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ def test_pieces_are_cut_to_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> No
 def test_math_says_shapes_of_tensors_without_data() -> None:
     problem = make(BlockCase(num_queries=200, num_keys=333, masks="bits"))
     tensors = [x.to("meta") for x in (problem.q, problem.k, problem.v)]
-    out, lse = registry.get("math").forward_blocks(*tensors, problem.lists, Options(scale=1.0))
+    out, lse = registry.get("math").forward(*tensors, Options(scale=1.0), problem.lists)
     assert out.shape == problem.q.shape and lse.shape == (1, 2, 200) and out.is_meta
-    grads = registry.get("math").backward_blocks(out, *tensors, out, lse, problem.lists, Options(scale=1.0))
+    grads = registry.get("math").backward(out, *tensors, out, lse, Options(scale=1.0), problem.lists)
     assert [x.shape for x in grads] == [x.shape for x in tensors]
 
 
@@ -251,9 +251,9 @@ def test_flex_around_its_kernel(name: str, part: bool, monkeypatch: pytest.Monke
         return
     engine, case, options, tensors = registry.get("flex"), problem.case, problem.options, (problem.q, problem.k, problem.v)
     first = torch.arange(case.num_keys) < case.k_block
-    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
+    out, lse = engine.forward(*tensors, options, problem.lists)
     lists = [lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval) for half in (first, ~first)]
-    shares = [engine.backward_blocks(problem.dout, *tensors, out, lse, x, options) for x in lists]
+    shares = [engine.backward(problem.dout, *tensors, out, lse, options, x) for x in lists]
     check([out, lse, *(a + b for a, b in zip(*shares, strict=True))], expected(problem, lse_grad=False), 2e-5)
 
 
@@ -319,11 +319,11 @@ def test_parts_with_the_whole_softmax_on_a_gpu(backend: str, masks: str) -> None
     problem = make(case, "cuda")
     engine, options, tensors = registry.get(backend), problem.options, (problem.q, problem.k, problem.v)
     first = torch.arange(case.num_keys, device="cuda") < 4 * case.k_block
-    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
+    out, lse = engine.forward(*tensors, options, problem.lists)
     total = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
     for half in (first, ~first):
         lists = lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval)
-        for sum_, share in zip(total, engine.backward_blocks(problem.dout, *tensors, out, lse, lists, options), strict=True):
+        for sum_, share in zip(total, engine.backward(problem.dout, *tensors, out, lse, options, lists), strict=True):
             sum_ += share
     errors = relative_errors([out, lse, *total], expected(problem, lse_grad=False))
     assert all(error < 0.01 for error in errors.values()), errors
@@ -334,8 +334,8 @@ def test_deterministic_math_on_a_gpu_repeats() -> None:
     problem = make(BlockCase(num_queries=1500, num_keys=1500, density=0.5, dtype=torch.float32, head_dim=64), "cuda")
     engine, tensors = registry.get("math"), (problem.q, problem.k, problem.v)
     options = dataclasses.replace(problem.options, deterministic=True)
-    out, lse = engine.forward_blocks(*tensors, problem.lists, options)
-    first = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, options)
+    out, lse = engine.forward(*tensors, options, problem.lists)
+    first = engine.backward(problem.dout, *tensors, out, lse, options, problem.lists)
     for _ in range(10):
-        again = engine.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, options)
+        again = engine.backward(problem.dout, *tensors, out, lse, options, problem.lists)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

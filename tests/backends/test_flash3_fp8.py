@@ -19,11 +19,10 @@ from dilated_attention import (
     explain_backend,
 )
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
-from dilated_attention.backends.flash import flash3_fp8, fp8
-from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
+from dilated_attention.backends.flash import flash3_fp8
+from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend, quantise
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.factory import EXAMPLES
-from tests.helpers.fp8_twin import quantise_torch, restore_torch_
 from tests.helpers.fused import run_fused
 
 HOPPER = EXAMPLES["hopper"]
@@ -70,7 +69,6 @@ def test_the_argument_is_not_ignored() -> None:
         ({"hardware": EXAMPLES["cpu"]}, "runs on cuda, not on cpu"),
         ({"hardware": EXAMPLES["rocm"]}, "not tried on ROCm"),
         ({"hardware": dataclasses.replace(HOPPER, packages=frozenset({"triton"}))}, "flash-attn-3-fp8 is not installed: pip install"),
-        ({"hardware": dataclasses.replace(HOPPER, packages=frozenset({"flash-attn-3-fp8"}))}, "triton is not installed"),
         ({"dtype": torch.float32}, "takes bfloat16, float16, not float32"),
         ({"dtype": torch.float64}, "takes bfloat16, float16, not float64"),
         ({"head_dim": 72}, "head_dim must be a multiple of 16, not 72"),
@@ -150,8 +148,6 @@ class StandIn:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     ops = StandIn()
     monkeypatch.setattr(flash3_fp8, "_ops", lambda: ops)
-    monkeypatch.setattr(fp8, "quantise", quantise_torch)
-    monkeypatch.setattr(fp8, "restore_", restore_torch_)
     yield ops
 
 
@@ -235,9 +231,9 @@ def test_on_a_gpu_the_error_is_that_of_rounding(head_dim: int) -> None:
         true_out, _ = MathBackend().forward(q.double(), k.double(), v.double(), options)
         rounded, means = [], []
         for x, centre in ((q, False), (k, True), (v, True)):
-            y, descale, mean = quantise_torch(x, kv_heads, centre=centre)
+            y, descale, mean = quantise(x, kv_heads, centre=centre)
             rounded.append(y.double() * descale.repeat_interleave(x.shape[2] // kv_heads, 1)[:, None, :, None])
-            means += [] if mean is None else [mean.double()]
+            means += [mean.double()] if centre else []
         spread_out, same_lse = MathBackend().forward(*rounded, options)
         # the part of the scores that the keys share is of q as given, not as rounded
         same_lse = same_lse + options.scale * torch.einsum("plkgd,pkd->pkgl", q.double().unflatten(2, (kv_heads, -1)), means[0]).flatten(

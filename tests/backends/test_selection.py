@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -171,3 +173,32 @@ def test_explanation_of_what_nothing_can_do() -> None:
     assert "no backend can" in str(explanation)
     with pytest.raises(ValueError, match="ask about one of them"):
         explain_backend(device="cpu", hardware=BARE["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "flash4"),
+        ({"blocks": (64, 64)}, "triton"),
+        ({"blocks": (64, 64), "lse_grad": True}, "triton"),
+        ({"blocks": (64, 128)}, "flash4"),
+        ({"dtype": HALF, "head_dim": 64, "num_kv_heads": 2}, "flash4"),
+        ({"block_masks": "interval"}, "flash4"),
+        ({"block_masks": "bits"}, "triton"),
+        ({"deterministic": True}, "triton"),
+        ({"key_mask": True}, "triton"),
+        ({"needs_grad": False}, "flash4"),
+        ({"needs_grad": False, "blocks": (64, 64), "num_kv_heads": 2, "dtype": HALF, "head_dim": 96}, "flash4"),
+        ({"needs_grad": False, "head_dim": 96, "deterministic": True}, "flash4"),
+    ],
+    ids=str,
+)
+def test_who_computes_lists_of_blocks_on_hopper(changes: dict[str, object], name: str) -> None:
+    usual = {"dtype": BF16, "head_dim": 128, "num_heads": 4, "num_kv_heads": 4, "needs_grad": True, "blocks": (128, 128)}
+    assert registry.select(AttentionRequest(hardware=EXAMPLES["hopper"], **usual | changes)).name == name  # type: ignore[arg-type]
+
+
+def test_import_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import dilated_attention as da; assert 'triton' in da.list_backends()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

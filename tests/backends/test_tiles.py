@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
+from dilated_attention.backends.base import placed
 from dilated_attention.engine.kernels import tiles, tiles_layout
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
@@ -28,9 +29,9 @@ SEEDS = (125, 137, 379, 486, 521, 778, 913, 1001, 1087, 1404, 1589, 1971, 2017, 
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backend = registry.get("tiles")
     monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, devices=frozenset({"cpu", "cuda"})))
-    registry.answers().clear()
+    registry.cached.clear()
     yield
-    registry.answers().clear()
+    registry.cached.clear()
 
 
 def kinds(case: Case) -> set[str]:
@@ -118,7 +119,7 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tiles, "make_shares", counted)
     monkeypatch.setattr(tiles_layout, "transient_budget", lambda _: 1)
-    registry.answers().clear()
+    registry.cached.clear()
     in_turn = run(tensors, [24, 24], [1, 2], **options)
     # both passes
     assert len(shares) == 2
@@ -156,8 +157,9 @@ def test_a_dense_problem_of_other_lengths_and_strided_lse(dropout_p: float) -> N
         positions = torch.arange(28).repeat(2, 1)
         dropout = Dropout(dropout_p, 3, torch.arange(2), torch.arange(case.heads), positions[:, 21:], positions)
     options = Options(scale=0.2, causal=True, mask=Mask(padding=padding), dropout=dropout)
-    out, lse = torch.empty_like(x.q), torch.empty(2, 7, case.heads).transpose(1, 2)
-    backend.forward_into(x.q, x.k, x.v, options, out, lse)  # type: ignore[attr-defined]
+    views = torch.empty_like(x.q), torch.empty(2, 7, case.heads).transpose(1, 2)
+    out, lse = placed(backend.forward(x.q, x.k, x.v, options, out=views), views)
+    assert out is views[0] and lse is views[1]
     wanted, wanted_lse = registry.get("math").forward(x.q, x.k, x.v, options)
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse)

@@ -61,12 +61,12 @@ def run(problem: Problem, *, tile: tuple[int, int] | None = None, dlse: bool = F
     tuning = None if tile is None else Tuning(**{name: Tile(*tile, 4, 2) for name in ("forward", "dq", "dkdv")})
     q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
     backend = under_test.TritonBlocksBackend()
-    out, lse = backend.forward_blocks(q, k, v, lists, options, tuning)
+    out, lse = backend.forward(q, k, v, options, lists, tuning=tuning)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     return [
         out,
         lse,
-        *backend.backward_blocks(problem.dout, q, k, v, out, lse, lists, options, problem.dlse if dlse else None, tuning),
+        *backend.backward(problem.dout, q, k, v, out, lse, options, lists, dlse=problem.dlse if dlse else None, tuning=tuning),
     ]
 
 
@@ -121,8 +121,8 @@ def test_scales_that_are_not_positive(scale: float) -> None:
     leaves = [x.double().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     out, lse = masked_softmax(*leaves, problem.mask, scale)
     truth = [out, lse, *torch.autograd.grad((out * problem.dout).sum(), leaves)]
-    out, lse = BACKEND.forward_blocks(problem.q, problem.k, problem.v, lists, options)
-    check([out, lse, *BACKEND.backward_blocks(problem.dout, problem.q, problem.k, problem.v, out, lse, lists, options)], truth)
+    out, lse = BACKEND.forward(problem.q, problem.k, problem.v, options, lists)
+    check([out, lse, *BACKEND.backward(problem.dout, problem.q, problem.k, problem.v, out, lse, options, lists)], truth)
 
 
 def test_strides_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_shares_of_parts_with_the_merged_results_add_up() -> None:
     first[:, :, 5] = False
     first[:, :, 7] = kept[:, :, 7]
     halves = [lists_from_dense(half, 64, 128) for half in (first, kept & ~first)]
-    parts = [BACKEND.forward_blocks(q, k, v, lists, problem.options) for lists in halves]
+    parts = [BACKEND.forward(q, k, v, problem.options, lists) for lists in halves]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     weights = [(part_lse - lse).exp().nan_to_num(0.0).transpose(1, 2)[..., None] for _, part_lse in parts]
     out = sum(part * weight for (part, _), weight in zip(parts, weights, strict=True))
@@ -149,7 +149,7 @@ def test_shares_of_parts_with_the_merged_results_add_up() -> None:
     # what the engine hands a backward for rows without keys, and results that lie apart
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.stack([out, out + 1], 2).flatten(1, 2)[:, ::2]
-    shares = [BACKEND.backward_blocks(problem.dout, q, k, v, out, lse, lists, problem.options, problem.dlse) for lists in halves]
+    shares = [BACKEND.backward(problem.dout, q, k, v, out, lse, problem.options, lists, dlse=problem.dlse) for lists in halves]
     check([*found, *(a + b for a, b in zip(*shares, strict=True))], expected(problem))
 
 
@@ -158,9 +158,9 @@ def test_gradient_of_a_sum() -> None:
     problem = make(replace(FIRST, num_keys=70, num_queries=70), DEVICE)
     problem = replace(problem, dout=torch.ones((), device=DEVICE).expand(problem.q.shape))
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = BACKEND.forward_blocks(*tensors, problem.lists, problem.options)
+    out, lse = BACKEND.forward(*tensors, problem.options, problem.lists)
     apart = torch.stack([out, out], -1)[..., 0]
-    grads = BACKEND.backward_blocks(problem.dout, *tensors, apart, lse, problem.lists, problem.options)
+    grads = BACKEND.backward(problem.dout, *tensors, apart, lse, problem.options, problem.lists)
     check([out, lse, *grads], expected(problem, lse_grad=False))
 
 
@@ -168,11 +168,11 @@ def test_rows_that_take_no_part_are_never_nan() -> None:
     """Some row's lse is +inf or −inf though it has keys here: its weights are 0, whatever its dlse."""
     problem = make(replace(FIRST, num_queries=70, num_keys=70, masks="none", density=1.0, empty_rows=False), DEVICE)
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = BACKEND.forward_blocks(*tensors, problem.lists, problem.options)
+    out, lse = BACKEND.forward(*tensors, problem.options, problem.lists)
     lse[:, :, 3], lse[:, :, 65] = torch.inf, -torch.inf
     dlse = problem.dlse.clone()
     dlse[:, :, [3, 65]] = torch.nan
-    grads = BACKEND.backward_blocks(problem.dout, *tensors, out, lse, problem.lists, problem.options, dlse)
+    grads = BACKEND.backward(problem.dout, *tensors, out, lse, problem.options, problem.lists, dlse=dlse)
     assert (grads[0][:, [3, 65]] == 0).all()
     problem.mask[:, :, [3, 65]] = False
     check(list(grads), expected(problem)[2:])

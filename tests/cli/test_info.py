@@ -59,8 +59,8 @@ def test_packages_that_would_be_preferred_are_named(capsys: pytest.CaptureFixtur
 
 
 def test_what_only_one_pass_can_do_is_usable(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--for", "hopper", "--block-size", "128", "--head-dim", "128")
-    assert "  → gluon           forward only: has no backward" in text
+    text = printed(capsys, "--for", "hopper", "--block-size", "64", "--head-dim", "128")
+    assert "  → flash4          forward only: its backward with head_dim 128 takes blocks of 64x128 or 128x128, not 64x64" in text
     assert "1 runs on a CPU only" in text and "compute no block-sparse attention" in text
 
 

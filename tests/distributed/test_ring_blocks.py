@@ -596,14 +596,14 @@ def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
         shards = tuple(ascending_runs(spans(N, rank, world, layout)) for rank in range(world))
         ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
         for rank in range(world):
-            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"), None, PLAIN, True)
+            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"), None, PLAIN)
             assert part.lists.mask_kind == "interval"
 
 
 def test_steps_of_heads_without_masks_ask_for_none() -> None:
     pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
     ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"), None, PLAIN, False)
+    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"), None, PLAIN)
     assert [part.lists.mask_kind for some in parts for part in some] == ["interval", "none"]
 
 

@@ -123,7 +123,7 @@ def test_a_rank_holds_the_keys_from_the_first_to_the_last_that_it_needs() -> Non
     blocks = RingBlockProblem(LocalWindow(40, block_size=64), ((0, N),), shards, 2, 2, False)
     for lengths, span in (((128, 256), (2304, 3136)), ((128, 1024), (2048, 3136)), ((100, 256), (0, 3136))):
         branches = RingProblem(DilatedPattern(lengths, (1, 4)), ((0, N),), shards, 2, 2, False, None, "all_gather", (2,))
-        steps, _, keys = make_block_steps(blocks, rank, (1, 1), torch.device("cpu"), branches, PLAIN, True)
+        steps, _, keys = make_block_steps(blocks, rank, (1, 1), torch.device("cpu"), branches, PLAIN)
         assert (keys.start, keys.end) == span and all(step.keys == (span,) for step in steps)
 
 

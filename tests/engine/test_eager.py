@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import dilated_attention as da
-from dilated_attention.backends import Backend, MathBackend, hardware, registry, tuning_table
+from dilated_attention.backends import Backend, MathBackend, refresh, registry
 from dilated_attention.functional import arguments
 from dilated_attention.pattern import LocalWindow, TopBlocks
 from tests.helpers.fused import run_fused
@@ -458,9 +458,8 @@ def test_a_call_is_decided_once_and_anew_after_anything_it_depends_on(monkeypatc
     # the forward asks for both passes
     assert decided() == 3
     assert [decided(), decided()] == [0, 0]
-    for refresh in (tuning_table.refresh, hardware.refresh):
-        refresh()
-        assert decided() == 3 and decided() == 0
+    refresh()
+    assert decided() == 3 and decided() == 0
     torch.use_deterministic_algorithms(True)
     try:
         assert decided() == 3 and all(request.torch_deterministic for request in asked) and decided() == 0
@@ -493,7 +492,7 @@ def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_MOST_ANSWERS", 8)
     for n in range(1, 20):
         dense(*make(n))
-    assert len(registry.answers()) <= 8
+    assert len(registry.cached) <= 8
     inputs = make()
     out = dilated(*inputs)
     passes = out.grad_fn.call.passes  # type: ignore[union-attr]

@@ -67,8 +67,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def breaks(pass_: str, **how: Any) -> None:
         for name in CPU_NAMES:
-            for method in (pass_, f"{pass_}_blocks"):
-                monkeypatch.setattr(type(registry.get(name)), method, fails(**how))
+            monkeypatch.setattr(type(registry.get(name)), pass_, fails(**how))
 
     return breaks
 

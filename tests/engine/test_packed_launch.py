@@ -38,19 +38,25 @@ class ByBounds(MathBackend):
         assert bounds.most_queries == max(x.stop - x.start for x in queries) and bounds.most_keys == max(x.stop - x.start for x in keys)
         return list(zip(queries, keys, strict=True))
 
-    def forward_packed(self, q: Any, k: Any, v: Any, bounds: Bounds, options: Options, out: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: Any, k: Any, v: Any, options: Options, keys: Any = None, **views: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if keys is None:
+            return super().forward(q, k, v, options)
         _assert_finite(q, k, v)
+        out = views["out"][0] if "out" in views else torch.empty_like(q)
         lse = torch.full((1, q.shape[2], q.shape[1]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
-        for a, b in self._documents(bounds):
+        for a, b in self._documents(keys):
             out[:, a], lse[:, :, a] = self.forward(q[:, a], k[:, b], v[:, b], options)
-        return lse
+        return out, lse
 
-    def backward_packed(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Bounds, options: Options, grads: Any) -> None:
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options, keys: Any = None, **more: Any) -> Any:
+        if keys is None:
+            return super().backward(dout, q, k, v, out, lse, options, **more)
         _assert_finite(dout, q, k, v, out)
-        for a, b in self._documents(bounds):
+        for a, b in self._documents(keys):
             shares = self.backward(dout[:, a], q[:, a], k[:, b], v[:, b], out[:, a], lse[:, :, a], options)
-            for grad, rows, share in zip(grads, (a, b, b), shares, strict=True):
+            for grad, rows, share in zip(more["grads"], (a, b, b), shares, strict=True):
                 grad[:, rows] = share
+        return more["grads"]
 
 
 def _assert_finite(*tensors: torch.Tensor) -> None:

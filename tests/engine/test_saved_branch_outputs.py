@@ -49,7 +49,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     math = type(registry.get("math"))
     original = math.forward
-    monkeypatch.setattr(math, "forward", lambda *args: (launched.append(1), original(*args))[1])
+    monkeypatch.setattr(math, "forward", lambda *args, **views: (launched.append(1), original(*args, **views))[1])
     return launched
 
 
@@ -68,7 +68,7 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
     for keeps in (True, False):
         if not keeps:
             monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
-            registry.answers().clear()
+            registry.cached.clear()
         options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
         out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
         launched.clear()
@@ -89,7 +89,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 
     def run(k: torch.Tensor = k, v: torch.Tensor = v, lengths: Any = (8, 40), rates: Any = (1, 4), **options: Any) -> int:
-        registry.answers().clear()
+        registry.cached.clear()
         dilated_attention(q, k, v, lengths, rates, **options)
         return kept.pop()
 

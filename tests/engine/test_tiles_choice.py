@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Hardware, Options, registry, tuning_table
+from dilated_attention.backends import AttentionRequest, Hardware, Options, rates, registry
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.kernels.tiles_choice import packed_library, runs_on_tiles
@@ -41,11 +41,6 @@ def is_chosen(
     call = Call(registry.select(request, backend), Options(scale=0.125), request=request, named=backend != "auto")
     q: Any = SimpleNamespace(device=torch.device(device), shape=(1, N, 12, request.head_dim))
     return runs_on_tiles(LONGNET, shape, q, replace(call, **changes), is_backward)
-
-
-@pytest.fixture(autouse=True)
-def nothing_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning_table, "measured_here", lambda hardware: None)
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -120,18 +115,24 @@ def test_passes_of_detached_mixing_go_one_way() -> None:
 def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     N = 2**20
     assert not is_chosen(N)
-    timings = [SimpleNamespace(backend="flash4", tflops=300.0), SimpleNamespace(backend="tiles", tflops=900.0)]
-    row = SimpleNamespace(timings=timings, names=("flash4", "tiles"))
-    table = SimpleNamespace(row_for=lambda request: row, path="tuned.json", date="2026-11-22")
-    monkeypatch.setattr(tuning_table, "measured_here", lambda hardware: table)
-    monkeypatch.setattr(tuning_table, "generation", -1)
+    monkeypatch.setattr(rates, "rate_of", lambda backend, request: {"flash4": 300.0, "tiles": 900.0}[backend])
+    registry.cached.clear()
     assert is_chosen(N)
+
+
+def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one answer holds for both passes, too."""
+    both: dict[str, Any] = {"detached": True, "needs_grad": True}
+    assert not is_chosen(2**17, **both)
+    monkeypatch.setattr(registry, "_orders", dict(registry._orders))
+    registry.set_order("sm90", ("sdpa_efficient",))
+    assert is_chosen(2**17, **both)
 
 
 def test_hardware_without_a_table_has_rates_to_go_by() -> None:
     bare = Hardware(device_type="cuda", capability=(8, 6), packages=frozenset({"triton"}), name="86")
     request = replace(REQUEST, hardware=bare)
-    assert tuning_table.shipped(bare.architecture) is None
+    assert rates.table_of(bare.architecture) is None
     assert is_chosen(1024, request) and not is_chosen(2**20, request)
 
 
@@ -145,7 +146,6 @@ def test_a_part_of_the_queries(first: int, is_backward: bool, gathers: bool, mon
     """
     capabilities = replace(registry.get("flash3").capabilities, documents=gathers)
     monkeypatch.setattr(registry.get("flash3"), "capabilities", capabilities)
-    monkeypatch.setattr(tuning_table, "generation", -2 - gathers)
     pattern = DilatedPattern((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
     request = replace(REQUEST, hardware=machine("flash-attn-3"), head_dim=48, num_heads=16, num_kv_heads=16, needs_grad=is_backward)
     request = replace(request, length=12500)

@@ -208,8 +208,6 @@ def test_list_backends_names_all() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu",
-        "gluon",
-        "cudnn_fe",
         "triton",
         "tiles",
         "flex",
@@ -236,7 +234,7 @@ def test_list_backends_names_all() -> None:
 def test_explain_backend_knows_lists_of_blocks() -> None:
     hopper = Hardware(device_type="cuda", capability=(9, 0), cudnn_version=91900, packages=frozenset({"triton", "flash-attn-4"}))
     asked = explain_backend(hardware=hopper, head_dim=128, block_size=128)
-    assert (asked.forward, asked.backward) == ("gluon", "flash4")
+    assert (asked.forward, asked.backward) == ("flash4", "flash4")
     assert explain_backend(hardware=hopper, head_dim=128, block_size=64, block_masks="bits").backward == "triton"
     assert "takes no lists of blocks" in str(asked) and "blocks of 128x128" in str(asked)
     with pytest.raises(ValueError, match="block_size"):

@@ -15,7 +15,7 @@ from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-BACKENDS = ("gluon", "cudnn_fe", "flash4", "triton", "flex")
+BACKENDS = ("flash4", "triton", "flex")
 
 
 # (query block, key block): with the head dim, what a kernel is compiled for
@@ -75,12 +75,12 @@ def check(name: str, problem: Problem, *, split: bool = False) -> str:
     found = {}
     q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
     if able[False]:
-        found["out"], found["lse"] = backend.forward_blocks(q, k, v, lists, options)
+        found["out"], found["lse"] = backend.forward(q, k, v, options, lists)
     if able[True]:
         full_out, full_lse = truth["out"].to(q.dtype), truth["lse"].float()
         full_lse = full_lse.masked_fill(full_lse == -torch.inf, torch.inf)
-        extra = (problem.dlse,) if backend.capabilities.lse_grad else ()
-        grads = backend.backward_blocks(problem.dout, q, k, v, full_out, full_lse, lists, options, *extra)
+        dlse = problem.dlse if backend.capabilities.lse_grad else None
+        grads = backend.backward(problem.dout, q, k, v, full_out, full_lse, options, lists, dlse=dlse)
         found.update(zip(NAMES[2:], grads, strict=True))
     for what, x in found.items():
         error = max_error(x, truth[what])
@@ -101,8 +101,6 @@ EACH = [
     (128, BLOCKS[3], BF16),
 ]
 KERNELS = {
-    "gluon": [(64, BLOCKS[0], BF16), (64, BLOCKS[2], FP16), (128, BLOCKS[0], BF16), (128, BLOCKS[2], FP16)],
-    "cudnn_fe": [(128, BLOCKS[0], BF16), (128, BLOCKS[1], FP16)],
     "flash4": EACH,
     "triton": EACH,
     "flex": [(64, BLOCKS[0], BF16), (128, BLOCKS[0], BF16)],
@@ -115,18 +113,14 @@ KERNELS = {
 def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: torch.dtype) -> None:
     changes = {"head_dim": head_dim, "q_block": blocks[0], "k_block": blocks[1], "dtype": dtype}
     cases = [random_case(seed, **changes) for seed in range(40)]
-    # masks and padding, which every third case goes without, are not for each
-    cases = [case for case in cases if name != "cudnn_fe" or (case.masks == case.padding == "none")]
     compared = sum(bool(check(name, make(case, "cuda"))) for case in cases[: 8 if name == "flex" else 16])
     assert compared >= 3
 
 
 @pytest.mark.kernel("name", "head_dim")
 @pytest.mark.parametrize("head_dim", [64, 128])
-# cudnn_fe takes no masks inside blocks
-@pytest.mark.parametrize(
-    ("name", "masks"), [(name, masks) for name in BACKENDS for masks in ("none", "interval") if (name, masks) != ("cudnn_fe", "interval")]
-)
+@pytest.mark.parametrize("masks", ["none", "interval"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     case = BlockCase(
         num_queries=1024, num_keys=1024, heads=4, kv_heads=4, head_dim=head_dim, q_block=128, k_block=128, groups=(1, 4),
@@ -138,35 +132,14 @@ def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     assert bool(capped) == registry.get(name).capabilities.softcap
 
 
-@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+@pytest.mark.parametrize("name", ["flash4", "triton"])
 def test_two_block_sizes_in_one_process(name: str) -> None:
     for k_block in (128, 64, 128):
         case = BlockCase(num_queries=512, num_keys=512, head_dim=64, q_block=128, k_block=k_block, density=0.4, dtype=torch.bfloat16)
         assert check(name, make(case, "cuda"))
 
 
-@pytest.mark.kernel("size")
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("groups", [(1, 1), (1, 4), (2, 4)])
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys"),
-    # the last has more query blocks than the library takes at once
-    [(1, 1), (64, 65), (128, 256), (200, 333), (257, 512), (515, 777), (1024, 1000), (1000, 1024), (128 * 260, 256)],
-)
-def test_cudnn_fe_at_what_it_is_for(num_queries: int, num_keys: int, groups: tuple[int, int], size: int) -> None:
-    """Its backward, which few random cases reach: whole and ragged lengths, and FlashAttention-4 in the same process before and after."""
-    case = BlockCase(
-        batch=1 if num_queries > 2048 else 2, num_queries=num_queries, num_keys=num_keys, heads=4, kv_heads=4, head_dim=128,
-        q_block=size, k_block=size, groups=groups, density=0.5, dtype=torch.bfloat16,
-    )  # fmt: skip
-    problem = make(case, "cuda")
-    check("flash4", problem)
-    assert check("cudnn_fe", problem) == "out lse dq dk dv"
-    assert check("cudnn_fe", make(replace(case, layout="packed", seed=1), "cuda")) == "out lse dq dk dv"
-    check("flash4", problem)
-
-
-@pytest.mark.parametrize("name", ["gluon", "flash4", "triton"])
+@pytest.mark.parametrize("name", ["flash4", "triton"])
 def test_one_long_list_among_short_ones(name: str) -> None:
     """A block that keeps everything has a table, or a turn, of its own."""
     case = BlockCase(
@@ -184,13 +157,13 @@ def test_one_long_list_among_short_ones(name: str) -> None:
     assert check(name, problem)
 
 
-@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("name", ["triton"])
 def test_results_repeat(name: str) -> None:
     problem = make(
         random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none"), "cuda"
     )
     backend = registry.get(name)
-    first = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+    first = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
     for _ in range(200):
-        again = backend.forward_blocks(problem.q, problem.k, problem.v, problem.lists, problem.options)
+        again = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])

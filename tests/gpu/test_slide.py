@@ -124,7 +124,7 @@ def test_kept_outputs_give_the_gradients_of_those_made_again(monkeypatch: pytest
     for keeps in (True, False):
         if not keeps:
             monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
-            registry.answers().clear()
+            registry.cached.clear()
         # what the last backward still holds would be counted out of this call's memory when it goes
         before = bare()
         out = dilated_attention(q, k, v, SEGMENTS, RATES, **options)

@@ -22,7 +22,6 @@ DEPENDENCIES = {"torch", "einops", "safetensors", "rich"}
 INDIRECT = {"numpy"}
 OPTIONAL = {
     "PIL": "plot: matplotlib depends on it",
-    "cudnn": "cudnn_fe, named by its refusal",
     "cutlass": "cudnn, flash4: both depend on it",
     "fa3_fwd": "fp8",
     "flash_attn": "flash2, flash4",

@@ -325,11 +325,7 @@ def test_a_time_says_where_its_rate_comes_from() -> None:
     assert "nested" in plan("dilated", 2**20).passes[0].backend and "nested" not in plan("dilated", 2**20, gpu="A100").passes[0].backend
 
 
-def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DILATED_ATTENTION_CACHE", str(tmp_path))
-    from dilated_attention.backends import tuning_table
-
-    tuning_table.refresh()
+def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = plan("dense", gpu=None)
     assert found.device == "this machine's CPU" and found.dtype == "float32"
@@ -342,7 +338,6 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
         assert text.count(one.no_time) == 1 and "bench" not in text and "MALLOC_MMAP_THRESHOLD_" in text
         assert plans_table([one, one]).count(one.no_time) == 1 and "MALLOC_MMAP_THRESHOLD_" in plans_table([one, one])
     assert "MALLOC" not in str(plan("dense", gpu="H200"))
-    tuning_table.refresh()
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options
+from dilated_attention.backends.base import Keys, Options, Views
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
@@ -53,8 +53,23 @@ class GatherProblems:
 class GatheringBackend(ContainedBackend):
     """A backend on a dense kernel that also computes block lists."""
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        if keys is None:
+            return self.dense_forward(q, k, v, options)
+        assert isinstance(keys, BlockLists)
+        return self._forward_blocks(q, k, v, keys, options)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if keys is None:
+            return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
+        assert isinstance(keys, BlockLists)
+        return self._backward_blocks(dout, q, k, v, out, lse, keys, options, dlse)
+
     @torch.no_grad()
-    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
+    def _forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
         B, Nq, H, _ = q.shape
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -64,7 +79,7 @@ class GatheringBackend(ContainedBackend):
         queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
         for piece in pieces(q, k, lists, options):
             inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
-            part_out, part_lse = self.forward(*inputs, masks.options(piece), masks.pairs(piece))
+            part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
             if piece.is_second:
                 merge_(part_out, part_lse.transpose(1, 2), _taken(out, lists, piece), _taken(_one_dim(lse), lists, piece)[..., 0])
             _put(out, part_out, lists, piece)
@@ -72,9 +87,9 @@ class GatheringBackend(ContainedBackend):
         return out, lse
 
     @torch.no_grad()
-    def backward_blocks(
+    def _backward_blocks(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None,
+        dlse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -91,7 +106,7 @@ class GatheringBackend(ContainedBackend):
             inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
             part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
             part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
-            dq_share, dk_share, dv_share = self.backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+            dq_share, dk_share, dv_share = self.dense_backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
             if piece.is_second:
                 dq_share = dq_share + _taken(dq, lists, piece)
             _put(dq, dq_share.to(q.dtype), lists, piece)

@@ -39,19 +39,17 @@ class BlockTable:
     full: tuple[Tensor, Tensor]
 
 
-def row_tables(lists: BlockLists, together: int = 1, *, uncut: bool = False) -> tuple[BlockTable, ...]:
+def row_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     """Returns tables of the key blocks of every query block.
 
     Args:
         together: the number of heads that share a key head and so must stay in one table.
-        uncut: put all query blocks in one table if it is not too large, however different their lists are; for launches that cost
-            more than padding.
     """
 
     def make() -> tuple[BlockTable, ...]:
-        return tuple(_tables(lists, lists.row_starts, lists.columns, lists.masks, lists.num_rows, together, uncut))
+        return tuple(_tables(lists, lists.row_starts, lists.columns, lists.masks, lists.num_rows, together))
 
-    return lists.derived(("row_tables", together, uncut), make)
+    return lists.derived(("row_tables", together), make)
 
 
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
@@ -59,19 +57,16 @@ def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...
 
     def make() -> tuple[BlockTable, ...]:
         by_column = lists.by_column
-        return tuple(_tables(lists, by_column.starts, by_column.rows, by_column.masks, lists.num_columns, together, False))
+        return tuple(_tables(lists, by_column.starts, by_column.rows, by_column.masks, lists.num_columns, together))
 
     return lists.derived(("column_tables", together), make)
 
 
-def _tables(
-    lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int, uncut: bool
-) -> Iterator[BlockTable]:
+def _tables(lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int) -> Iterator[BlockTable]:
     groups = (lists.num_batch, lists.num_heads)
     counts = starts.diff().view(*groups, blocks)
     longest = counts.amax((0, 1))
-    small = lists.num_groups * blocks * int(longest.max()) * 4 <= TABLE_BYTES
-    for start, end in [(0, blocks)] if uncut and small else _runs(longest):
+    for start, end in _runs(longest):
         width = int(longest[start:end].max())
         per_head = max(1, groups[0] * (end - start) * width * 4)
         step = groups[1] if groups[1] == 1 else max(together, TABLE_BYTES // per_head // together * together)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options
-from dilated_attention.backends.block_kernels.base import BlocksBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
@@ -93,7 +92,7 @@ def _shared_memory(capability: tuple[int, int] | None) -> str:
     return "medium" if capability in ((8, 0), (8, 7)) else "small"
 
 
-class TritonBlocksBackend(BlocksBackend):
+class TritonBlocksBackend(Backend):
     """Computes only block-sparse attention; dense problems have better kernels.
 
     The backward pass recomputes the scores twice, for dq by query blocks and for dk and dv by key blocks: 7 products instead of 5,
@@ -122,8 +121,8 @@ class TritonBlocksBackend(BlocksBackend):
             return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
-    def forward_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, tuning: Tuning | None = None
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, tuning: Tuning | None = None, **__: Views
     ) -> tuple[Tensor, Tensor]:
         """Computes the softmax attention over the kept pairs.
 
@@ -136,30 +135,31 @@ class TritonBlocksBackend(BlocksBackend):
         """
         from dilated_attention.backends.block_kernels import triton_kernels as kernels
 
-        B, _, H, _ = q.shape
+        assert isinstance(keys, BlockLists)
+        lists, (B, _, H, _) = keys, q.shape
         tile = (tuning or _tuning_for(q)).forward
         problem = _problem(q, k, v, lists, options)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((B, H, lists.num_queries), dtype=torch.float32, device=q.device)
         walk = tile.cut(lists)
         align, strides = _strides(q, k, v)
         order = row_order(lists)
         grid = (lists.num_rows * (walk[0] // walk[2]) * B * H,)
         if not lists.num_rows * B * H:
-            return out, lse
+            return result, lse
         with on_device(q.device):
             kernels.forward_kernel[grid](
-                q, k, v, out, lse, lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
+                q, k, v, result, lse, lists.row_starts, lists.columns, lists.masks, *problem.masks, order.places, order.heavy,
                 *strides, *problem.padding_strides, lists.num_queries, lists.num_keys, lists.num_rows, B * H, H,
                 *problem.steps, *problem.steps, max(abs(options.scale), _SMALLEST_SCALE),
                 WALK=walk, NEGATIVE=options.scale < 0, EVEN=lists.num_keys % lists.k_block == 0, ALIGN=align, WIDE=_wide(strides, align),
                 **problem.constants, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        return out, lse
+        return result, lse
 
-    def backward_blocks(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None, tuning: Tuning | None = None,
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, tuning: Tuning | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
@@ -173,7 +173,8 @@ class TritonBlocksBackend(BlocksBackend):
         """
         from dilated_attention.backends.block_kernels import triton_kernels as kernels
 
-        (B, _, H, D), K = q.shape, k.shape[2]
+        assert isinstance(keys, BlockLists)
+        lists, (B, _, H, D), K = keys, q.shape, k.shape[2]
         tuning = tuning or _tuning_for(q)
         problem = _problem(q, k, v, lists, options)
         dout, out = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in (dout.to(q.dtype), out))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, Backend, Capabilities, Options
+from dilated_attention.backends.base import HALVES, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import flash_sides
 
 
@@ -33,7 +33,8 @@ class Flash2Backend(Backend):
         source="H200, torch 2.11, flash-attn 2.8.3 built for head dims to 128: 326/301 TFLOP/s forward/backward at D = 64, 391/320 at 128",
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         left, right = flash_sides(options, q, k)
         out, lse, *_ = _interface()._flash_attn_forward(
             q, k, v, 0.0, options.scale, causal=options.causal, window_size_left=left, window_size_right=right, softcap=options.softcap,
@@ -42,9 +43,10 @@ class Flash2Backend(Backend):
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dlse is None
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None and dlse is None
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _interface()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, options.scale, options.causal, *flash_sides(options, q, k),

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Bounds, Capabilities, Options, WritingBackend
-from dilated_attention.backends.hardware import refresh
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
 from dilated_attention.backends.mask_convert import flash_sides
+from dilated_attention.backends.selection import refresh
 
 
-class Flash3Backend(WritingBackend):
+class Flash3Backend(Backend):
     """``flash_attn_3::fwd`` and ``::bwd`` (Hopper): external out and lse, strided views, windows, grouped heads.
 
     The bundled build has head dims 64, 96, 128, 192 and 256. The kernels accept others (multiples of 8) by rounding up
@@ -50,34 +50,36 @@ class Flash3Backend(WritingBackend):
             return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k))
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        where, _ = out
+        if isinstance(keys, Bounds):
+            lengths = keys.queries, keys.keys, None, keys.used_queries, keys.used_keys, keys.most_queries, keys.most_keys
+            tensors = q[0], k[0], v[0], options.scale, options.causal
+            packed_out, lse = forward(*tensors, out=None if where is None else where[0], lengths=lengths)
+            return packed_out[None] if where is None else where, lse[None]
+        assert keys is None
+        result, lse = forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k), where)
+        return result if where is None else where, lse
 
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
-        lse.copy_(forward(q, k, v, options.scale, options.causal, flash_sides(options, q, k), out)[1])
-
-    def backward_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, grads: Views = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert dlse is None
+        results = new_results(grads, (q, k, v))
+        tensors: tuple[Tensor, ...] = dout, q, k, v, out, lse.contiguous(), *results
+        lengths: tuple[Tensor | int | None, ...] = (None,) * 6
+        if isinstance(keys, Bounds):
+            lengths = keys.queries, keys.keys, keys.used_queries, keys.used_keys, keys.most_queries, keys.most_keys
+            tensors, sides = tuple(x[0] for x in tensors), (-1, -1)
+        else:
+            assert keys is None
+            sides = flash_sides(options, q, k)
         # without output buffers the bundled build returns nothing useful
-        _ops().bwd(
-            dout, q, k, v, out, lse.contiguous(), *grads, *(None,) * 6, options.scale, options.causal, *flash_sides(options, q, k), 0.0,
-            options.deterministic, 0,
-        )  # fmt: skip
-
-    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options, out: Tensor) -> Tensor:
-        lengths = bounds.queries, bounds.keys, None, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
-        return forward(q[0], k[0], v[0], options.scale, options.causal, out=out[0], lengths=lengths)[1][None]
-
-    def backward_packed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor],
-    ) -> None:  # fmt: skip
-        lengths = bounds.queries, bounds.keys, bounds.used_queries, bounds.used_keys, bounds.most_queries, bounds.most_keys
-        tensors = [x[0] for x in (dout, q, k, v, out, lse.contiguous(), *grads)]
-        _ops().bwd(*tensors, *lengths, options.scale, options.causal, -1, -1, 0.0, options.deterministic, 0)
+        _ops().bwd(*tensors, *lengths, options.scale, options.causal, *sides, 0.0, options.deterministic, 0)
+        return results  # type: ignore[return-value]
 
 
 def forward(

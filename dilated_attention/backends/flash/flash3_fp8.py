@@ -1,17 +1,28 @@
-"""FlashAttention-3's fp8 (e4m3) forward: ``torch.ops.fa3_fwd`` from the package fa3-fwd, installed or loaded by path."""
+"""FlashAttention-3's fp8 (e4m3) forward: ``torch.ops.fa3_fwd`` from the package fa3-fwd, installed or loaded by path.
+
+Each launch rounds its q, k and v to e4m3 (4 exponent and 3 mantissa bits, largest number 448), one scale per problem and key/value head:
+
+    y = round((x − c) · 448 / amax),    descale = amax / 448,    mean = avg(x − y · descale),    x ≈ mean + y · descale
+
+c is each channel's average over the rows of keys and values. Removing a constant does not change the attention: softmax is invariant to
+one in its scores, and one in the values passes through. So scale·q·mean(k) is added to lse and mean(v) to out, in float32. The mean is
+that of y *as rounded*: after a shift, rounding may be biased to one side, and an error common to all rows adds up.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
-from dilated_attention.backends.hardware import refresh
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.selection import refresh
 
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
 # keys summed in the tensor cores' short accumulator before the sum moves to a float32 one. With values of +1 in one half of 131,072 keys
 # and −1 in the other, the relative error is 2.0 in one sum, 0.22 at 8192 and 0.18 at 4096; the last two add 8 and 16 % to the time
 # (H200, D = 128)
@@ -26,18 +37,14 @@ _LEAST_ROWS = 1024
 class Flash3Fp8Backend(Backend):
     """``fa3_fwd::fwd`` on e4m3 copies of q, k and v (Hopper, forward only); the kernel rounds out to bfloat16.
 
-    Each launch quantises its own views, with one scale for every problem (segment) and key/value head. Coarser scales, per head or per
-    tensor, have errors just as small: e4m3 is a floating-point format, and only values 2^15 times smaller than the largest are lost. Two
-    other effects matter:
+    Two effects matter:
 
     * The tensor cores sum 8-bit products with less precision than float32. A sum of values with the same sign comes out too small, and
       the error grows with the number of terms: values of mean 1 were 2.4 % wrong over 2048 keys, 57 % over 131,072. So the mean of the
       values is subtracted first (0.2 % at any length), and more than ``KEYS_A_SUM`` keys are summed in parts that are added in float32.
     * A constant in the keys costs mantissa bits that the scores need, so their mean is subtracted too.
 
-    Measured on an H200 (bench speed --cases "fp8*"): the total time breaks even at 32,768 dense keys and is better beyond (131,072:
-    1.08 times the speed of the fastest bf16 at D = 64, 1.14 at 128). On segments of 2048 rows it is never better: quantising them takes
-    longer than the faster products save.
+    It pays for long dense rows only: on segments of 2048 rows rounding takes longer than the faster products save.
     """
 
     name = "flash3_fp8"
@@ -59,21 +66,16 @@ class Flash3Fp8Backend(Backend):
         self._keys_a_sum = keys_a_sum
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = []
         if request.needs_grad and request.precision == "fp8":
-            reasons.append('its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"')
-        if request.hardware.device_type == "cuda" and "triton" not in request.hardware.packages:
-            reasons.append("triton is not installed: pip install triton")
-        return reasons
+            return ['its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"']
+        return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        # imported here, since not every machine has Triton
-        from dilated_attention.backends.flash import fp8
-
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
-        q8 = fp8.quantise(q, K)
-        k8, v8 = (fp8.quantise(x, K, centre=True) for x in (k, v))
+        q8 = quantise(q, K)
+        k8, v8 = (quantise(x, K, centre=True) for x in (k, v))
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
         num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
@@ -81,18 +83,47 @@ class Flash3Fp8Backend(Backend):
         for start in range(0, L, rows):
             end = min(start + rows, L)
             # a causal launch aligns its last row with its last key
-            keys = end if options.causal else S
+            seen = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
-                q8.y[:, start:end], k8.y[:, :keys], v8.y[:, :keys], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
+                q8.y[:, start:end], k8.y[:, :seen], v8.y[:, :seen], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
                 v8.descale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
             )  # fmt: skip
             lse[:, :, start:end] = part_lse
-        if k8.mean is not None and v8.mean is not None:
-            fp8.restore_(out, lse, q, k8.mean, v8.mean, options.scale)
+        # what rounding took away, with query heads by the key head that they read
+        lse.unflatten(1, (K, -1)).add_(torch.einsum("plkgd,pkd->pkgl", q.unflatten(2, (K, -1)).float(), k8.mean), alpha=options.scale)
+        out.unflatten(2, (K, -1)).add_(v8.mean[:, None, :, None])
         return out.to(q.dtype), lse
 
     def backward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError("flash3_fp8 has no backward, and selection never asks it for one")
+
+
+class Quantised(NamedTuple):
+    """y (P, L, G, D) e4m3, last stride 1 · descale (P, K) float32 · mean (P, K, D) float32."""
+
+    y: Tensor
+    descale: Tensor
+    mean: Tensor
+
+
+def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
+    """Rounds x (P, L, G, D) to 8 bits with ``num_scales`` scales a problem; ``centre`` subtracts each channel's average.
+
+    Only finite elements enter scales and means. A NaN or an infinity becomes e4m3's NaN, so it is not lost.
+    """
+    groups = x.unflatten(2, (num_scales, -1)).float()
+    finite = groups.abs() < torch.inf
+    average = torch.where(finite, groups, 0.0).mean((1, 3)) if centre else groups.new_zeros(x.shape[0], num_scales, x.shape[3])
+    groups = groups - average[:, None, :, None]
+    # the reciprocal of a smaller amax is not representable in float32; such values become zeros
+    amax = torch.where(finite, groups.abs(), 0.0).amax((1, 3, 4)).clamp_min(1e-30)
+    descale = amax / E4M3_MAX
+    # a Python number over amax would round twice: torch computes 448 · (1 / amax). Rounding may carry the largest element past 448, which
+    # the cast would make NaN
+    scaled = (groups * (torch.full_like(amax, E4M3_MAX) / amax)[:, None, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    y = torch.where(finite, scaled, torch.nan).to(E4M3)
+    mean = average - torch.where(finite, y.float(), 0.0).mean((1, 3)) * descale[:, :, None]
+    return Quantised(y.flatten(2, 3), descale, mean)
 
 
 def load_library(path: str | Path) -> None:

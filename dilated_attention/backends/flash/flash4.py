@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.mask_convert import window_sizes
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
-class Flash4Backend(WritingBackend):
+class Flash4Backend(Backend):
     """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
 
     They are never called through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has since grown, and flex's FLASH backend
@@ -67,51 +66,40 @@ class Flash4Backend(WritingBackend):
             reasons += flash4_blocks.block_reasons(request)
         return reasons
 
-    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-        return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options)
-
-    def backward_blocks(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse)
-
-    def forward_blocks_into(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor) -> Tensor:
-        return flash4_blocks.forward_blocks(_interface(), q, k, v, lists, options, out)[1]
-
-    def backward_blocks_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dq: Tensor, dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return flash4_blocks.backward_blocks(_interface(), (dout, q, k, v, out, lse), lists, options, dlse, dq)[1:]
-
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        interface, (where, lse) = _interface(), out
+        if keys is not None:
+            assert isinstance(keys, BlockLists)
+            return flash4_blocks.forward_blocks(interface, q, k, v, keys, options, where)
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel requires lse rows with stride 1
-        rows = lse if lse.stride(-1) == 1 else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        interface = _interface()
+        rows = lse if lse is not None and lse.stride(-1) == 1 else new_lse(q)
+        (result,) = new_results((where,), (q,))
 
         def call() -> None:
             interface._flash_attn_fwd(
                 q, k, v, softmax_scale=options.scale, causal=options.causal, softcap=options.softcap, window_size_left=left,
-                window_size_right=right, return_lse=True, out=out, lse=rows,
+                window_size_right=right, return_lse=True, out=result, lse=rows,
             )  # fmt: skip
 
-        replay_forward(
-            interface, (q, k, v, out, rows), (options.scale, options.causal, left, right, options.softcap), call, options.geometry
-        )
-        if rows is not lse:
-            lse.copy_(rows)
+        settings = (options.scale, options.causal, left, right, options.softcap)
+        replay_forward(interface, (q, k, v, result, rows), settings, call, options.geometry)
+        return result, rows
 
-    def backward_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, grads: Views = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        interface = _interface()
+        if keys is not None:
+            assert isinstance(keys, BlockLists)
+            return flash4_blocks.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = _with_rows(lse, q.shape[-1])
         dlse = None if dlse is None else _with_rows(dlse, q.shape[-1])
-        dq, dk, dv = grads
-        interface = _interface()
+        dq, dk, dv = new_results(grads, (q, k, v))
 
         def call() -> None:
             interface._flash_attn_bwd(
@@ -122,10 +110,11 @@ class Flash4Backend(WritingBackend):
         if options.deterministic:
             # the semaphores must start as zeros, which a replay does not ensure
             call()
-            return
+            return dq, dk, dv
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
         settings = (options.scale, options.causal, left, right, options.softcap, dlse is not None)
         replay_backward(q, k)(interface, tensors, settings, call, options.geometry)
+        return dq, dk, dv
 
 
 def _with_rows(x: Tensor, head_dim: int) -> Tensor:

@@ -89,7 +89,7 @@ def backward_blocks(
 
     Args:
         tensors: dout, q, k, v, out, lse.
-        into: a view that dq is written to. Without it, dq is float32 where it is the sum of more than two launches.
+        into: a view for dq, which is written to unless dq is the sum of more than two launches: it is then another tensor, in float32.
     """
     dout, q, k, v, out, lse = tensors
     tables = column_tables(lists, q.shape[2] // k.shape[2])
@@ -145,8 +145,6 @@ def backward_blocks(
         total = dqs[0].float()
         for dq in dqs[1:]:
             total += dq
-    if total is not None and into is not None:
-        into.copy_(total)
     return dqs[0] if total is None else total, dk, dv
 
 

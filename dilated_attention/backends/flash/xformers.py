@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import repeat_heads, window_sizes
 
 
@@ -41,25 +41,23 @@ class XformersBackend(Backend):
             return ["takes windows in half precision only, not in float32"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         fmha, kernels = _fmha(q.dtype)
-        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
-            q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp
-        )
+        q, k, v = (_aligned(repeat_heads(x, q.shape[2])) for x in (q, k, v))
+        attend = fmha.memory_efficient_attention_forward_requires_grad
+        out, lse = attend(q, k, v, _bias(fmha, options, q, k), scale=options.scale, op=kernels.FwOp)
         # CUTLASS pads the rows of lse; FlashAttention-2 writes +inf for rows without keys
         lse = lse[..., : q.shape[1]]
         return out, lse if options.mask.band is None else lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dlse is None
-        fmha, kernels = _fmha(q.dtype)
-        G, K = q.shape[2], k.shape[2]
-        k, v = (repeat_heads(x, G) for x in (k, v))
-        q, k, v = (_aligned(x) for x in (q, k, v))
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None and dlse is None
+        (fmha, kernels), G, K = _fmha(q.dtype), q.shape[2], k.shape[2]
+        q, k, v = (_aligned(repeat_heads(x, G)) for x in (q, k, v))
         dq, dk, dv = fmha.memory_efficient_attention_backward(
             # CUTLASS derives the row stride of out from its shape
             dout.contiguous(), out.contiguous(), lse.contiguous(), q, k, v, _bias(fmha, options, q, k), scale=options.scale,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Capabilities, Options, WritingBackend
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.dropout import Words
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_FLOAT32 = 128
 
 
-class TilesBackend(WritingBackend):
+class TilesBackend(Backend):
     """Supports every option of a call except float64 and fp8. Gradients repeat bit for bit, since no atomics are used.
 
     The backward pass computes scores twice, once for dq and once for dk and dv: 7 products instead of 5.
@@ -50,26 +50,32 @@ class TilesBackend(WritingBackend):
             return [f"float32 with head_dim {request.head_dim} spills registers; head_dim up to {_MAX_FLOAT32} does not"]
         return []
 
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
+    ) -> tuple[Tensor, Tensor]:
         from dilated_attention.backends.tiles import run
 
+        assert keys is None
+        (result,), lse = new_results(out[:1], (q,)), out[1]
         # the kernel writes lse densely
-        dense = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        run.forward(_prepared(q, k, options), q, k, v, out, dense, **_masks(options, k))
-        if dense is not lse:
-            lse.copy_(dense)
+        dense = lse if lse is not None and lse.is_contiguous() else new_lse(q)
+        run.forward(_prepared(q, k, options), q, k, v, result, dense, **_masks(options, k))
+        return result, dense
 
-    def backward_into(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-        grads: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, grads: Views = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from dilated_attention.backends.tiles import run
 
+        assert keys is None
         masks = _masks(options, k)
+        results = new_results(grads, (q, k, v))
         if "padding" in masks:
             # the kernel of dq requires that padded keys and values are zeros
             k, v = (x.masked_fill(masks["padding"][:, :, None, None], 0) for x in (k, v))
-        run.backward(_prepared(q, k, options), (dout, q, k, v, out, lse.contiguous()), dlse, grads, **masks)
+        run.backward(_prepared(q, k, options), (dout, q, k, v, out, lse.contiguous()), dlse, results, **masks)
+        return results  # type: ignore[return-value]
 
 
 def float32_precision() -> str:

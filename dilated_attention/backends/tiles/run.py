@@ -136,7 +136,7 @@ def merge_launch(p: Prepared, out: Tensor) -> KernelLaunch:
 
 
 def backward(
-    p: Prepared, tensors: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, Tensor, Tensor],
+    p: Prepared, tensors: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, ...],
     *, parts: Tensor | None = None, padding: Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.pattern.blocks.flex_mask import padded_tables
@@ -50,31 +50,26 @@ class FlexBackend(Backend):
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None or isinstance(keys, BlockLists)
         with torch.no_grad():
-            out, lse = _flex(q, k, v, options)
-        out = out.transpose(1, 2)
+            part_out, lse = _flex(q, k, v, options, keys)
+        part_out = part_out.transpose(1, 2)
+        if keys is not None:
+            # with lists per head, different rows are empty in each head
+            return part_out.masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
         empty = (lse == -torch.inf).all(1) if not options.mask.is_trivial else None
-        return clear_empty_rows(out, lse, empty)
+        return clear_empty_rows(part_out, lse, empty)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _part_backward(dout, q, k, v, out, lse, options, dlse)
-
-    def forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            out, lse = _flex(q, k, v, options, lists)
-        # with lists per head, different rows are empty in each head
-        return out.transpose(1, 2).masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0), lse
-
-    def backward_blocks(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return _part_backward(dout, q, k, v, out, lse, options, dlse, lists)
+        assert keys is None or isinstance(keys, BlockLists)
+        if keys is not None:
+            # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return _part_backward(dout, q, k, v, out, lse, options, dlse, keys)
 
 
 def _part_backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Options
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, repeat_heads, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
@@ -41,7 +41,8 @@ class SdpaFlashBackend(Backend):
             return ["its backward is deterministic only under torch.use_deterministic_algorithms(True)"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, options.causal, False, scale=options.scale, window_size_left=left,
@@ -50,9 +51,10 @@ class SdpaFlashBackend(Backend):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dlse is None
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None and dlse is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -93,7 +95,8 @@ class SdpaCudnnBackend(Backend):
             reasons.append(f"at most {_MAX_GRID} heads, not {request.num_heads}")
         return reasons
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         if k.shape[1] == 1:
             return _MATH.forward(q, k, v, options)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -102,9 +105,10 @@ class SdpaCudnnBackend(Backend):
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dlse is None
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None and dlse is None
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -144,7 +148,8 @@ class SdpaEfficientBackend(Backend):
             return [f"head_dim must be a multiple of 8 in half precision, not {request.head_dim}"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None
         bias, empty_PL = _aligned_bias(q, k, options)
         k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -153,9 +158,10 @@ class SdpaEfficientBackend(Backend):
         return clear_empty_rows(out.transpose(1, 2), lse[..., : q.shape[1]], empty_PL)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dlse is None
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None and dlse is None
         bias, _ = _aligned_bias(q, k, options)
         G, K = q.shape[2], k.shape[2]
         padded = -(-q.shape[1] // 32) * 32

@@ -6,7 +6,7 @@ A rank may hold a part of a query block: the launch then has whole blocks, and r
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class BlockPart(Part):
     Args:
         place: of the launch's rows, which are whole blocks, those that the rank holds; None for all of them.
         positions: (L,) of the launch's rows in the whole sequence.
-        exchanges: whether keys of other ranks are in transit meanwhile.
     """
 
     settings: CallSettings
@@ -45,7 +44,6 @@ class BlockPart(Part):
     positions: torch.Tensor
     first_key: int
     lists: BlockLists
-    exchanges: bool
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
@@ -100,8 +98,7 @@ class BlockPart(Part):
         kind = (is_backward, has_padding, q.stride(), k.stride())
         if kind not in self.passes:
             request = request_of(self.lists, (q, k), self.settings, has_padding, is_backward)
-            # meanwhile the next step's keys, or the last one's gradients, are transferred
-            self.passes[kind] = select_backend(replace(request, beside_exchange=self.exchanges), self.settings)
+            self.passes[kind] = select_backend(request, self.settings)
         return self.passes[kind]  # type: ignore[no-any-return]
 
 
@@ -112,7 +109,6 @@ def make_block_steps(
     device: torch.device,
     branches: RingProblem | None,
     settings: CallSettings,
-    exchanges: bool,
 ) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
     """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers.
 
@@ -120,7 +116,6 @@ def make_block_steps(
         head_steps: the number of key/value heads in each step.
         branches: dilated branches that are computed on the same keys.
         settings: of the blocks alone.
-        exchanges: whether any rank receives keys.
     """
     assert sum(head_steps) == ring_problem.num_kv_heads
     needs, columns = needs_of(ring_problem, device), columns_of(ring_problem)
@@ -133,7 +128,7 @@ def make_block_steps(
         whole = len(place) == len(positions)
         rows: dict[str, Any] = {"rows": slice(int(held[0]), int(held[-1]) + 1), "place": None} if whole else {}
         rows = rows or {"rows": held.to(device), "place": place.to(device)}
-        common.append({**rows, "positions": positions.to(device), "settings": settings, "exchanges": exchanges})
+        common.append({**rows, "positions": positions.to(device), "settings": settings})
     span, ratio = key_span(ring_problem, needs, rank), ring_problem.num_heads // ring_problem.num_kv_heads
     if branches is not None and span[1]:
         other = branch_span(branches, rank)

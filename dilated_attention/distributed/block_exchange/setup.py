@@ -51,7 +51,7 @@ def make_block_setup(
     way = cost.choose(load, device_memory(device), forced)
     # "nested" concerns only pairs that branches share, so the blocks use "auto"
     of_blocks = settings._replace(backend="auto") if branches is not None and settings.backend == NESTED else settings
-    steps, parts, span = make_block_steps(ring_problem, me, way.steps, device, branches, of_blocks, load.brought > 0)
+    steps, parts, span = make_block_steps(ring_problem, me, way.steps, device, branches, of_blocks)
     for step, some in zip(steps, parts, strict=True):
         for part in some:
             _check_backends(part, step, q, k, padding is not None)

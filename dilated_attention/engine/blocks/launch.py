@@ -5,16 +5,16 @@ Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, N
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.engine.branches.sequential import lse_share
 from dilated_attention.engine.branches.views import launches
-from dilated_attention.engine.ops.prepare import new_lse
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 Tensors = tuple[Tensor, ...]
@@ -37,8 +37,9 @@ def forward_lists(
     else:
         cuts = list(_launches(backend.capabilities, lists, (q, k, v), options))
         if into is not None and len(cuts) == 1:
-            return into, backend.forward_blocks_into(q, k, v, lists, options, into)
-        parts = [backend.forward_blocks(q[where], k[where], v[where], some, some_options) for where, some, some_options in cuts]
+            out, lse = placed(backend.forward(q, k, v, options, lists, out=(into, None)), (into, None))
+            return out, lse
+        parts = [backend.forward(q[where], k[where], v[where], some_options, some) for where, some, some_options in cuts]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
 
@@ -65,7 +66,8 @@ def backward_lists(
     else:
         cuts = list(_launches(backend.capabilities, lists, (dout, q, k, v, out), options))
         if into is not None and len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
-            return into, *backend.backward_blocks_into(dout, q, k, v, out, lse, lists, options, into, dlse)
+            views = into, None, None
+            return placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
         parts = [
             _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
             for where, some, some_options in cuts
@@ -78,14 +80,10 @@ def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Opti
     dout, q, k, v, out, lse = tensors
 
     native = dlse if backend.capabilities.lse_grad else None
-    dq, dk, dv = backend.backward_blocks(dout, q, k, v, out, lse, lists, options, native)
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, lists, dlse=native)
     if dlse is None or native is not None:
         return dq, dk, dv
-
-    def backward(*tensors: Tensor, options: Options) -> Tensors:
-        return backend.backward_blocks(*tensors, lists, options)  # type: ignore[call-arg, arg-type]
-
-    more_dq, more_dk = lse_share(backward, q, k, lse, dlse, options)
+    more_dq, more_dk = lse_share(functools.partial(backend.backward, keys=lists), q, k, lse, dlse, options)
     acc = accumulation_dtype(q.dtype)
     return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
 

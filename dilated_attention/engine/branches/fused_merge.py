@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.base import Options, accumulation_dtype, placed
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers
@@ -59,7 +59,8 @@ def forward(
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *masks = views
-        call.backend.forward_into(q_, k_, v_, masked(launch, masks, call) if masks else launch.options, out_, lse_.transpose(1, 2))
+        results = out_, lse_.transpose(1, 2)
+        placed(call.backend.forward(q_, k_, v_, masked(launch, masks, call) if masks else launch.options, out=results), results)
 
     _on_streams(plan, layout, given, call, run, is_concurrent, whole=call.backend.capabilities.writes_views)
     if merged:
@@ -105,7 +106,8 @@ def backward(
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         if call.detached and own is None:
             out_ = _own_output(q_, k_, v_, options, call, launch.problem.zero_keys)
-        call.backend.backward_into(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, (dq_, dk_, dv_), dlse_)
+        shares = call.backend.backward(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, dlse=dlse_, grads=(dq_, dk_, dv_))
+        placed(shares, (dq_, dk_, dv_))
 
     _on_streams(plan, layout, given, call, run, is_concurrent)
     if summed:

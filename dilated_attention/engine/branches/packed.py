@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Bounds, Capabilities, Options
+from dilated_attention.backends.base import Bounds, Capabilities, Options, placed
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.backends.merge import scale_by_zero_keys
 from dilated_attention.backends.tiles.table import Walk, make_spans
@@ -172,7 +172,8 @@ def forward(
         lse = torch.empty((1, H, n), dtype=torch.float32, device=q.device)
     else:
         bounds, rows = launches.direct.bounds, launches.direct.rows
-        lse = call.backend.forward_packed(q, k[:, rows], v[:, rows], bounds, launches.options, out).contiguous()
+        results = call.backend.forward(q, k[:, rows], v[:, rows], launches.options, bounds, out=(out, None))
+        lse = placed(results, (out, None))[1].contiguous()
     for heads in launches.gathered:
         heads.forward(call.backend, launches.options, q, k, v, out, lse)
     if launches.zeros is not None:
@@ -201,11 +202,11 @@ def backward(
             dk.zero_(), dv.zero_()
         k_, v_, dk_, dv_ = (x[:, direct.rows] for x in (k, v, dk, dv))
         if own:
-            out = torch.empty_like(out)
-            own_lse = call.backend.forward_packed(q, k_, v_, direct.bounds, launches.options, out)
+            out, own_lse = call.backend.forward(q, k_, v_, launches.options, direct.bounds)
             if launches.zeros is not None:
                 scale_by_zero_keys(out, own_lse, launches.zeros)
-        call.backend.backward_packed(dout, q, k_, v_, out, lse, direct.bounds, launches.options, (dq, dk_, dv_))
+        grads = dq, dk_, dv_
+        placed(call.backend.backward(dout, q, k_, v_, out, lse, launches.options, direct.bounds, grads=grads), grads)
     for heads in launches.gathered:
         heads.backward(call.backend, launches.options, tensors, (dq, dk, dv), own)
     return dq, dk, dv

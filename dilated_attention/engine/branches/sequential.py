@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Options, placed
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launch_views import Call, Into, Layout, copied_into, launches_of, masked, masks_of, results_like
 from dilated_attention.engine.branches.plan import Plan, branch_plans
@@ -48,13 +48,9 @@ def forward_at_once(
 ) -> tuple[Tensor, Tensor]:
     """``forward`` of a call that is one dense problem: a launch's results are those of the call."""
     assert saved is None
-    if into is not None and into[0] is not None:
-        B, n, H, _ = q.shape
-        lse = torch.empty((B, H, n), dtype=accumulation_dtype(q.dtype), device=q.device)
-        call.backend.forward_into(q, k, v, options, into[0], lse)
-        return into[0], lse
-    out, lse = call.backend.forward(q, k, v, options)
-    return out.contiguous(), lse.contiguous()
+    views = (None if into is None else into[0], None)
+    out, lse = placed(call.backend.forward(q, k, v, options, out=views), views)
+    return out if views[0] is not None else out.contiguous(), lse.contiguous()
 
 
 def backward_at_once(
@@ -65,9 +61,8 @@ def backward_at_once(
     dout, q, k, v, out, lse = tensors
     can = call.backend.capabilities
     if into is not None and can.writes_views and (dlse is None or can.lse_grad):
-        dq, dk, dv = results_like((q, k, v), into)
-        call.backend.backward_into(dout, q, k, v, out, lse, options, (dq, dk, dv), dlse)
-        return dq, dk, dv
+        grads = results_like((q, k, v), into)
+        return placed(call.backend.backward(dout, q, k, v, out, lse, options, dlse=dlse, grads=grads), grads)
     views = dout, q, k, v, out, lse.transpose(1, 2)
     parts = shares(call.backend, views, options, None if dlse is None else dlse.transpose(1, 2))
     parts = tuple(part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True))
@@ -155,7 +150,7 @@ def shares(backend: Backend, tensors: tuple[Tensor, ...], options: Options, dlse
     lse = lse.transpose(1, 2)
     dlse = None if dlse is None else dlse.transpose(1, 2)
     native = dlse if backend.capabilities.lse_grad else None
-    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, native)
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, dlse=native)
     if dlse is not None and native is None:
         more_dq, more_dk = lse_share(backend.backward, q, k, lse, dlse, options)
         dq, dk = dq + more_dq, dk + more_dk

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Bounds, Options
+from dilated_attention.backends.base import Backend, Bounds, Options, placed
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.merge import scale_by_zero_keys
 from dilated_attention.backends.tiles.call import Prepared, prepared
@@ -127,7 +127,7 @@ class GatheredHeads:
             rows, keys, values = self.queries.gather(q, p.index), self.keys.gather(k, p.index), self.keys.gather(v, p.index)
             # overwriting the queries would save memory, but a kernel may read them again
             parts = torch.empty_like(rows)
-            part_lse = backend.forward_packed(rows, keys, values, self.bounds, options, parts)
+            parts, part_lse = placed(backend.forward(rows, keys, values, options, self.bounds, out=(parts, None)), (parts, None))
             tensors = out, lse, parts, part_lse, p.spans, p.starts, p.rates, p.offsets
             self._combine(("merge", out.stride()), lambda: merge_launch(p, out), tensors)
 
@@ -148,7 +148,7 @@ class GatheredHeads:
             if own:
                 # a kernel reads whole tiles, as in _Rows
                 out = torch.zeros_like(q)
-                own_lse = backend.forward_packed(q, k, v, self.bounds, options, out)
+                _, own_lse = placed(backend.forward(q, k, v, options, self.bounds, out=(out, None)), (out, None))
                 if self.zeros is not None:
                     scale_by_zero_keys(out, own_lse, self.zeros)
             else:
@@ -158,7 +158,8 @@ class GatheredHeads:
             # the sum reads every place of a key
             dq, make = torch.empty_like(q), torch.zeros_like if self.keys.has_gaps else torch.empty_like
             dk, dv = make(k), make(v)
-            backend.backward_packed(dout, q, k, v, out, lse.view(1, 1, -1), self.bounds, options, (dq, dk, dv))
+            shares = dq, dk, dv
+            placed(backend.backward(dout, q, k, v, out, lse.view(1, 1, -1), options, self.bounds, grads=shares), shares)
             sums = *grads_, dq, dk, dv, p.spans, p.key_spans, p.starts, p.rates, p.offsets
             strides = tuple(x.stride()[:3] for x in grads_)
             self._combine(("sum", *strides), lambda: sum_launch(p, strides), sums)

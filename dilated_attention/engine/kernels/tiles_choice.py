@@ -1,19 +1,18 @@
 """Decides whether a whole call runs on the kernels that walk a table of tiles, or problem by problem on a kernel library.
 
 A library's kernels are faster on long problems, but every problem is a separate launch, which takes more host time than GPU time at
-short lengths. So both times are estimated from the rates in the preference table and the plan's launches, and the faster way is chosen.
+short lengths. So both times are estimated from the shipped rates and the plan's launches, and the faster way is chosen.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry, tuning_table
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, rates, registry
 from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.packed import is_packed, reads_in_place
@@ -67,7 +66,7 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call, 
     request = replace(call.request, extent=0)
     library = None if both else call.backend.name
     nested = call.nested and not both
-    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, nested, tuning_table.generation, call.host_ms)
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, nested, call.host_ms)
 
 
 class Choice(NamedTuple):
@@ -92,7 +91,7 @@ def choices_of(pattern: DilatedPattern, shape: Shape, request: AttentionRequest,
         if asked.hardware.device_type != "cuda" or chosen.capabilities.whole_calls:
             found.append(Choice(chosen.name, chosen.capabilities.whole_calls))
             continue
-        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward, False, tuning_table.generation)
+        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward, False)
         times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
         found.append(Choice(chosen.name, is_faster, *times))
     return tuple(found)
@@ -134,12 +133,24 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
     return preferred
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_faster(
     pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
-    _: int, host_ms: float = 0.0,
+    host_ms: float = 0.0,
 ) -> bool:  # fmt: skip
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
+    # remembered where another order of backends forgets it
+    call = pattern, shape, request, batch, library, is_backward, nested, host_ms
+    known: bool | None = registry.cached.get((NAME, call))
+    if known is None:
+        known = _compare(*call)
+        registry.remember((NAME, call), known)
+    return known
+
+
+def _compare(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
+    host_ms: float,
+) -> bool:  # fmt: skip
     tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
     if any(tiles.reasons_against(request) for request in passes):
@@ -173,7 +184,7 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
 
 
 def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
-    rate = _rate(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
+    rate = rates.rate_of(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9
     is_whole = not shape.is_cut and len(shape.documents) == 1
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
@@ -182,7 +193,7 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
 def _library_ms(
     pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool, host_ms: float = 0.0
 ) -> float:
-    rate = _rate(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
+    rate = rates.rate_of(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
     capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
     masked = request.key_mask or request.dropout
@@ -215,9 +226,3 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
     accumulated = [4 * D * batch * p.segments * p.q_len * p.heads.count for p in make_plan(pattern, part).problems]
     of_chunk = sum(-(-size // PART_BYTES["cuda"]) for size in accumulated)
     return of_chunk * -(-N // chunk[1]) * -(-H // cut.heads)
-
-
-def _rate(name: str, request: AttentionRequest) -> float | None:
-    """Returns the TFLOP/s measured on this machine, or else the shipped figure, or None."""
-    found = tuning_table.timing_of(name, request)
-    return None if found is None else found[1].tflops

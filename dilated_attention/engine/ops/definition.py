@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.ops.prepare import new_like, new_lse
+from dilated_attention.backends.base import new_lse
+from dilated_attention.engine.ops.prepare import new_like
 from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, Tensors, gradient_of_out
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Options, detect, registry
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -200,7 +199,3 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def new_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def new_lse(q: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from dilated_attention.backends import hardware, registry, tuning_table
-from dilated_attention.backends.base import Capabilities
+from dilated_attention.backends import registry
+from dilated_attention.backends.base import Capabilities, new_lse
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -24,7 +24,7 @@ from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like, new_lse, prepare, saved_elements
+from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare, saved_elements
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
@@ -318,7 +318,7 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
     state = torch.are_deterministic_algorithms_enabled(), products
-    return key, state, tuning_table.generation, hardware.generation
+    return key, state
 
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:

@@ -26,8 +26,6 @@ from dilated_attention.planning.estimate.ring_estimate import exchange_of, local
 Terms = list[tuple[str, int]]
 # bytes per block needed temporarily while the lists by key block are built: row, key, the sorted copy and the sort order, in 64 bits
 _SORT_BYTES = 40
-# backends whose backward over lists sums dq in float32
-_SUMMING = ("flash4", "cudnn_fe")
 
 
 def memory_of(problem: Problem) -> MemoryEstimate:
@@ -108,7 +106,7 @@ class _Sizes:
 
     def block_sums(self, backend: str) -> int:
         """Returns what a backward over lists sums: dq, and dk and dv where query heads share them, or only two numbers a row."""
-        return 4 * (self.Q + 2 * self.R) + 8 * self.K * (self.K < self.Q) if backend in _SUMMING else 8 * self.R
+        return 4 * (self.Q + 2 * self.R) + 8 * self.K * (self.K < self.Q) if backend == "flash4" else 8 * self.R
 
     def estimate(self, problem: Problem, forward: Terms, backward: Terms, reserve: int = 0) -> MemoryEstimate:
         both = [tuple((what, int(size)) for what, size in terms if size) for terms in (forward, backward if problem.training else [])]

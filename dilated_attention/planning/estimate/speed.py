@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dilated_attention.backends import BackendUnavailable, registry, tuning_table
+from dilated_attention.backends import BackendUnavailable, rates, registry
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.kernels.nested_selection import chunk_family, make_pieces
@@ -42,7 +42,7 @@ _LAUNCH = (40e-6, 90e-6)
 # autograd records
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
-_ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05, "gluon": 0.5}
+_ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE, _STANDARD_SHARE = 0.45, 0.6
 # share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
 _LINK_SHARE = 2 / 3
@@ -174,13 +174,10 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
     except BackendUnavailable as error:
         raise _NoRate(str(error).splitlines()[0]) from error
     kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
-    if (measured := tuning_table.timing_of(backend, request)) is not None:
-        table, timing = measured
-        if table is tuning_table.measured_here(problem.hardware):
-            return _Rate(backend, timing.tflops * 1e12 * kept, f"measured here on {table.date}")
-        measured_on = str(table.environment.get("device", ""))
-        scale, where = _scale(problem, measured_on)
-        return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
+    table, tflops = rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
+    if table is not None and tflops is not None:
+        scale, where = _scale(problem, table.device)
+        return _Rate(backend, tflops * 1e12 * scale * kept, f"the shipped table of {table.device}, {table.date}{where}")
     if (gpu := problem.machine).is_cpu:
         # tables of a CPU hold dense problems, of which dense and dilated calls consist
         what = (
