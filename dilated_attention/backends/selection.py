@@ -156,15 +156,18 @@ def _check_methods(kind: type[Backend]) -> None:
         if name.startswith("_") or not inspect.isfunction(method) or (own := getattr(kind, name)) is method:
             continue
         expected, found = (list(inspect.signature(x).parameters.values()) for x in (method, own))
-        named = [x for x in found if x.kind in (x.POSITIONAL_OR_KEYWORD, x.POSITIONAL_ONLY)]
-        takes_any = {x.kind for x in found} >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        names = [x.name for x in expected]
+        kinds = {x.kind for x in found}
+        by_place, names = ([x.name for x in each if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
+        known = {x.name for x in expected}
         # more parameters are a backend's own, with defaults
-        is_equal = [x.name for x in named[: len(names)]] == names and all(x.default is not x.empty for x in named[len(names) :])
-        if not takes_any and not is_equal:
+        others = [x for x in found if x.name not in known and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+        is_equal = (names[: len(by_place)] == by_place or inspect.Parameter.VAR_POSITIONAL in kinds) and (
+            known <= {x.name for x in found} or inspect.Parameter.VAR_KEYWORD in kinds
+        )
+        if not is_equal or any(x.default is x.empty for x in others):
             raise TypeError(
                 f"{kind.__name__}.{name} takes ({', '.join(x.name for x in found)}); "
-                f"expected the parameters of Backend.{name} by their names: ({', '.join(names)})"
+                f"expected the parameters of Backend.{name} by their names: ({', '.join(x.name for x in expected)})"
             )
 
 
