@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,10 @@ def read_folder(folder: Path, device: Any = None) -> Stored:
         if (folder / name).is_dir():
             raise ValueError(f"{folder / name} is a folder; {_EXPECTED}")
     while True:
-        beside = _read_config(folder)
+        written, beside = _written(folder), _read_config(folder)
         weights, metadata = read_safetensors(folder / WEIGHTS_FILE, device)
-        # otherwise they were saved again in between
-        if _read_config(folder) == beside:
+        # otherwise they were saved again in between, perhaps twice, and the second time as they were before
+        if (_written(folder), _read_config(folder)) == (written, beside):
             break
     saved_with = metadata.get(_CONFIG)
     # an earlier version wrote no sum
@@ -129,6 +130,12 @@ def read_folder(folder: Path, device: Any = None) -> Stored:
         beside is not None and saved_with is not None and beside != saved_with.encode() and metadata.get(_REPLACED) == _digest(beside)
     )
     return Stored(weights, saved_with, beside, replaced)
+
+
+def _written(folder: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (folder / CONFIG_FILE).stat().st_mtime_ns
+    return None
 
 
 def _read_config(folder: Path) -> bytes | None:
@@ -151,18 +158,21 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
     safetensors = import_safetensors()
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; {_EXPECTED}")
-    # safetensors would report a file without read permission as not existing
-    with path.open("rb"):
-        pass
-    try:
-        with safetensors.safe_open(str(path), framework="pt", device=str(torch.device(device or "cpu"))) as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            metadata = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise ValueError(
-            f"{path} cannot be read as safetensors ({error}); it is damaged, cut off or of another format: copy or download it again"
-        ) from error
-    return weights, metadata
+    # safetensors would report a file without read permission as not existing; while it is open, no other file gets its number
+    with path.open("rb") as opened:
+        try:
+            with safetensors.safe_open(str(path), framework="pt", device=str(torch.device(device or "cpu"))) as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                metadata = file.metadata() or {}
+        except safetensors.SafetensorError as error:
+            if os.path.samestat(os.fstat(opened.fileno()), path.stat()):
+                raise ValueError(
+                    f"{path} cannot be read as safetensors ({error}); "
+                    "it is damaged, cut off or of another format: copy or download it again"
+                ) from error
+        # safetensors opens the file twice: the header may be that of one state, and the weights those of the next
+        is_one = os.path.samestat(os.fstat(opened.fileno()), path.stat())
+    return (weights, metadata) if is_one else read_safetensors(path, device)
 
 
 def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

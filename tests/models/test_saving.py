@@ -223,6 +223,25 @@ def test_processes_that_save_into_one_folder_take_turns(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_weights_that_are_replaced_while_they_are_opened_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Safetensors opens the file twice: the header came from one model and the weights from the next."""
+    for version in (1, 2):
+        model(version).save_pretrained(tmp_path / str(version))
+    from_file, moves = torch.UntypedStorage.from_file, [tmp_path / "2" / "model.safetensors"]
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if moves:
+            moves.pop().rename(tmp_path / "1" / "model.safetensors")
+        return from_file(*args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", staticmethod(replaced))
+    with pytest.raises(ValueError, match=r"config\.json is not the configuration that .*model\.safetensors was saved with"):
+        version_of(tmp_path / "1")
+    assert not moves
+    (tmp_path / "1" / "config.json").unlink()
+    assert version_of(tmp_path / "1") == 2
+
+
 def test_what_has_no_values_or_a_part_of_them_is_not_saved(tmp_path: Path) -> None:
     model(1).save_pretrained(tmp_path)
     config = model(2).config
