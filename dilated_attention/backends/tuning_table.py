@@ -37,6 +37,7 @@ logger = logging.getLogger("dilated_attention")
 FORMAT = 1
 # rates in a shipped table that differ by less than this fraction say nothing about another machine
 _SAME_RATE = 0.03
+RERUN = "python -m dilated_attention bench --tune"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
 _PASSES = ("forward", "backward")
 # what a file says about its rows, and of which type
@@ -208,7 +209,7 @@ def measured_here(hardware: Hardware) -> TuningTable | None:
     here = environment(hardware)
     other = [f"{key} {table.environment.get(key)!r}, here {value!r}" for key, value in here.items() if table.environment.get(key) != value]
     if other:
-        logger.info("measured preference in %s ignored, it was measured elsewhere: %s", path, "; ".join(other))
+        logger.info("measured preference in %s ignored, it was measured elsewhere: %s. To measure here: %s", path, "; ".join(other), RERUN)
         return None
     logger.info("preference measured here on %s, from %s", table.date, path)
     return table
@@ -217,7 +218,8 @@ def measured_here(hardware: Hardware) -> TuningTable | None:
 def _tell_of_others(path: Path) -> None:
     others = sorted(other.name for other in path.parent.glob("preference-*.json"))
     if others:
-        logger.info("measured preference in %s ignored, of other hardware or versions: %s", path.parent, ", ".join(others))
+        text = "measured preference in %s ignored, of other hardware or versions: %s. To measure here: %s"
+        logger.info(text, path.parent, ", ".join(others), RERUN)
 
 
 @functools.lru_cache(maxsize=32)
@@ -314,7 +316,7 @@ def load(path: Path) -> TuningTable | None:
         rows = tuple(_row(number, row) for number, row in enumerate(content["rows"]))
     except (OSError, ValueError) as error:
         what = f"it cannot be read ({error})" if isinstance(error, OSError) else str(error)[:600]
-        raise PreferenceError(f"{path} is not a preference table: {what}; delete it") from error
+        raise PreferenceError(f"{path} is not a preference table: {what}; delete it, or replace it with {RERUN}") from error
     return TuningTable(**{key: content[key] for key, _ in _HEAD}, rows=rows, path=path)
 
 

@@ -1,8 +1,9 @@
-"""Measured preference: tables order and nothing more, each for its own hardware."""
+"""Measured preference: tables order and nothing more, each for its own hardware; the sweep that makes them."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from dilated_attention import dilated_attention, explain_backend
 from dilated_attention.backends import AttentionRequest, Hardware, Registry, detect, registry, tuning_table
 from dilated_attention.backends.tuning_table import PreferenceError, Timing, TuningRow, TuningTable
 from dilated_attention.cli import main
-from dilated_attention.factory import EXAMPLES
+from dilated_attention.factory import EXAMPLES, tune
 
 CPU = detect("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -134,7 +135,7 @@ def test_a_table_of_other_versions_is_ignored_and_says_so(
     with caplog.at_level("INFO", logger="dilated_attention"):
         assert registry.order(ask())[0] == "sdpa_cpu"
         assert registry.order(ask(head_dim=8))[0] == "sdpa_cpu"
-    assert [path.name in line for line in caplog.messages] == [True]
+    assert [path.name in line and "bench --tune" in line for line in caplog.messages] == [True]
     # the same file, named outright
     caplog.clear()
     monkeypatch.setenv("DILATED_ATTENTION_CACHE", str(path))
@@ -172,7 +173,7 @@ def test_a_spoilt_file_is_refused_with_its_name_and_a_way_out(spoil: object, tex
     path = write(row("math"))
     path.write_text(spoil(json.loads(path.read_text())))  # type: ignore[operator]
     tuning_table.refresh()
-    with pytest.raises(PreferenceError, match=r"is not a preference table.*delete it") as caught:
+    with pytest.raises(PreferenceError, match="delete it, or replace it with python -m dilated_attention bench --tune") as caught:
         explain_backend(device="cpu")
     assert str(path) in str(caught.value)
     assert text in str(caught.value)
@@ -282,6 +283,130 @@ def test_the_explanation_says_what_made_the_order() -> None:
     assert explain_backend(device="cpu", backend="math").forward_basis == "asked for by name"
     with pytest.raises(ValueError, match="length is -1"):
         explain_backend(length=-1)
+
+
+@pytest.mark.slow
+def test_tuning_from_the_command_line_to_the_choice(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "--tune", "--device", "cpu", "--head-dims", "16", "--lengths", "32", "--seconds", "60"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    [path] = cache.glob("*.json")
+    assert f"written to {path}" in captured.out
+    assert "[4/4" in captured.err
+    table = tuning_table.load(path)
+    assert table is not None
+    assert len(table.rows) == 8
+    assert all(set(entry.names) == {"sdpa_cpu", "math"} for entry in table.rows)
+    for entry in table.rows:
+        times = [timing.ms or 0.0 for timing in entry.timings]
+        assert times == sorted(times)
+        assert times[0] > 0
+    explanation = explain_backend(device="cpu", dtype=F32, length=32)
+    assert explanation.forward_basis.startswith(f"measured here ({path}, 20")
+    assert explanation.backward_basis == explanation.forward_basis
+    assert main(["info", "--for", "cpu"]) == 0
+    assert "measured here" not in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert main(["info"]) == 0
+        assert f"preference: measured here ({path}" in capsys.readouterr().out
+
+
+def test_tuning_into_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "mine.json"
+    small = ["--device", "cpu", "--head-dims", "8", "--lengths", "16", "--dtypes", "float32", "--backends", "math"]
+    assert main(["bench", "--tune", *small, "--output", str(path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["file"] == str(path)
+    assert [entry["timings"][0][0] for entry in answer["rows"]] == ["math"] * 4
+    assert registry.order(ask(head_dim=8))[0] == "sdpa_cpu"
+    monkeypatch.setenv("DILATED_ATTENTION_CACHE", str(path))
+    tuning_table.refresh()
+    assert registry.order(ask(head_dim=8))[0] == "math"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--seconds", "0"], 2, "'0' is not a number above 0"),
+        (["--backends", "flash9"], 2, "--backends has flash9; expected some of flash4"),
+        (["--backends", "flash4"], 1, "nothing was measured"),
+        (["--device", "abacus"], 2, "--device is 'abacus'"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_an_error(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    try:
+        found = main(["bench", "--tune", "--device", "cpu", "--head-dims", "8", "--lengths", "16", *arguments])
+    except SystemExit as ended:
+        found = ended.code
+    assert found == code
+    assert text in capsys.readouterr().err
+    assert not list(cache.iterdir())
+
+
+def test_a_wrong_backend_has_no_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = registry.get("sdpa_cpu")
+    backward, said = fast.backward, []
+
+    def wrong(*args: object) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = backward(*args)  # type: ignore[arg-type]
+        dk[0, 7] *= 2
+        return dq, dk, dv
+
+    monkeypatch.setattr(fast, "backward", wrong)
+    sweep = replace(tune.default_sweep(CPU), head_dims=(16,), lengths=(32,), dtypes=("float32",))
+    table = tune.measure(sweep, device="cpu", progress=said.append)
+    names = {entry.which: set(entry.names) for entry in table.rows}
+    assert names == {"forward": {"sdpa_cpu", "math"}, "backward": {"math"}}
+    assert [line.split(":")[0] for line in said if "wrong" in line] == [
+        "sdpa_cpu left out of backward float32 head_dim 16 full",
+        "sdpa_cpu left out of backward float32 head_dim 16 causal",
+    ]
+
+
+def test_a_kernel_that_fails_or_returns_nan_does_not_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, said = registry.get("sdpa_cpu"), []
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(fast, "backward", refuse)
+    monkeypatch.setattr(
+        fast, "forward", lambda q, k, v, options: (torch.full_like(q, torch.nan), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]))
+    )
+    sweep = replace(tune.default_sweep(CPU), head_dims=(16,), lengths=(32,), dtypes=("float32",))
+    table = tune.measure(sweep, device="cpu", progress=said.append)
+    assert {name for entry in table.rows for name in entry.names} == {"math"}
+    assert any("no kernel image" in line for line in said)
+    assert any("wrong by inf" in line for line in said)
+
+
+def test_shapes_of_a_sweep_stay_within_memory_and_launch_limits() -> None:
+    for sweep in (tune.default_sweep(CPU), tune.default_sweep(EXAMPLES["hopper"])):
+        for length, dtype, head_dim, _ in sweep.points():
+            problems, rows, heads, dim = shape = sweep.shape(dtype, length, head_dim)
+            assert (rows, dim) == (length, head_dim)
+            assert 1 <= problems <= 65_535
+            assert 1 <= heads <= 8
+            assert math.prod(shape) <= sweep.max_elements
+    points = tune.default_sweep(EXAMPLES["hopper"]).points()
+    assert len(points) == len(set(points)) == 9 * 2 * 7 * 2
+    # the first third knows every head dim and dtype at long, middling and short lengths
+    assert len({(dtype, head_dim) for _, dtype, head_dim, _ in points[:84]}) == 14
+    assert {length for length, *_ in points[:84]} == {65536, 8192, 1024}
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_tuning_on_a_gpu_finds_the_flash_kernel_faster_than_plain_products() -> None:
+    sweep = replace(tune.default_sweep(detect("cuda")), head_dims=(64,), lengths=(2048,), backends=("sdpa_flash", "sdpa_efficient", "math"))
+    table = tune.measure(sweep, device="cuda")
+    half = [entry for entry in table.rows if entry.dtype == "half"]
+    assert len(half) == 4
+    assert all(entry.names[0] == "sdpa_flash" for entry in half)
+    assert all(entry.names[-1] == "math" for entry in table.rows)
 
 
 def _spoilt_tables() -> list[tuple[str, bytes]]:

@@ -178,7 +178,7 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
         scale, where = _scale(problem, measured_on)
         return _Rate(backend, timing.tflops * 1e12 * scale * kept, f"the shipped table of {measured_on}, {table.date}{where}")
     if (gpu := problem.machine).is_cpu:
-        raise _NoRate("nothing was measured on this CPU for such a call; python -m benchmarks speed times it")
+        raise _NoRate(f"nothing was measured on this CPU for such a call; {tuning_table.RERUN} measures it")
     peak = gpu.peak(problem.dtype)
     if peak is None:
         others = ", ".join(name for name in gpu.peaks if name != "fp8")
