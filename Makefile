@@ -54,11 +54,12 @@ test-gpus:
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet dilated_attention examples tests setup.py
+	$(BIN)/ruff format --check --quiet dilated_attention benchmarks examples tests setup.py
 	$(BIN)/mypy
 
+# in its small form, minutes on 2 idle cores, into bench-results; python -m benchmarks SUITE --help has what else can be measured
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks all
+	for suite in speed accuracy extreme train-infer; do $(BIN)/python -m benchmarks $$suite --size small || exit 1; done
 
 # into build/site; a broken link, a page outside of the navigation, a docstring that cannot be read or a notebook that fails stops it.
 # It runs the notebooks, a minute on 2 idle cores; NOTEBOOKS=false make docs does not, and shows their code alone
@@ -69,10 +70,10 @@ docs: $(STAMP)
 docs-serve: $(STAMP)
 	NOTEBOOKS=false NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
-# what got slower since the run that wrote AGAINST, with exit code 1; on other hardware than its an error says so. Make a run to compare
-# with by bench speed --output FOLDER, and give AGAINST=FOLDER
-AGAINST ?= benchmarks/results/2026-11-21-amd-epyc-2-cores
+# what got slower since the run that wrote AGAINST, with exit code 1; on other hardware than its an error says so. To have one:
+# python -m benchmarks speed --output FOLDER, before the change
 bench-check: $(STAMP)
+	$(if $(AGAINST),,$(error give AGAINST=FOLDER of an earlier run: python -m benchmarks speed --output FOLDER))
 	$(BIN)/python -m benchmarks speed --against $(AGAINST) --fresh --output build/bench-check
 
 clean:

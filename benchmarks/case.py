@@ -225,7 +225,7 @@ def geometric(num_positions: int, first: int = 2048, growth: int = 4) -> Dilated
 
 
 _TWOS, _BY_TWOS = (1, 2, 4, 8, 16), (2048, 4096, 8192, 16384, 32768)
-_LONGNET, _GEOMETRIC = DilatedPattern(_BY_TWOS, (1, 2, 4, 6, 12)), DilatedPattern(_BY_TWOS, _TWOS)
+LONGNET, _GEOMETRIC = DilatedPattern(_BY_TWOS, (1, 2, 4, 6, 12)), DilatedPattern(_BY_TWOS, _TWOS)
 GIGAPATH = DilatedPattern((1024, 5792, 32768, 185_363, 1_048_576), _TWOS)
 _LONGVIT = DilatedPattern((1024, 4096, 32768, 262_144, 1_048_576), _TWOS)
 _CPU = DilatedPattern((1024, 2048, 4096, 8192), (1, 2, 4, 8))
@@ -243,7 +243,7 @@ def _blocks(pattern: BlockPattern, *lengths: int, contenders: tuple[str, ...] = 
     return Family(heads=heads, pattern=lambda n: pattern, lengths=lengths, contenders=contenders, by_default=by_default)
 
 
-def _option(length: int, *contenders: str, pattern: Pattern | None = _LONGNET, is_causal: bool = True, **fields: Any) -> Family:
+def _option(length: int, *contenders: str, pattern: Pattern | None = LONGNET, is_causal: bool = True, **fields: Any) -> Family:
     """Options that do not follow from N are given as they are."""
     options = fields.pop("options", lambda n: dict(fields))
     return Family(pattern=lambda n: pattern, lengths=(length,), contenders=contenders, is_causal=is_causal, options=options)
@@ -253,7 +253,7 @@ _without = functools.partial(_option, 32768, "ours", "without", is_causal=False)
 FAMILIES: dict[str, Family] = {
     "gigapath": _branches(GIGAPATH, 5308, 10_001, 45_681, 200_000, heads=(16, 16, 48)),
     "longvit": _branches(_LONGVIT, 2**20, heads=(16, 16, 24), by_default=False),
-    "longnet": _branches(_LONGNET, 4096, 8192, 32768, 131_072, is_causal=True),
+    "longnet": _branches(LONGNET, 4096, 8192, 32768, 131_072, is_causal=True),
     "longnet128": _branches(_GEOMETRIC, 32768, 2**20, heads=(16, 16, 128), by_default=False),
     "geometric": _branches(_GEOMETRIC, 32768, 2**20, heads=(16, 16, 64), by_default=False),
     "dense": Family(contenders=("attention", "torch sdpa", *_LIBRARIES), lengths=(4096, 8192), is_causal=True),
@@ -271,7 +271,7 @@ FAMILIES: dict[str, Family] = {
     "option-padding-suffix": _without(padding=("suffix", 0.1)),
     "option-padding-random": _without(padding=("random", 0.1)),
     "option-dropout": _option(8192, "ours", "without", dropout_p=0.1),
-    "option-documents": _option(131_072, "ours", "single calls", "without", options=lambda n: {"bounds": documents(n)}),
+    "option-documents": _option(131_072, "ours", "without", options=lambda n: {"bounds": documents(n)}),
     "option-float32": _option(8192, "ours", "attention", "torch efficient", dtype=torch.float32),
     "option-window": _option(32768, "attention", "fa4", "without", pattern=None, options=lambda n: {"window": (n // 8, 0)}),
     "option-query-offset": _option(65536, "ours", "without", "attention", options=lambda n: {"queries": n // 16}),

@@ -6,7 +6,6 @@ For a case a contender makes a function of q, k, v (B, N, H, D), or calls whose 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,17 +172,6 @@ def _floor(backend: str, case: Case) -> Costs:
     return Costs({"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}, total / (count * each))
 
 
-def _single_calls(case: Case) -> Attend:
-    """Each packed document in a call of its own."""
-    sizes = [stop - start for start, stop in itertools.pairwise(case.bounds or (0, case.num_positions))]
-
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        parts = zip(*(x.split(sizes, 1) for x in qkv), strict=True)
-        return torch.cat([our_call(case.plain(), case.pattern, *part) for part in parts], 1)
-
-    return attend
-
-
 def _torchscale(path: str, case: Case) -> Attend:
     """TorchScale's dilated attention on q, k, v: gathering, kernel, scattering, no projections. Its code runs unedited."""
     if not path:
@@ -236,7 +224,6 @@ def contender(name: str, torchscale: str = "") -> Contender:
             "make": functools.partial(_torchscale, torchscale), "pattern": equal_pattern, "mixture_grad": "detached", "is_foreign": True,
         },
         "without": {"make": ours("").make, "of": Case.plain},
-        "single calls": {"make": _single_calls},
         **{f"torch {kernel}": dense | {"make": functools.partial(_torch, kernel)} for kernel in ("sdpa", "cudnn", "flash", "efficient")},
         "fa4": dense | {"make": _flash4},
         "flex": {"make": _flex, "is_foreign": True},

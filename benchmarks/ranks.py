@@ -122,22 +122,6 @@ class OnShards:
         return unshard_sequence(group, [self.part(*shards)], [1], layout=self.layout)[0]
 
 
-class Sharded:
-    """A tensor in contiguous shards of equal length, indexed by positions of the whole along ``dim``: every process gets the rows."""
-
-    def __init__(self, x: torch.Tensor, ranks: Ranks, dim: int = 1) -> None:
-        self.x, self.ranks, self.dim = x, ranks, dim
-
-    def __getitem__(self, index: tuple[Any, ...]) -> torch.Tensor:
-        local = index[self.dim] - self.ranks.rank * self.x.shape[self.dim]
-        is_here = (local >= 0) & (local < self.x.shape[self.dim])
-        rows = self.x[(*index[: self.dim], torch.where(is_here, local, 0), *index[self.dim + 1 :])].detach().double()
-        rows = torch.where(is_here.reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0.0)
-        if self.ranks.size > 1:
-            dist.all_reduce(rows)
-        return rows
-
-
 def ring(case: Case, ranks: Ranks, layout: str | Layout = "contiguous", **options: Any) -> OnShards:
     """This library's function of the case's pattern on this process's part of it."""
     part = functools.partial(our_call, case, case.pattern, over="ring_", seq_len=case.num_positions, layout=layout, **options)

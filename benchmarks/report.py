@@ -26,29 +26,6 @@ SCHEMA = 1
 # contenders of other people by the first word of their names: a busy machine slows them, too
 FOREIGN = ("torch", "torchscale", "fa4", "flex")
 _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "transformers")
-# figure → (heading, factor), in the order of the columns
-FIGURES: dict[str, tuple[str, float]] = {
-    "new_ms": ("new length, ms", 1.0),
-    "worst_ms": ("worst, ms", 1.0),
-    "again_ms": ("again, ms", 1.0),
-    "called": ("called, ms", 1.0),
-    "host": ("host, ms", 1.0),
-    "ms": ("ms", 1.0),
-    "graph": ("graph, ms", 1.0),
-    "tokens_per_s": ("tokens/s", 1.0),
-    "tflops": ("TFLOP/s", 1.0),
-    "kernel_share": ("of the kernel, %", 100.0),
-    "efficiency": ("efficiency, %", 100.0),
-    "imbalance": ("imbalance", 1.0),
-    "sent_bytes": ("sends, MiB", 2.0**-20),
-    "received_bytes": ("receives, MiB", 2.0**-20),
-    "cache_bytes": ("cached, MiB", 2.0**-20),
-    "scaled": ("over equal lengths", 1.0),
-    "allocations": ("cudaMallocs", 1.0),
-    "peak_bytes": ("peak, MiB", 2.0**-20),
-    "reserved_bytes": ("reserved, MiB", 2.0**-20),
-    "bytes_per_token": ("bytes a token", 1.0),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +34,7 @@ class Row:
 
     Args:
         case: what identifies the case in addition to the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
-        values: figures by the keys of ``FIGURES``.
+        values: figures: ``ms`` and other times in milliseconds, ``…_bytes``, ``tflops``, ``tokens_per_s``.
         errors: relative errors against float64.
         note: why figures are missing: ``"out of memory"``, ``"wrong: …"``, the reason of a refusal.
     """
@@ -173,16 +150,19 @@ def _table(which: str, rows: Sequence[Row]) -> str:
     keys = dict.fromkeys(key for row in rows for key in row.case if key not in ("pass", "task"))
     differs = [key for key in keys if len({str(row.case.get(key)) for row in rows}) > 1]
     same = ", ".join(f"{key} {rows[0].case[key]}" for key in keys if key not in differs)
-    cells: list[dict[str, str]] = []
+    lines = []
     for row in rows:
         line = {"": row.name} | {key: str(row.case.get(key, "–")) for key in differs}
-        line |= {title: figure(row.values[key] * scale) for key, (title, scale) in FIGURES.items() if key in row.values}
-        cells.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()} | {"note": row.note})
-    known = {key for line in cells for key, text in line.items() if key == "" or text not in ("", "–")}
-    errors = dict.fromkeys(f"error of {key}" for row in rows for key in row.errors)
-    heads = [key for key in ("", *differs, *(title for title, _ in FIGURES.values()), *errors, "note") if key in known]
-    title = f"**{which or 'results'}**{f' ({same})' if same else ''}"
-    return f"{title}\n\n{markdown(heads, [[line.get(key, '–') for key in heads] for line in cells])}"
+        line |= {_heading(key): figure(value / 2**20 if key.endswith("_bytes") else value) for key, value in row.values.items()}
+        lines.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()})
+    notes = {"note": None} if any(row.note for row in rows) else {}
+    heads = dict.fromkeys(head for line in sorted(lines, key=len, reverse=True) for head in line) | notes
+    cells = [[(line | {"note": row.note}).get(head, "–") for head in heads] for line, row in zip(lines, rows, strict=True)]
+    return f"**{which or 'results'}**{f' ({same})' if same else ''}\n\n{markdown(list(heads), cells)}"
+
+
+def _heading(key: str) -> str:
+    return key.removesuffix("_bytes") + ", MiB" if key.endswith("_bytes") else key
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

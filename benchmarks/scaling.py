@@ -10,24 +10,21 @@ import argparse
 import contextlib
 import fnmatch
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 import dilated_attention as da
 from benchmarks import sharded_competitors
-from benchmarks.case import GIGAPATH, Case, Family, Pattern, dense_pattern, documents, new_lengths, pairs
+from benchmarks.case import GIGAPATH, LONGNET, Case, Family, Pattern, dense_pattern, documents, geometric, new_lengths, pairs, small
 from benchmarks.contenders import Contender, Costs, ours
-from benchmarks.ranks import OnShards, Ranks, Sharded, ring
+from benchmarks.ranks import OnShards, Ranks, ring
 from benchmarks.report import Row
 from benchmarks.run import Group
 from benchmarks.slides import sharded_step
 from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
-from benchmarks.truth import Truth, wrong
+from benchmarks.truth import wrong
 from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.parsing import size
@@ -35,20 +32,8 @@ from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks,
 
 ABOUT = "attention over processes (torchrun): time, efficiency, memory, traffic, beside torch's context_parallel and ring-flash-attention"
 DEFAULT = ("dense-*", "longnet-*", "local-*")
-# what lengths are divided by on a CPU, and the longest that is checked whole
+# what lengths are divided by on a CPU, and the longest sequence that is checked
 _SHRINK, _CHECKED = 128, 2**19
-
-
-def _by_rates(rates: Sequence[int], growth: int, n: int) -> DilatedPattern:
-    """Returns branches w = 2048 · growth^i as far as they are no longer than the sequence."""
-    lengths = [2048 * growth**i for i in range(len(rates)) if i == 0 or 2048 * growth**i <= n]
-    return DilatedPattern(lengths, rates[: len(lengths)])
-
-
-def _to_the_whole(n: int) -> DilatedPattern:
-    """Returns branches of 2,048 keys each, the last one as long as the sequence."""
-    lengths = (*(2048 * 4**i for i in range(30) if 2048 * 4**i < n), n)
-    return DilatedPattern(lengths, tuple(-(-length // 2048) for length in lengths))
 
 
 def _tenth(make: Callable[..., Any], n: int) -> Pattern:
@@ -57,24 +42,27 @@ def _tenth(make: Callable[..., Any], n: int) -> Pattern:
     return make(max(0.1, min(1.0, 2 * block / n)), block_size=block).at(n)
 
 
-_FOURS = tuple(4**i for i in range(6))
+def _fixed(pattern: DilatedPattern, n: int) -> Pattern | None:
+    return pattern if n >= 2**14 else small(pattern)
+
+
 _blocks = functools.partial(Family, heads=(16, 16, 64), lengths=(32768,), layouts=("contiguous", "balanced"))
 _local = functools.partial(with_sparsity, kind="local")
 FAMILIES = {
     "dense": Family(heads=(32, 8, 128), lengths=(16384, 4096), totals=(65536,), is_causal=True, layouts=("zigzag",)),
-    "longnet": Family(lengths=(131072, 32768), totals=(524288,), pattern=functools.partial(_by_rates, _FOURS, 4), is_causal=True),
-    "geometric": Family(heads=(16, 16, 64), lengths=(131072, 32768), pattern=functools.partial(_by_rates, _FOURS, 4)),
-    "12x64": Family(lengths=(131072, 32768), pattern=functools.partial(_by_rates, (1, 2, 4, 6, 12), 2)),
-    "gigapath": Family(heads=(16, 16, 48), lengths=(25000, 100000), pattern=lambda n: GIGAPATH),
+    "longnet": Family(lengths=(131072, 32768), totals=(524288,), pattern=geometric, is_causal=True),
+    "geometric": Family(heads=(16, 16, 64), lengths=(131072, 32768), pattern=geometric),
+    "12x64": Family(lengths=(131072, 32768), pattern=functools.partial(_fixed, LONGNET)),
+    "gigapath": Family(heads=(16, 16, 48), lengths=(25000, 100000), pattern=functools.partial(_fixed, GIGAPATH)),
     "random": _blocks(pattern=functools.partial(_tenth, RandomBlocks)),
     "window": _blocks(pattern=functools.partial(_tenth, _local)),
     "bigbird": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="big_bird"))),
     "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
     "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
                      options=lambda n: {"bounds": documents(n)}),
-    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=lambda n: GIGAPATH, passes=("both",)),
-    "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=_to_the_whole, passes=("forward",), fits=False),
-    "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=_to_the_whole, fits=False),
+    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=functools.partial(_fixed, GIGAPATH), passes=("both",)),
+    "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=geometric, passes=("forward",), fits=False),
+    "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=geometric, fits=False),
 }  # fmt: skip
 
 
@@ -114,9 +102,8 @@ def groups(options: argparse.Namespace) -> list[Group]:
     for label, name, length, mask in _cases(options, ranks.size):
         family = FAMILIES[name]
         heads = {} if options.heads is None else dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
-        is_small = options.is_small and isinstance(family.pattern(512), DilatedPattern)
         fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"} | heads
-        at = functools.partial(family.case, name, is_small=is_small, **fields)
+        at = functools.partial(family.case, name, **fields)
         entries = [
             Entry(
                 contender=one, at=at, length=length // ranks.size if role == "kernel" else length, role=role, kernel=kernel, family=family
@@ -189,7 +176,7 @@ def measure(entries: Sequence[Entry], ranks: Ranks, options: argparse.Namespace)
                 attend = entry.contender.make(case)
                 context = getattr(attend, "context", contextlib.nullcontext)
                 ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **entry.who)
-                answers = ranks.everywhere(functools.partial(_errors, entry, attend, ranks), **entry.who)
+                answers = ranks.everywhere(functools.partial(_errors, entry, attend), **entry.who)
                 # NaN is the largest
                 errors = {key: max((one[key] for one in answers), key=lambda error: (error != error, error)) for key in answers[0]}
                 row = replace(row, errors=errors)
@@ -205,31 +192,14 @@ def measure(entries: Sequence[Entry], ranks: Ranks, options: argparse.Namespace)
     return _compared(rows)
 
 
-def _errors(entry: Entry, attend: Any, ranks: Ranks) -> dict[str, float]:
-    """Returns the errors of the results, on at most ``_CHECKED`` positions unless no process can hold the whole."""
-    gradients = "both" in entry.family.passes
+def _errors(entry: Entry, attend: Any) -> dict[str, float]:
+    """Returns the errors of the results, on at most ``_CHECKED`` positions."""
     if isinstance(attend, Costs):
         return {}
-    if entry.role == "ring" and not entry.family.fits:
-        return _row_errors(entry.at(entry.length), attend, ranks, gradients)
     case = entry.at(min(entry.length, _CHECKED))
     if case.num_positions != entry.length:
         attend = entry.contender.make(case)
-    return entry.contender.errors(case, attend.whole if isinstance(attend, OnShards) else attend, gradients=gradients)
-
-
-def _row_errors(case: Case, attend: OnShards, ranks: Ranks, gradients: bool) -> dict[str, float]:
-    """Returns the errors in sampled rows of this library's function over processes; other rows and keys stay where they are."""
-    if case.num_positions % ranks.size:
-        raise Refused(f"{case.num_positions} positions on {ranks.size} processes; sampled rows need equal shards")
-    local, true = attend.local(case), Truth(case, case.branches, count=16)
-    start = ranks.rank * local.num_positions
-    leaves, dout = local.qkv(ranks.rank), true.dout(start, start + local.num_positions) if gradients else None
-    with torch.set_grad_enabled(gradients):
-        out = attend(*leaves)
-    grads = torch.autograd.grad(out, leaves, dout) if gradients else ()
-    *inputs, whole = (Sharded(x, ranks) for x in (*leaves, out))
-    return true.errors(inputs, Sharded(dout, ranks), whole, [Sharded(x, ranks) for x in grads])
+    return entry.contender.errors(case, getattr(attend, "whole", attend), gradients="both" in entry.family.passes)
 
 
 def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, options: argparse.Namespace) -> dict[str, float]:
@@ -285,18 +255,15 @@ def _captured(call: Call) -> Call:
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
-    """Adds ``efficiency``, time of one process over W times this time, and ``kernel_share``, rate over that of the kernel alone."""
-    known = {(row.case["kind"], row.case["kernel"], row.case["pass"]): row.values for row in rows if row.values}
+    """Adds ``efficiency``, the time of one process, on the same backend if there is one, over W times this time."""
+    alone = {
+        (row.case["kernel"], row.case["pass"]): row.values["called"] for row in rows if row.case["kind"] == "one process" and row.values
+    }
     compared = []
     for row in rows:
-        values, which = dict(row.values), row.case["pass"]
-        if values and row.case["kind"] in ("ring", "foreign"):
-            # third-party code runs on kernels that may not have been timed alone
-            whole, kernel = (
-                next((known[key] for each in (row.case["kernel"], "auto") if (key := (role, each, which)) in known), {})
-                for role in ("one process", "kernel")
-            )
-            values["efficiency"] = whole.get("called", math.nan) / row.case["W"] / values["called"]
-            values["kernel_share"] = values.get("tflops", math.nan) / kernel.get("tflops", math.nan)
-        compared.append(replace(row, values={key: value for key, value in values.items() if value == value}))
+        which = row.case["pass"]
+        one = alone.get((row.case["kernel"], which), alone.get(("auto", which)))
+        if one and row.values and row.case["kind"] in ("ring", "foreign"):
+            row = replace(row, values=row.values | {"efficiency": one / row.case["W"] / row.values["called"]})
+        compared.append(row)
     return compared

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,24 +52,21 @@ class Truth:
         self._seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(SEED)))
         self._count = case.num_positions if case.num_positions <= ALL_ROWS else count
         places = dict.fromkeys([(0, case.kv_heads // 3), (case.batch_size - 1, case.kv_heads - 1)])
-        self.places = [(b, kv_head, self._rows(b + kv_head, self._heads(kv_head)[0])) for b, kv_head in places]
+        self.places = [(b, kv_head, self._rows(b + kv_head)) for b, kv_head in places]
 
-    def dout(self, first: int | None = None, stop: int | None = None) -> Tensor:
-        """Returns a gradient of out that is zero but in the sampled rows; of all queries, or of the positions of one process."""
+    def dout(self) -> Tensor:
+        """Returns a gradient of out that is zero but in the sampled rows."""
         case = self.case
-        first, stop = case.offset if first is None else first, stop or case.num_positions
-        shape = (case.batch_size, stop - first, case.num_heads, case.head_dim)
-        dout = torch.zeros(shape, dtype=case.dtype, device=case.device)
+        noise = case.dout(101)
+        dout = torch.zeros_like(noise)
         for b, kv_head, rows in self.places:
-            here = (rows >= first) & (rows < stop)
             for head in self._heads(kv_head):
-                noise = torch.randn(len(rows), case.head_dim, generator=torch.Generator().manual_seed(head)).to(dout)
-                dout[b, rows[here] - first, head] = noise[here]
+                dout[b, rows - case.offset, head] = noise[b, rows - case.offset, head]
         return dout
 
     @torch.no_grad()
-    def errors(self, leaves: Sequence[Any], dout: Any, out: Any, grads: Sequence[Any] = ()) -> dict[str, float]:
-        """Returns relative errors of out and, if given, dq, dk and dv: tensors, or what is indexed like them."""
+    def errors(self, leaves: Sequence[Tensor], dout: Tensor | None, out: Tensor, grads: Sequence[Tensor] = ()) -> dict[str, float]:
+        """Returns relative errors of out and, if given, dq, dk and dv."""
         squares: dict[str, list[Tensor]] = {}
         for b, kv_head, rows in self.places:
             for name, result, true in self._compared(b, kv_head, rows, leaves, dout, out, grads):
@@ -84,7 +80,7 @@ class Truth:
         return range(kv_head * group, (kv_head + 1) * group)
 
     def _compared(
-        self, b: int, kv_head: int, rows: Tensor, leaves: Sequence[Any], dout: Any, out: Any, grads: Sequence[Any]
+        self, b: int, kv_head: int, rows: Tensor, leaves: Sequence[Tensor], dout: Tensor | None, out: Tensor, grads: Sequence[Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yields (name, result, truth) of the query heads of one key/value head, and of its keys a tile at a time."""
         at, attended = rows - self.case.offset, []
@@ -100,7 +96,7 @@ class Truth:
             shares = (lses - _finite(lses.logsumexp(0))).exp()[..., None]
             yield "out", out[b, at, head].detach(), (shares * outs).sum(0)
             attended.append((head, q, lses, outs, shares))
-        if not grads:
+        if dout is None:
             return
         dqs = [torch.zeros_like(q) for _, q, *_ in attended]
         for keys, k, v in self._tiles(b, kv_head, rows, leaves):
@@ -117,21 +113,15 @@ class Truth:
         for dq, (head, *_) in zip(dqs, attended, strict=True):
             yield "dq", grads[0][b, at, head], dq
 
-    def _rows(self, seed: int, head: int) -> Tensor:
-        """Returns all positions of queries, or sorted ones: the ends, random ones, and as many that the widest dilation takes."""
+    def _rows(self, seed: int) -> Tensor:
+        """Returns all positions of queries, or the ends and random ones, sorted."""
         first, last, device = self.case.offset, self.case.num_positions, self.case.device
         if last - first <= self._count:
             return torch.arange(first, last, device=device)
-        rows = torch.randint(first, last, (self._count - 2,), generator=torch.Generator().manual_seed(seed)).to(device)
-        if isinstance(self.pattern, DilatedPattern):
-            branch = max(range(self.pattern.num_branches), key=lambda branch: self.pattern.branches[branch][1])
-            length, rate = self.pattern.branches[branch]
-            offset = self.pattern.offsets(self.case.num_heads)[branch][head]
-            inside = (rows - self._starts(rows)) % length
-            rows[::2] = (rows - inside % rate + offset)[::2].clamp(first, last - 1)
-        return torch.cat([rows, rows.new_tensor([first, last - 1])]).unique()
+        rows = torch.randint(first, last, (self._count - 2,), generator=torch.Generator().manual_seed(seed))
+        return torch.cat([rows, torch.tensor([first, last - 1])]).unique().to(device)
 
-    def _tiles(self, b: int, kv_head: int, rows: Tensor, leaves: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _tiles(self, b: int, kv_head: int, rows: Tensor, leaves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields keys, as many at a time as fit into a tile with ``rows``, and k and v (keys, D) in float64."""
         step, last = max(1, min(_STRETCH, _TILE // max(len(rows), 1))), self.case.num_positions
         for start in range(0, last, step):

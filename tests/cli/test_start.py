@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads.problem import BOUNDS
 
 from dilated_attention import __version__, start
-from dilated_attention.backends import PRECISIONS
+from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.cli import choices
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS
 from dilated_attention.planning import USE_CASES
@@ -73,7 +71,7 @@ def test_version() -> None:
 
 
 def test_the_script_imports_torch_when_a_command_runs(tmp_path: Path) -> None:
-    """And then the package is whole, for contenders of ``bench`` say, which are modules of other people."""
+    """And then the package is whole, for modules of other people."""
     script = tmp_path / "dilated-attention"
     script.write_text(
         SCRIPT.format(
@@ -114,7 +112,7 @@ def test_other_programs_import_the_whole_package(tmp_path: Path) -> None:
         (["-m", "--help"], ["python", "-m", "dilated_attention", "--help"], True),
         (["-m"], ["python", "-u", "-m", "dilated_attention"], True),
         (["/bin/dilated-attention", "info"], ["/bin/python", "/bin/dilated-attention", "info"], True),
-        (["-m"], ["python", "-m", "dilated_attention.bench"], False),
+        (["-m"], ["python", "-m", "dilated_attention.show"], False),
         (["-m", "dilated_attention"], ["python", "-m", "pytest", "dilated_attention"], False),
         (["-c", "-m", "dilated_attention"], ["python", "-c", "import dilated_attention", "-m", "dilated_attention"], False),
         (["dilated-attention.py"], ["python", "dilated-attention.py"], False),
@@ -135,9 +133,8 @@ def test_what_the_command_line_is(given: list[str], whole: list[str], is_command
 def test_what_the_parser_offers_is_what_there_is() -> None:
     assert sorted(EXAMPLES) == list(choices.MACHINES)
     assert choices.PRECISIONS == PRECISIONS
-    assert {f"torch.{name}" for name in choices.DTYPES} == set(map(str, BOUNDS))
+    assert {f"torch.{name}" for name in choices.DTYPES} == set(map(str, registry.get("math").capabilities.dtypes))
     assert list(choices.MODEL_PRESETS) == list(MODEL_PRESETS)
     assert list(choices.PLAN_KINDS) == list(KINDS)
     assert choices.PATTERN_KINDS == RECOMMENDED_KINDS
     assert choices.USE_CASES == USE_CASES
-    assert {name: suite.about for name, suite in SUITES.items()} == choices.SUITES

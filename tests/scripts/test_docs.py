@@ -261,7 +261,7 @@ def test_commands_of_the_package_parse(page: Path, capsys: pytest.CaptureFixture
         # a command spoken of, without what it needs
         words = [*words, "--help"] if len(words) == 1 else words
         try:
-            cli._parser().parse_args(cli._spelled(words))
+            cli._parser().parse_args(words)
         except SystemExit as ended:
             assert ended.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
 
@@ -290,7 +290,7 @@ def test_scripts_have_the_options_named(page: Path) -> None:
 def modules() -> list[ModuleType]:
     """The public ones: those that say what is theirs, but for private packages of the engine."""
     public = ["", ".backends", ".distributed", ".factory", ".functional", ".models", ".modules", ".pattern", ".testing"]
-    public += [f".{name}" for name in ("planning", "profiling", "bench") if (ROOT / "dilated_attention" / name / "__init__.py").is_file()]
+    public += [f".{name}" for name in ("planning", "profiling") if (ROOT / "dilated_attention" / name / "__init__.py").is_file()]
     return [importlib.import_module(f"dilated_attention{name}") for name in public]
 
 
