@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,11 @@ class MultiheadProjections(nn.Module):
         settings: the arguments of the public class by name: those of ``_make_projections`` and of ``core``; others are not read.
     """
 
+    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these of nn.MultiheadAttention; None says that there is no in_proj, and
+    # keeps them from their fast path, which would compute dense attention
+    batch_first = True
+    _qkv_same_embed_dim = False
+    in_proj_bias: None = None
     # the public classes say of which class
     attention: Any
     inner_attn_ln: nn.LayerNorm | None
@@ -141,9 +147,12 @@ class MultiheadProjections(nn.Module):
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def project_call(
-        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``project`` for a call in nn.MultiheadAttention's form: key defaults to query, value to key; unsupported arguments raise."""
+        self, query: Any, key: Any, value: Any, key_padding_mask: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        """Returns q, k, v and the padding as a bool mask for a call in nn.MultiheadAttention's form.
+
+        key defaults to query, value to key; unsupported arguments raise.
+        """
         if need_weights:
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
         if attn_mask is not None:
@@ -152,7 +161,7 @@ class MultiheadProjections(nn.Module):
             )
         key = query if key is None else key
         value = key if value is None else value
-        return self.project(query, key, value, input_norm)
+        return *self.project(query, key, value, input_norm), _as_bool(key_padding_mask)
 
     def rotate(
         self,
@@ -239,3 +248,24 @@ class MultiheadProjections(nn.Module):
 def _accepted(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that ``make`` accepts; a missing one is an error even if ``make`` has a default for it."""
     return {name: settings[name] for name in inspect.signature(make).parameters}
+
+
+def _as_bool(key_padding_mask: Any) -> Any:
+    """Returns a mask of floats, which nn.TransformerEncoderLayer makes of every mask, as a bool one: -inf is padding, 0 is not.
+
+    Reads its values, so that a GPU makes the host wait. Under torch.compile and while a CUDA graph is captured, where the host cannot
+    wait, the device asserts. Other types are returned as they are.
+    """
+    if not isinstance(key_padding_mask, torch.Tensor) or not key_padding_mask.is_floating_point():
+        return key_padding_mask
+    padding = key_padding_mask == -math.inf
+    is_plain = (padding | (key_padding_mask == 0)).all()
+    text = (
+        f"key_padding_mask has dtype {key_padding_mask.dtype} and values other than 0 and -inf, which would be added to the scores; "
+        "expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0), or floats with -inf = padding and 0 elsewhere"
+    )
+    if torch.compiler.is_compiling() or (padding.is_cuda and torch.cuda.is_current_stream_capturing()):
+        torch._assert_async(is_plain, text)
+    elif padding.device.type != "meta" and not is_plain:
+        raise ValueError(text)
+    return padding

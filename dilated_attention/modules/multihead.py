@@ -38,7 +38,7 @@ class LocalMultihead(MultiheadProjections):
             key: (B, Nk, E); None for query.
             value: (B, Nk, E); None for key.
             is_causal: a query sees keys at its own position and before.
-            key_padding_mask: (B, Nk) bool, True = padding.
+            key_padding_mask: (B, Nk) bool, True = padding; or floats, -inf = padding and 0 elsewhere, as torch's layers pass it.
             cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
             need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
             input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
@@ -51,8 +51,8 @@ class LocalMultihead(MultiheadProjections):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=query_offset)
+        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, query_offset=query_offset)
         return out, None
 
     def attend(

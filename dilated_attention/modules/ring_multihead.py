@@ -40,7 +40,7 @@ class RingMultihead(MultiheadProjections):
             value: (B, n, E); None for key.
             seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
                 torch.compile it must be given.
-            key_padding_mask: (B, n) bool of this process's keys, True = padding.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding; or floats, -inf = padding and 0 elsewhere.
             cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
             is_causal, need_weights, attn_mask, input_norm: see ``MultiheadDilatedAttention.forward``.
 
@@ -51,8 +51,8 @@ class RingMultihead(MultiheadProjections):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        q, k, v = self.project_call(query, key, value, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, seq_len=seq_len)
         return out, None
 
     def attend(

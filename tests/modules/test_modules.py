@@ -19,11 +19,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import BackendUnavailable, DilatedPattern
+from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
 from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
+from dilated_attention.pattern import LocalWindow
 
 LENGTHS, RATES = [4, 8], [1, 2]
 DOCUMENTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
@@ -552,7 +553,8 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
     ((X[:, :2], X), {"query_offset": -1}, ValueError, "query_offset is -1"),
     ((X[:, :2], X), {"query_offset": 1.0}, TypeError, "query_offset is 1.0"),
     ((X,), {"is_causal": 1}, TypeError, "is_causal is 1"),
-    ((X,), {"key_padding_mask": torch.zeros(2, 14)}, TypeError, "key_padding_mask has dtype torch.float32"),
+    ((X,), {"key_padding_mask": torch.zeros(2, 14).long()}, TypeError, "key_padding_mask has dtype torch.int64"),
+    ((X,), {"key_padding_mask": PADDING.float()}, ValueError, "key_padding_mask has dtype torch.float32 and values other than 0 and -inf"),
     ((X,), {"key_padding_mask": PADDING[:, :3]}, ValueError, r"key_padding_mask has shape \(2, 3\)"),
     ((X,), {"cu_seqlens": DOCUMENTS}, ValueError, "cu_seqlens with batch size 2"),
     ((X[:1],), {"cu_seqlens": [0, 14]}, TypeError, "cu_seqlens is a list"),
@@ -606,3 +608,86 @@ def test_sinks_that_a_first_call_makes_are_trained_like_any(kind: Any, context: 
     other(q, q, q).square().sum().backward()
     assert type(module.sinks) is torch.nn.Parameter and module.sinks.dtype is torch.float32 and module.sinks.device == q.device
     assert torch.equal(module.sinks.grad, other.sinks.grad)
+
+
+# --- in torch's own layers -------------------------------------------------------------------------------------------------------------
+
+MULTIHEAD = [name for name in modules.__all__ if "Multihead" in name]
+IN_TORCH = ["encoder_layer", "encoder", "decoder_layer"]
+
+
+def make_kind(kind: str) -> Any:
+    """A layer of every kind: of one process, rings too."""
+    torch.manual_seed(0)
+    branches = (LENGTHS, RATES) if "Dilated" in kind else ()
+    blocks = {"pattern": LocalWindow(3, block_size=64)} if "Block" in kind else {}
+    return getattr(modules, kind)(16, 4, *branches, **blocks, rotary=True, dtype=torch.float64)
+
+
+def make_in_torch(kind: str, place: str) -> tuple[nn.Module, Any]:
+    """One of torch's modules around the kind, and a function (x, padding, is_causal, mask=…) → what it computes."""
+    settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    if place == "decoder_layer":
+        decoder = nn.TransformerDecoderLayer(16, 4, 32, **settings)
+        decoder.self_attn = make_kind(kind)
+        memory = make_x(2, 5, seed=9)
+        return decoder, lambda x, padding, causal, **more: decoder(
+            x, memory, tgt_key_padding_mask=padding, tgt_is_causal=causal, **{f"tgt_{name}": value for name, value in more.items()}
+        )
+    layer = nn.TransformerEncoderLayer(16, 4, 32, **settings)
+    layer.self_attn = make_kind(kind)
+    if place == "encoder_layer":
+        return layer, lambda x, padding, causal, **more: layer(
+            x, src_key_padding_mask=padding, is_causal=causal, **{f"src_{name}": value for name, value in more.items()}
+        )
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return encoder, lambda x, padding, causal, **more: encoder(x, src_key_padding_mask=padding, is_causal=causal, **more)
+
+
+def expected_in_torch(module: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """What torch's modules compute, written down once more (norm last)."""
+    for layer in getattr(module, "layers", [module]):
+        x = layer.norm1(x + layer.self_attn(x, key_padding_mask=mask, is_causal=causal)[0])
+        if hasattr(layer, "multihead_attn"):
+            memory = make_x(2, 5, seed=9)
+            x = layer.norm2(x + layer.multihead_attn(x, memory, memory, need_weights=False)[0])
+        last = layer.norm3 if hasattr(layer, "norm3") else layer.norm2
+        x = last(x + layer.linear2(torch.relu(layer.linear1(x))))
+    return x
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("place", IN_TORCH)
+@pytest.mark.parametrize("kind", MULTIHEAD)
+def test_every_kind_serves_in_torchs_own_layers(kind: str, place: str, training: bool) -> None:
+    module, call = make_in_torch(kind, place)
+    module.train(training)
+    x = make_x().requires_grad_()
+    for mask, causal in ((None, False), (None, True), (PADDING, False), (PADDING, True)):
+        # without gradients torch's layers try their fast path
+        with torch.set_grad_enabled(training):
+            found = call(x, mask, causal)
+        torch.testing.assert_close(found, expected_in_torch(module, x, mask, causal), rtol=1e-12, atol=1e-12)
+    if training:
+        found.sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("place", IN_TORCH)
+@pytest.mark.parametrize("kind", MULTIHEAD)
+def test_masks_of_torchs_layers_that_mean_more_than_padding_are_refused(kind: str, place: str) -> None:
+    _, call = make_in_torch(kind, place)
+    with pytest.raises(ValueError, match=r"key_padding_mask has dtype torch.float32 and values other than 0 and -inf"):
+        call(make_x(), PADDING * -1e9, False)
+    square = nn.Transformer.generate_square_subsequent_mask(14, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"attn_mask is given.*is_causal=True"):
+        call(make_x(), None, True, mask=square)
+
+
+def test_padding_of_torchs_layers_compiles() -> None:
+    layer = make_layer().eval()
+    floating = torch.zeros(2, 14, dtype=torch.float64).masked_fill(PADDING, -math.inf)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
+    with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
+        compiled(make_x(), key_padding_mask=floating + 1)
