@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.blocks.base import BlockPattern
@@ -18,7 +19,7 @@ _DENSE_POSITIONS = 1024
 _MOST_POSITIONS = 2**28
 
 
-def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> torch.Tensor:
+def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> Tensor:
     """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
 
     Args:
@@ -53,7 +54,7 @@ def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
     return cell
 
 
-def cell_sizes(num_positions: int, cell: int) -> torch.Tensor:
+def cell_sizes(num_positions: int, cell: int) -> Tensor:
     """Returns the number of all pairs in every square, int64 (cells, cells): the ``cell_pairs`` of dense attention."""
     ends = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions)
     lengths = ends.diff()
@@ -80,14 +81,14 @@ def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
     return finished(figure, pattern, num_positions, num_heads, is_causal, path)
 
 
-def _summed(mask: torch.Tensor, cell: int) -> torch.Tensor:
+def _summed(mask: Tensor, cell: int) -> Tensor:
     num_heads, num_positions, _ = mask.shape
     cells = -(-num_positions // cell)
     padded = torch.nn.functional.pad(mask.to(torch.int64), (0, cells * cell - num_positions) * 2)
     return padded.view(num_heads, cells, cell, cells, cell).sum((2, 4))
 
 
-def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
     cells = -(-num_positions // cell)
     total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
     positions = torch.arange(num_positions)
@@ -99,7 +100,7 @@ def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cel
     return total
 
 
-def _within_segments(segment: torch.Tensor, cell: torch.Tensor, cells: int, is_causal: bool) -> torch.Tensor:
+def _within_segments(segment: Tensor, cell: Tensor, cells: int, is_causal: bool) -> Tensor:
     """Counts the pairs of positions in a common segment, (cells, cells), given the ascending segments and cells of the positions taken."""
     if not segment.numel():
         return torch.zeros(cells, cells, dtype=torch.int64)
@@ -118,7 +119,7 @@ def _within_segments(segment: torch.Tensor, cell: torch.Tensor, cells: int, is_c
     return pairs + own.diag()
 
 
-def _of_blocks(pattern: BlockPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+def _of_blocks(pattern: BlockPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
     cells = -(-num_positions // cell)
     total = torch.zeros(num_heads * cells * cells, dtype=torch.int64)
     pattern = pattern.at(num_positions)

@@ -11,6 +11,7 @@ from math import comb, lcm
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import (
@@ -193,7 +194,7 @@ class DilatedPattern(Pattern):
         *,
         is_causal: bool = False,
         query_offset: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
@@ -201,7 +202,7 @@ class DilatedPattern(Pattern):
         mask = self.multiplicities(rows, keys, num_heads, torch.int64)
         return mask.mul_(keys <= rows[:, None]) if is_causal else mask
 
-    def multiplicities(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> torch.Tensor:
+    def multiplicities(self, rows: Tensor, keys: Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> Tensor:
         """Returns the number of branches in which head h pairs a row with a key, (num_heads, rows, keys), for any positions."""
         m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype, device=keys.device)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
@@ -294,7 +295,7 @@ def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_cau
     )
 
 
-def _pairs_in_all(branches: tuple[tuple[torch.Tensor, torch.Tensor], ...], is_causal: bool) -> int:
+def _pairs_in_all(branches: tuple[tuple[Tensor, Tensor], ...], is_causal: bool) -> int:
     """Counts the pairs that every branch of the set takes: squares of the counts between common segment boundaries.
 
     A branch is (positions taken, positions that begin a segment), both bool.

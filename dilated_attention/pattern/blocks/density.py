@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod, States
 from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
 from dilated_attention.pattern.blocks.random import RandomBlocks, checked_ratio, checked_seed
 from dilated_attention.pattern.blocks.whole_blocks import DilatedBlocks, own_columns, own_count
@@ -50,12 +51,11 @@ class Sparsity(BlockPattern):
         ratio = checked_ratio(self.ratio)
         if ratio == 0:
             raise ValueError("ratio is 0: nothing would be kept; expected a number above 0 and at most 1")
-        object.__setattr__(self, "seed", checked_seed(self.seed))
+        self._set(ratio=ratio, seed=checked_seed(self.seed))
         if self.seed and self.kind not in _SEEDED:
             raise ValueError(
                 f"seed is {self.seed}, but kind={self.kind!r} draws nothing: leave seed at 0, or take one of {', '.join(_SEEDED)}"
             )
-        object.__setattr__(self, "ratio", ratio)
 
     @property
     def per_head(self) -> bool:
@@ -64,13 +64,13 @@ class Sparsity(BlockPattern):
     def at(self, num_positions: int) -> BlockPattern:
         return _resolved(self, num_positions)
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         return self.at(num_positions).allowed(queries, keys, heads, num_positions)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         return self.at(grid.num_positions).columns(grid, heads)
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return self.at(grid.num_positions).classify(grid, head, row, column)
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Entries, Grid, checked_positions, divided
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Entries, Grid, checked_positions, divided, head_of
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
-# blocks listed and pairs evaluated at once, which bounds the memory of building lists
+# blocks listed at once, which bounds the memory of building lists, and at all
 BLOCKS_AT_ONCE = 2**23
-PAIRS_AT_ONCE = 2**24
 MOST_BLOCKS = 2**31
 
 
@@ -27,9 +27,9 @@ class _Piece:
     grid: Grid
     heads: tuple[int, ...]
     entries: Entries
-    masks: torch.Tensor | None
-    bits: torch.Tensor
-    pairs_of_mask: torch.Tensor
+    masks: Tensor | None
+    bits: Tensor
+    pairs_of_mask: Tensor
 
 
 def kept_blocks(
@@ -81,7 +81,7 @@ def kept_blocks(
     return kept if known is None else replace(kept, interval=(known[0].to(torch.int32), known[1].to(torch.int32)))
 
 
-def _row_ends(piece: _Piece) -> torch.Tensor:
+def _row_ends(piece: _Piece) -> Tensor:
     """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
     entries, rows = piece.entries, piece.grid.num_rows
     row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
@@ -104,7 +104,7 @@ def count_pairs(
 
 def block_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
     pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
@@ -113,25 +113,21 @@ def block_pairs(
         pairs = _sizes(piece.grid, entries.row, entries.column)
         if piece.masks is not None:
             pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        yield torch.tensor(piece.heads, device=entries.group.device)[entries.group], entries.row, entries.column, pairs
+        yield head_of(entries.group, piece.heads), entries.row, entries.column, pairs
 
 
-def packed(kept: torch.Tensor) -> torch.Tensor:
+def packed(kept: Tensor) -> Tensor:
     """Packs bool (…, n) into bits, int32 (…, ceil(n / 32)): bit n % 32 of word n // 32."""
-    if kept.shape[-1] % WORD:
-        kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
-    shifts = torch.arange(WORD, device=kept.device)
-    words = (kept.unflatten(-1, (-1, WORD)).long() << shifts).sum(-1)
-    # bit 31 is the sign of an int32
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
+    shifts = torch.arange(WORD, dtype=torch.int32, device=kept.device)
+    return (kept.unflatten(-1, (-1, WORD)).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
 
 
-def unpacked(bits: torch.Tensor, count: int | None = None) -> torch.Tensor:
+def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
     """Unpacks int32 (…, w) into bool (…, count), all 32 · w by default."""
-    if count is not None:
-        return unpacked(bits[..., : -(-count // WORD)])[..., :count]
+    words = bits if count is None else bits[..., : -(-count // WORD)]
     shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)
+    return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
 
 
 def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockPattern:
@@ -176,23 +172,19 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     # the first block with each mask, so that every process takes the same one
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
     group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
-    head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
-    bits, pairs = _masks(pattern, grid, head, row, column)
+    bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
     masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
     piece = _Piece(grid, heads, entries, masks, bits, pairs)
     return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
 
 
 def _masks(
-    pattern: BlockPattern, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor
+) -> tuple[Tensor, Tensor]:
     """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
-    step = max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))
     bits, pairs = [], []
-    for first in range(0, row.shape[0], step):
-        part = slice(first, first + step)
-        queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
-        keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
+    for part in grid.parts(row.shape[0]):
+        queries, keys = grid.positions(row[part], column[part])
         kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
         if grid.num_positions % grid.q_block:
             kept = kept & (queries < grid.num_positions)
@@ -203,7 +195,7 @@ def _masks(
     return torch.cat(bits), torch.cat(pairs)
 
 
-def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
+def _tightened(piece: _Piece, size_of_mask: Tensor) -> _Piece:
     """Removes blocks that keep no pair and masks that keep every pair, since compositions may have both."""
     assert piece.masks is not None
     empty, complete = piece.pairs_of_mask == 0, piece.pairs_of_mask == size_of_mask
@@ -220,14 +212,14 @@ def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
     return _Piece(piece.grid, piece.heads, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
 
 
-def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
     """Returns the number of pairs of blocks within the sequence."""
     first_query, last_query = grid.queries(row)
     first_key, last_key = grid.keys(column)
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
-def _found_interval(kept: BlockLists, grid: Grid) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
 
     The tightest candidate is taken from the masks, and then compared with the number of keys that each of them keeps: where
@@ -265,7 +257,7 @@ def _found_interval(kept: BlockLists, grid: Grid) -> tuple[torch.Tensor, torch.T
     return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])
 
 
-def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _mask_ends(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns first kept key, one after the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
     found = []
     for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):
@@ -275,5 +267,5 @@ def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return first, last, count
 
 
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
