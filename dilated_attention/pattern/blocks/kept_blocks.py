@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Entries, Grid, checked_positions, divided, head_of
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Grid, checked_positions, divided, head_of
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
@@ -21,12 +21,14 @@ MOST_BLOCKS = 2**31
 class _Piece:
     """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the number of pairs that each mask keeps.
 
-    Group g of the entries is head ``heads[g]``.
+    Group g is head ``heads[g]``.
     """
 
     grid: Grid
     heads: tuple[int, ...]
-    entries: Entries
+    group: Tensor
+    row: Tensor
+    column: Tensor
     masks: Tensor | None
     bits: Tensor
     pairs_of_mask: Tensor
@@ -52,27 +54,19 @@ def kept_blocks(
     starts, columns, masks, bits = [grid.range(0, 1).to(torch.int32)], [], [], []
     num_entries = num_masks = 0
     for piece in _pieces(pattern, grid, heads):
-        entries = piece.entries
         starts.append(_row_ends(piece) + num_entries)
-        columns.append(entries.column.to(torch.int32))
+        columns.append(piece.column.to(torch.int32))
         masks.append(torch.full_like(columns[-1], -1) if piece.masks is None else piece.masks)
         if num_masks:
             masks[-1] = torch.where(masks[-1] < 0, -1, masks[-1] + num_masks)
         bits.append(piece.bits)
-        num_entries += entries.column.shape[0]
+        num_entries += piece.column.shape[0]
         num_masks += piece.bits.shape[0]
+    row_starts, all_columns, all_masks, all_bits = map(torch.cat, (starts, columns, masks, bits))
     kept = BlockLists(
-        num_queries=num_queries,
-        num_keys=num_positions,
-        q_block=pattern.q_block,
-        k_block=pattern.k_block,
-        num_batch=1,
-        num_heads=len(heads),
-        row_starts=torch.cat(starts),
-        columns=_cat(columns),
-        masks=_cat(masks) if num_masks else None,
-        bits=_cat(bits),
-    )
+        num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
+        all_masks if num_masks else None, all_bits,
+    )  # fmt: skip
     if kept.masks is None:
         return kept
     known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
@@ -83,10 +77,10 @@ def kept_blocks(
 
 def _row_ends(piece: _Piece) -> Tensor:
     """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
-    entries, rows = piece.entries, piece.grid.num_rows
-    row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
-    row = entries.group * rows + row if entries.num_groups > 1 else row
-    return torch.searchsorted(row, piece.grid.range(0, entries.num_groups * rows), right=True, out_int32=True)
+    rows = piece.grid.num_rows
+    row = piece.row - piece.grid.first_row if piece.grid.first_row else piece.row
+    row = piece.group * rows + row if len(piece.heads) > 1 else row
+    return torch.searchsorted(row, piece.grid.range(0, len(piece.heads) * rows), right=True, out_int32=True)
 
 
 def count_pairs(
@@ -109,11 +103,10 @@ def block_pairs(
     pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
     for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
-        entries = piece.entries
-        pairs = _sizes(piece.grid, entries.row, entries.column)
+        pairs = _sizes(piece.grid, piece.row, piece.column)
         if piece.masks is not None:
             pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        yield head_of(entries.group, piece.heads), entries.row, entries.column, pairs
+        yield head_of(piece.group, piece.heads), piece.row, piece.column, pairs
 
 
 def packed(kept: Tensor) -> Tensor:
@@ -157,11 +150,10 @@ def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterat
 
 def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     entries = pattern.entries_of_heads(grid, heads)
-    partial = (~entries.full).nonzero()[:, 0]
-    none = torch.zeros(0, dtype=torch.int64, device=grid.device)
-    no_bits = torch.zeros(0, grid.q_block, grid.k_block // WORD, dtype=torch.int32, device=grid.device)
+    blocks, partial = (entries.group, entries.row, entries.column), (~entries.full).nonzero()[:, 0]
     if not partial.numel():
-        return _Piece(grid, heads, entries, None, no_bits, none)
+        none = torch.zeros(0, dtype=torch.int64, device=grid.device)
+        return _Piece(grid, heads, *blocks, None, none.int().view(0, grid.q_block, grid.k_block // WORD), none)
     key = entries.key[partial]
     # the mask of a short block does not determine the pairs of a whole one
     if grid.num_positions % grid.q_block:
@@ -171,11 +163,19 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     different, number = torch.unique(key, return_inverse=True)
     # the first block with each mask, so that every process takes the same one
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
-    group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
+    group, row, column = (x[chosen] for x in blocks)
     bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
     masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
-    piece = _Piece(grid, heads, entries, masks, bits, pairs)
-    return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
+    if pattern.is_tight:
+        return _Piece(grid, heads, *blocks, masks, bits, pairs)
+    # compositions may have blocks that keep no pair, and masks that keep every pair
+    needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
+    # the last number is that of blocks without a mask, which −1 refers to
+    numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
+    masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
+    kept = (masks > -2).nonzero()[:, 0]
+    bits, pairs = bits[needed], pairs[needed]
+    return _Piece(grid, heads, *(x[kept] for x in blocks), masks[kept] if len(bits) else None, bits, pairs)
 
 
 def _masks(
@@ -195,23 +195,6 @@ def _masks(
     return torch.cat(bits), torch.cat(pairs)
 
 
-def _tightened(piece: _Piece, size_of_mask: Tensor) -> _Piece:
-    """Removes blocks that keep no pair and masks that keep every pair, since compositions may have both."""
-    assert piece.masks is not None
-    empty, complete = piece.pairs_of_mask == 0, piece.pairs_of_mask == size_of_mask
-    if not bool((empty | complete).any()):
-        return piece
-    needed = (~(empty | complete)).nonzero()[:, 0]
-    number = torch.full_like(piece.pairs_of_mask, -1).index_put((needed,), torch.arange(len(needed), device=needed.device))
-    is_partial = piece.masks >= 0
-    index = piece.masks.clamp(min=0)
-    kept = (~(is_partial & empty[index])).nonzero()[:, 0]
-    masks = torch.where(is_partial, number[index], -1)[kept].to(torch.int32)
-    entries = piece.entries
-    entries = Entries(entries.group[kept], entries.row[kept], entries.column[kept], masks < 0, entries.key[kept], entries.num_groups)
-    return _Piece(piece.grid, piece.heads, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
-
-
 def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
     """Returns the number of pairs of blocks within the sequence."""
     first_query, last_query = grid.queries(row)
@@ -226,46 +209,32 @@ def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | Non
     a mask keeps less than the candidate, a wider one would be further off.
     """
     assert kept.masks is not None
-    first, last, count = _mask_ends(kept.bits)
+    ends = []
+    for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
+        keeps = unpacked(bits).to(torch.int8)
+        ends.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
+    first, last, count = torch.cat(ends, 1)
     if not bool(((last - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
-    row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
-    column, mask = kept.columns[partial].long(), kept.masks[partial].long()
-    if kept.num_groups > 1:
-        # heads mostly share their masks, so take each block once
-        number_of_masks = kept.bits.shape[0]
-        block, mask = divided(torch.unique((row * grid.num_columns + column) * number_of_masks + mask), number_of_masks)
-        row, column = divided(block, grid.num_columns)
+    row, num_masks = kept.row_of_entry[partial] % grid.num_rows, kept.bits.shape[0]
+    # heads mostly share their masks, so each block is taken once
+    block, mask = divided(torch.unique(grid.block(row, kept.columns[partial]) * num_masks + kept.masks[partial]), num_masks)
+    row, column = divided(block, grid.num_columns)
     beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
     step = PAIRS_AT_ONCE // grid.q_block
     parts = [slice(i, i + step) for i in range(0, row.shape[0], step)]
     for part in parts:
-        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
-        start, no_keys = column[part, None] * grid.k_block, count[mask[part]] == 0
+        query, start = grid.positions(row[part], column[part])[0].flatten(1), column[part, None] * grid.k_block
+        no_keys = count[mask[part]] == 0
         low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[mask[part]]).flatten(), "amin")
         high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[mask[part]]).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
     wrong = torch.zeros((), dtype=torch.bool, device=grid.device)
     for part in parts:
-        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
-        start = column[part, None] * grid.k_block
+        query, start = grid.positions(row[part], column[part])[0].flatten(1), column[part, None] * grid.k_block
         inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
         wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
     return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])
-
-
-def _mask_ends(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns first kept key, one after the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
-    found = []
-    for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):
-        kept = unpacked(part).to(torch.int8)
-        found.append((kept.argmax(-1), kept.shape[-1] - kept.flip(-1).argmax(-1), kept.sum(-1)))
-    first, last, count = (torch.cat(x) for x in zip(*found, strict=True))
-    return first, last, count
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
