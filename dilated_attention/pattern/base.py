@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int

@@ -57,9 +57,8 @@ def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
 
 def cell_sizes(num_positions: int, cell: int) -> Tensor:
     """Returns the number of all pairs in every square, int64 (cells, cells): the ``cell_pairs`` of dense attention."""
-    ends = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions)
-    lengths = ends.diff()
-    return lengths[:, None] * lengths[None, :]
+    lengths = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions).diff()
+    return lengths[:, None] * lengths
 
 
 def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:

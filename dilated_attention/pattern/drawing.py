@@ -6,7 +6,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dilated_attention.files import replacing

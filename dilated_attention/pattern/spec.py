@@ -78,12 +78,6 @@ def kind_named(name: str) -> Any:
     return _KINDS[name]
 
 
-def restored(spec: str) -> SpecPattern:
-    """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
-    # a cache would keep live objects alive forever
-    return _read(spec) if OBJECT in spec else _read_and_kept(spec)
-
-
 def _read(spec: str) -> SpecPattern:
     try:
         pattern = _value(parse_json(spec, "spec"))
@@ -98,11 +92,13 @@ _read_and_kept = functools.lru_cache(maxsize=256)(_read)
 
 
 def _plain(value: Any) -> Any:
-    """Returns what ``_value`` reads as plain data, by code that torch.compile can trace: a pattern may be made inside a compiled function."""
+    """Returns plain data that ``_value`` reads. torch.compile traces this code, as a pattern may be made inside a compiled function."""
     if isinstance(value, SpecPattern):
         if value.holds_objects:
             return f"{OBJECT}{_number_of(value)}"
-        fields = [(field.metadata.get("argument", field.name), getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
+        fields = [
+            (field.metadata.get("argument", field.name), getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
+        ]
         return {_CLASS: type(value).__name__} | {name: _plain(argument) for name, argument in fields}
     if isinstance(value, tuple):
         return [_plain(x) for x in value]
@@ -118,6 +114,12 @@ def _text(plain: Any) -> str:
 
 # what torch.compiler.assume_constant_result does, without importing the compiler
 _text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def restored(spec: str) -> SpecPattern:
+    """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
+    # a cache would keep live objects alive forever
+    return _read(spec) if OBJECT in spec else _read_and_kept(spec)
 
 
 def name_object(pattern: SpecPattern) -> None:

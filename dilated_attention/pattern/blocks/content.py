@@ -13,6 +13,7 @@ from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.block_lists import WORD
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
+from dilated_attention.pattern.blocks.window import LocalWindow
 from dilated_attention.pattern.checks import check_number, one_of, shown
 
 
@@ -82,9 +83,9 @@ class TopBlocks(BlockPattern):
         block_size: int | tuple[int, int] = 128,
     ) -> None:
         # assigned explicitly, since ``density`` is also the name of a method
-        values = {"blocks": blocks, "share": density, "mass": mass, "always": always, "within": within, "pool": pool, "queries": queries}
-        values["near"] = always is None if near is None else near
-        self._set(**values, block_size=block_size)
+        near = always is None if near is None else near
+        self._set(blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries)
+        self._set(block_size=block_size)
         super().__post_init__()
         given = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
         if len(given) != 1:
@@ -98,17 +99,17 @@ class TopBlocks(BlockPattern):
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
-        for name in ("always", "within"):
-            self._set(**{name: self._checked_static(name, values[name])})
-        if not isinstance(self.near, bool):
+        self._check_static("always", always)
+        self._check_static("within", within)
+        if not isinstance(near, bool):
             raise TypeError(f"near is {shown(near)} ({type(near).__name__}); expected True, False or None")
         one_of("pool", pool, ("mean",))
         if queries is not None:
             one_of("queries", queries, ("block", "before"), also="or None")
 
-    def _checked_static(self, name: str, pattern: Any) -> BlockPattern | None:
+    def _check_static(self, name: str, pattern: Any) -> None:
         if pattern is None:
-            return None
+            return
         if not isinstance(pattern, BlockPattern):
             raise TypeError(
                 f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None"
@@ -121,7 +122,6 @@ class TopBlocks(BlockPattern):
             raise ValueError(
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
             )
-        return pattern
 
     def _arguments(self) -> dict[str, Any]:
         return {described.metadata.get("argument", described.name): getattr(self, described.name) for described in dataclasses.fields(self)}
@@ -149,8 +149,6 @@ class TopBlocks(BlockPattern):
         self._refuse_chosen(other, "|")
         always = self.always
         if always is None and not self.near:
-            from dilated_attention.pattern.blocks.window import LocalWindow
-
             # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod, States
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
 from dilated_attention.pattern.blocks.random import RandomBlocks, checked_ratio, checked_seed
 from dilated_attention.pattern.blocks.whole_blocks import DilatedBlocks, own_columns, own_count
@@ -69,12 +70,6 @@ class Sparsity(BlockPattern):
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         return self.at(grid.num_positions).columns(grid, heads)
-
-    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        return self.at(grid.num_positions).classify(grid, head, row, column)
-
-    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        return self.at(num_positions).mask_mod(num_positions, num_heads, device)
 
     def cost(self, grid: Grid) -> float:
         return self.at(grid.num_positions).cost(grid)
@@ -139,9 +134,5 @@ def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
 
 def _nearest(count: Callable[[int], int], wanted: float, low: int, high: int) -> int:
     """Returns the x in [low, high] whose count, which grows with x, is nearest to ``wanted``."""
-    first, last = low, high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if count(middle) < wanted else (low, middle)
-    # the first x that reaches it, or the one before
-    return min((x for x in (low - 1, low) if first <= x <= last), key=lambda x: abs(count(x) - wanted))
+    reaching = low + bisect.bisect_left(range(low, high), wanted, key=count)
+    return min(range(max(reaching - 1, low), reaching + 1), key=lambda x: abs(count(x) - wanted))

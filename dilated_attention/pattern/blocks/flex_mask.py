@@ -49,17 +49,15 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     chosen = 0 if batch is None else batch
     if not 0 <= chosen < entries:
         raise ValueError(f"batch is {batch}; block_mask has {entries} batch entries: expected 0 to {entries - 1}")
-    q_block, k_block = (BLOCK_SIZES[1] if size % BLOCK_SIZES[1] == 0 else BLOCK_SIZES[0] for size in sizes)
-    block_size = (q_block, k_block)
+    block_size = q_block, k_block = tuple(next(block for block in (128, 64) if size % block == 0) for size in sizes)
 
     def table(counts: Tensor, indices: Tensor) -> BlockTensor:
-        counts, indices = counts[chosen], indices[chosen].long()
-        columns = -(-num_keys // sizes[1])
+        counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])
         # indices after the end of each list may be arbitrary
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-        kept.scatter_(-1, torch.where(listed, indices, columns), True)
-        kept = kept[..., :columns].repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
+        kept = kept.scatter_(-1, torch.where(listed, indices, columns), True)[..., :columns]
+        kept = kept.repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
 
     mask_mod: MaskMod = block_mask.mask_mod
@@ -150,9 +148,7 @@ def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
     return masked, ~masked
 
 
-def padded_tables(
-    lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1
-) -> tuple[Tensor, ...]:
+def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1) -> tuple[Tensor, ...]:
     """Returns (counts, table) of each kind of entries of a CSR list, in FlexAttention's form, int32.
 
     Counts are (batch, heads, lists), tables (batch, heads, lists, width). All tables are as wide as the longest list, and at least

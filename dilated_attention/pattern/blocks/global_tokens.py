@@ -44,29 +44,23 @@ class GlobalLocal(LocalWindow):
 
     def stretches(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the kept columns of rows: [0, globals) and then [low, high). Rows with a global position keep everything."""
-        left, right = self.sides(grid.num_positions)
         first, last = grid.queries(row)
-        is_global = first < self.global_tokens
-        num_globals = min(-(-self.global_tokens // grid.k_block), grid.num_columns)
-        low = torch.where(is_global, 0, (first - left).clamp(min=0) // grid.k_block)
-        high = torch.where(is_global, grid.num_columns, (last + right).clamp(max=grid.num_positions - 1) // grid.k_block + 1)
+        is_global, num_globals = first < self.global_tokens, min(-(-self.global_tokens // grid.k_block), grid.num_columns)
+        low = torch.where(is_global, 0, self.low(first, grid.num_positions) // grid.k_block)
+        high = torch.where(is_global, grid.num_columns, (self.high(last, grid.num_positions) - 1) // grid.k_block + 1)
         return low.clamp(max=num_globals), low, high
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         num_globals, low, high = self.stretches(grid, grid.rows())
-        starts, ends = torch.stack([torch.zeros_like(low), low], 1), torch.stack([num_globals, high], 1)
-        index, column = expand(starts.flatten(), ends.flatten())
+        index, column = expand(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
         return torch.zeros_like(index), index // 2 + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, distance = super().classify(grid, head, row, column)
-        (first_query, last_query), (first_key, last_key) = grid.queries(row), grid.keys(column)
-        some_query, every_query = first_query < self.global_tokens, last_query < self.global_tokens
-        some_key, every_key = first_key < self.global_tokens, last_key < self.global_tokens
-        full = (state == FULL) | every_query | every_key
+        some_query, every_query, some_key, every_key = (end < self.global_tokens for end in (*grid.queries(row), *grid.keys(column)))
         # if global positions end inside the block, its row (column) determines where
         key = torch.where(state > 0, distance, _NO_WINDOW) * 4 + some_query * 2 + some_key
-        return state_of((state > 0) | some_query | some_key, full), key
+        return state_of((state > 0) | some_query | some_key, (state == FULL) | every_query | every_key), key
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + 2 * (self.global_tokens / grid.k_block + 1), grid.num_columns)
@@ -76,7 +70,7 @@ class GlobalLocal(LocalWindow):
         return BlockPattern.causal(GlobalLocal((self.window[0], 0), self.global_tokens, block_size=self.block_size))
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
-        return super().interval(positions, num_positions) if self.global_tokens == 0 else None
+        return None if self.global_tokens or self.per_head else super().interval(positions, num_positions)
 
 
 @dataclass(frozen=True)
@@ -180,6 +174,3 @@ class BigBird(GlobalLocal):
     def causal(self) -> BlockPattern:
         # the draws depend on the whole window
         return BlockPattern.causal(self)
-
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
-        return super().interval(positions, num_positions) if self.random_blocks == 0 else None

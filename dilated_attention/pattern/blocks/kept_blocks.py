@@ -170,6 +170,8 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
         return _Piece(grid, heads, *blocks, masks, bits, pairs)
     # compositions may have blocks that keep no pair, and masks that keep every pair
     needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
+    if bool(needed.all()):
+        return _Piece(grid, heads, *blocks, masks, bits, pairs)
     # the last number is that of blocks without a mask, which −1 refers to
     numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
     masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
@@ -178,9 +180,7 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     return _Piece(grid, heads, *(x[kept] for x in blocks), masks[kept] if len(bits) else None, bits, pairs)
 
 
-def _masks(
-    pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor
-) -> tuple[Tensor, Tensor]:
+def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
     bits, pairs = [], []
     for part in grid.parts(row.shape[0]):
@@ -217,24 +217,27 @@ def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | Non
     if not bool(((last - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
-    row, num_masks = kept.row_of_entry[partial] % grid.num_rows, kept.bits.shape[0]
-    # heads mostly share their masks, so each block is taken once
-    block, mask = divided(torch.unique(grid.block(row, kept.columns[partial]) * num_masks + kept.masks[partial]), num_masks)
-    row, column = divided(block, grid.num_columns)
+    row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
+    column, mask = kept.columns[partial].long(), kept.masks[partial].long()
+    if kept.num_groups > 1:
+        # heads mostly share their masks, so each block is taken once
+        num_masks = kept.bits.shape[0]
+        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
+        row, column = divided(block, grid.num_columns)
     beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
     step = PAIRS_AT_ONCE // grid.q_block
     parts = [slice(i, i + step) for i in range(0, row.shape[0], step)]
     for part in parts:
-        query, start = grid.positions(row[part], column[part])[0].flatten(1), column[part, None] * grid.k_block
+        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
         no_keys = count[mask[part]] == 0
         low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[mask[part]]).flatten(), "amin")
         high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[mask[part]]).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
     wrong = torch.zeros((), dtype=torch.bool, device=grid.device)
     for part in parts:
-        query, start = grid.positions(row[part], column[part])[0].flatten(1), column[part, None] * grid.k_block
+        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
         inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
         wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
     return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])

@@ -41,8 +41,16 @@ class _AroundOwn(WholeBlocks):
         return self.q_block <= self.k_block
 
     @abstractmethod
+    def keeps_at(self, distance: Tensor) -> Tensor:
+        """Returns bool: whether a column at this distance of one of the own columns is kept."""
+
+    @abstractmethod
     def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns lists of (index into ``own``, column): the columns that are kept for the own columns of rows."""
+
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        first, last = own_columns(grid, row)
+        return self.keeps_at(column - first) | self.keeps_at(column - last)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         own = own_columns(grid, grid.rows())[: own_count(grid)]
@@ -72,10 +80,8 @@ class Strided(_AroundOwn):
         self._check_int("stride_blocks", 1, MAX_POSITIONS)
         self._check_int("local_blocks", 0, MAX_POSITIONS)
 
-    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        first, last = own_columns(grid, row)
-        near = (column > first - self.local_blocks) & (column < last + self.local_blocks)
-        return near | ((column - first) % self.stride_blocks == 0) | ((column - last) % self.stride_blocks == 0)
+    def keeps_at(self, distance: Tensor) -> Tensor:
+        return (distance.abs() < self.local_blocks) | (distance % self.stride_blocks == 0)
 
     def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
         lowest = own % self.stride_blocks
@@ -114,11 +120,7 @@ class DilatedBlocks(_AroundOwn):
         """Returns the number of blocks before and after the row's own."""
         return self.num_blocks // 2, (self.num_blocks - 1) // 2
 
-    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        first, last = own_columns(grid, row)
-        return self._around(column - first) | self._around(column - last)
-
-    def _around(self, distance: Tensor) -> Tensor:
+    def keeps_at(self, distance: Tensor) -> Tensor:
         before, after = self.reach
         return (distance % self.dilation == 0) & (distance >= -before * self.dilation) & (distance <= after * self.dilation)
 
