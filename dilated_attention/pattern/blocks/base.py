@@ -1,7 +1,8 @@
 """The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
-each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``; ``classify`` follows from them.
+each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``. ``classify`` is derived from ``allowed``,
+pair by pair; a class for long sequences, or one that derives from a class with its own, writes it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ PAIRS_AT_ONCE = 2**24
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # blocks as (index into the heads, row, column), and what they are: (state, key)
-Blocks, States = tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
+Blocks = tuple[Tensor, Tensor, Tensor]
+States = tuple[Tensor, Tensor]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 

@@ -237,7 +237,7 @@ class TopBlocks(BlockPattern):
     def allowed(self, *_: Any) -> NoReturn:
         raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")
 
-    columns = classify = allowed
+    columns = classify = allowed  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -49,7 +49,8 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     chosen = 0 if batch is None else batch
     if not 0 <= chosen < entries:
         raise ValueError(f"batch is {batch}; block_mask has {entries} batch entries: expected 0 to {entries - 1}")
-    block_size = q_block, k_block = tuple(next(block for block in (128, 64) if size % block == 0) for size in sizes)
+    q_block, k_block = (next(block for block in reversed(BLOCK_SIZES) if size % block == 0) for size in sizes)
+    block_size = (q_block, k_block)
 
     def table(counts: Tensor, indices: Tensor) -> BlockTensor:
         counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])

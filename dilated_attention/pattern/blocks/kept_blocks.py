@@ -62,7 +62,9 @@ def kept_blocks(
         bits.append(piece.bits)
         num_entries += piece.column.shape[0]
         num_masks += piece.bits.shape[0]
-    row_starts, all_columns, all_masks, all_bits = map(torch.cat, (starts, columns, masks, bits))
+    row_starts = torch.cat(starts)
+    # what is in one piece, as nearly all lists are, is not copied
+    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in (columns, masks, bits))
     kept = BlockLists(
         num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
         all_masks if num_masks else None, all_bits,
@@ -176,8 +178,9 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
     masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
     kept = (masks > -2).nonzero()[:, 0]
+    group, row, column = (x[kept] for x in blocks)
     bits, pairs = bits[needed], pairs[needed]
-    return _Piece(grid, heads, *(x[kept] for x in blocks), masks[kept] if len(bits) else None, bits, pairs)
+    return _Piece(grid, heads, group, row, column, masks[kept] if len(bits) else None, bits, pairs)
 
 
 def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
