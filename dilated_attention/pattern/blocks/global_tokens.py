@@ -110,17 +110,17 @@ class BigBird(GlobalLocal):
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
-        count = free.clamp(max=self.random_blocks).expand(torch.broadcast_shapes(head.shape, row.shape))
+        count = free.clamp(max=self.random_blocks)
         # a row cannot draw more than all columns of the sequence
         most = min(self.random_blocks, max(grid.num_columns, 1))
         # where every row takes all columns that are left, there is nothing to draw
-        draws_all = most == grid.num_columns
+        draws_all, shape = most == grid.num_columns, torch.broadcast_shapes(head.shape, row.shape)
         random = () if draws_all else hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
         numbers: list[Tensor] = []
         for number in range(most):
             # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
             newest = free - count + number
-            drawn = torch.full_like(count, number) if draws_all else random[number] % (newest + 1).clamp(min=1)
+            drawn = head.new_full(shape, number) if draws_all else random[number] % (newest + 1).clamp(min=1)
             for earlier in () if draws_all else numbers:
                 drawn = torch.where(earlier == drawn, newest, drawn)
             numbers.append(torch.where(count > number, drawn, -1))
