@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
 
@@ -26,7 +26,7 @@ class Pattern(ABC):
         *,
         is_causal: bool = False,
         query_offset: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns the multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). It is O(N²), for small N."""
 
     @abstractmethod

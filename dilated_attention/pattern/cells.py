@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.blocks.base import BlockPattern
@@ -18,7 +20,7 @@ _DENSE_POSITIONS = 1024
 _MOST_POSITIONS = 2**28
 
 
-def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> torch.Tensor:
+def cell_pairs(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> Tensor:
     """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
 
     Args:
@@ -53,11 +55,10 @@ def cell_size(pattern: Pattern, num_positions: int, at_most: int) -> int:
     return cell
 
 
-def cell_sizes(num_positions: int, cell: int) -> torch.Tensor:
+def cell_sizes(num_positions: int, cell: int) -> Tensor:
     """Returns the number of all pairs in every square, int64 (cells, cells): the ``cell_pairs`` of dense attention."""
-    ends = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions)
-    lengths = ends.diff()
-    return lengths[:, None] * lengths[None, :]
+    lengths = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions).diff()
+    return lengths[:, None] * lengths
 
 
 def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False, path: str | None = None) -> Any:
@@ -80,51 +81,38 @@ def draw_cells(pattern: Pattern, num_positions: int, num_heads: int, cell: int, 
     return finished(figure, pattern, num_positions, num_heads, is_causal, path)
 
 
-def _summed(mask: torch.Tensor, cell: int) -> torch.Tensor:
+def _summed(mask: Tensor, cell: int) -> Tensor:
     num_heads, num_positions, _ = mask.shape
     cells = -(-num_positions // cell)
     padded = torch.nn.functional.pad(mask.to(torch.int64), (0, cells * cell - num_positions) * 2)
     return padded.view(num_heads, cells, cell, cells, cell).sum((2, 4))
 
 
-def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+def _of_dilated(pattern: DilatedPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
     cells = -(-num_positions // cell)
     total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
     positions = torch.arange(num_positions)
     for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
         for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
             taken = positions[positions % length % rate == offset]
-            pairs = _within_segments(taken // length, taken // cell, cells, is_causal)
+            # how many positions of each cell a segment has; float64 counts exactly
+            places, ones = torch.stack([taken // cell, taken // length]), torch.ones(len(taken), dtype=torch.float64)
+            with warnings.catch_warnings():
+                # torch's, that sparse matrices may change
+                warnings.simplefilter("ignore")
+                counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
+                pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
+            if is_causal:
+                own = torch.bincount(places[0], minlength=cells)
+                pairs = pairs.tril(-1) + ((pairs.diag() + own) // 2).diag()
             total[torch.tensor([o == offset for o in offsets])] += pairs
     return total
 
 
-def _within_segments(segment: torch.Tensor, cell: torch.Tensor, cells: int, is_causal: bool) -> torch.Tensor:
-    """Counts the pairs of positions in a common segment, (cells, cells), given the ascending segments and cells of the positions taken."""
-    if not segment.numel():
-        return torch.zeros(cells, cells, dtype=torch.int64)
-    # the number of positions that a segment has in each cell
-    pieces, count = torch.unique_consecutive(segment * cells + cell, return_counts=True)
-    segment, cell = pieces // cells, pieces % cells
-    own = torch.zeros(cells, dtype=torch.int64).index_add(0, cell, count * (count + 1) // 2 if is_causal else count * count)
-    # only segments that cross a cell boundary have pairs in two cells, and there are fewer of them than cells
-    number, parts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)[1:]
-    across = parts[number] > 1
-    rows = torch.unique_consecutive(number[across], return_inverse=True)[1]
-    shared = torch.zeros(int(rows[-1]) + 1 if rows.numel() else 0, cells, dtype=torch.int64)
-    shared[rows, cell[across]] = count[across]
-    pairs = shared.T @ shared
-    pairs = pairs.tril(-1) if is_causal else pairs - pairs.diag().diag()
-    return pairs + own.diag()
-
-
-def _of_blocks(pattern: BlockPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> torch.Tensor:
+def _of_blocks(pattern: BlockPattern, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
     cells = -(-num_positions // cell)
-    total = torch.zeros(num_heads * cells * cells, dtype=torch.int64)
+    total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
     pattern = pattern.at(num_positions)
-    pattern = pattern.causal() if is_causal else pattern
-    for head, row, column, pairs in block_pairs(pattern, num_positions, num_heads):
-        at = (head * cells + row * pattern.q_block // cell) * cells + column * pattern.k_block // cell
-        total.index_add_(0, at, pairs)
-    total = total.view(num_heads, cells, cells)
+    for head, row, column, pairs in block_pairs(pattern.causal() if is_causal else pattern, num_positions, num_heads):
+        total.index_put_((head, row * pattern.q_block // cell, column * pattern.k_block // cell), pairs, accumulate=True)
     return total if pattern.per_head else total[:1].expand(num_heads, -1, -1)

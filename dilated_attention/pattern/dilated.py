@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb, lcm
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import (
@@ -26,6 +27,7 @@ from dilated_attention.pattern.checks import (
 )
 from dilated_attention.pattern.drawing import draw
 
+Number = TypeVar("Number", int, Tensor)
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
 # steps of counting shared pairs, which take about ten minutes
@@ -193,7 +195,7 @@ class DilatedPattern(Pattern):
         *,
         is_causal: bool = False,
         query_offset: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
@@ -201,7 +203,7 @@ class DilatedPattern(Pattern):
         mask = self.multiplicities(rows, keys, num_heads, torch.int64)
         return mask.mul_(keys <= rows[:, None]) if is_causal else mask
 
-    def multiplicities(self, rows: torch.Tensor, keys: torch.Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> torch.Tensor:
+    def multiplicities(self, rows: Tensor, keys: Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> Tensor:
         """Returns the number of branches in which head h pairs a row with a key, (num_heads, rows, keys), for any positions."""
         m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype, device=keys.device)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
@@ -259,54 +261,40 @@ def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: in
     """Returns the numbers of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
     num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
     # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary
-    periods, rest = divmod(num_positions, lcm(*pattern.segment_lengths))
-    if periods:
-        part = pairs_of_at_least(pattern, rest, num_heads, is_causal=is_causal)
-        period = _counted(pattern, lcm(*pattern.segment_lengths), num_heads, is_causal)
-        return tuple(periods * x + y for x, y in zip(period, part, strict=True))
-    return _counted(pattern, num_positions, num_heads, is_causal)
-
-
-def _counted(pattern: DilatedPattern, num_positions: int, num_heads: int, is_causal: bool) -> tuple[int, ...]:
-    offsets_of_head = Counter(zip(*pattern.offsets(num_heads), strict=True))
-    running = 1 if pattern.branch_heads == "split" else pattern.num_branches
-    if num_positions * len(offsets_of_head) << running > _MOST_STEPS:
+    period = lcm(*pattern.segment_lengths)
+    if num_positions > period:
+        repeats, rest = divmod(num_positions, period)
+        counts = (pairs_of_at_least(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
+        return tuple(repeats * of_period + of_rest for of_period, of_rest in zip(*counts, strict=True))
+    heads_of = Counter(zip(*pattern.offsets(num_heads), strict=True))
+    branches_of_head = 1 if pattern.branch_heads == "split" else pattern.num_branches
+    if num_positions * len(heads_of) << branches_of_head > _MOST_STEPS:
         raise ValueError(
             f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up "
-            f"to where all segments end together, with {len(offsets_of_head):,} different heads: "
+            f"to where all segments end together, with {len(heads_of):,} different heads: "
             "which pairs several branches share is counted in 2**branches · positions · heads steps, "
             f"expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
         )
-    positions = torch.arange(num_positions)
-    boundaries = [positions % length == 0 for length, _ in pattern.branches]
-    phases = [positions % length % rate for length, rate in pattern.branches]
-    # pairs that a set of branches shares, summed over all sets of 1, 2, … branches
-    shared = [0] * (pattern.num_branches + 1)
-    for offsets, num_equal_heads in offsets_of_head.items():
-        branches = [(phase == o, boundary) for phase, boundary, o in zip(phases, boundaries, offsets, strict=True) if o != NOT_IN_BRANCH]
-        for size in range(1, len(branches) + 1):
-            for subset in combinations(branches, size):
-                shared[size] += num_equal_heads * _pairs_in_all(subset, is_causal)
-    # a pair of multiplicity m is in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
+    places = [torch.arange(num_positions) % length for length in pattern.segment_lengths]
+    # pairs that all branches of a set take, summed over all sets of 1, 2, … branches
     sizes = range(1, pattern.num_branches + 1)
+    shared = [0] * sizes.stop
+    for offsets, num_equal_heads in heads_of.items():
+        branches = [
+            (place % rate == offset, place == 0)
+            for place, rate, offset in zip(places, pattern.dilation_rates, offsets, strict=True) if offset != NOT_IN_BRANCH
+        ]  # fmt: skip
+        for size in sizes:
+            for chosen in combinations(branches, size):
+                taken, begins = zip(*chosen, strict=True)
+                # positions that all of them take, between the segment boundaries of any of them
+                stretch = functools.reduce(torch.logical_or, begins).cumsum(0)[functools.reduce(torch.logical_and, taken)]
+                shared[size] += num_equal_heads * int(_square(torch.bincount(stretch), is_causal).sum())
+    # a pair of multiplicity m is in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
     return tuple(
         sum((-1) ** (size - least) * comb(size - 1, least - 1) * shared[size] for size in range(least, sizes.stop)) for least in sizes
     )
 
 
-def _pairs_in_all(branches: tuple[tuple[torch.Tensor, torch.Tensor], ...], is_causal: bool) -> int:
-    """Counts the pairs that every branch of the set takes: squares of the counts between common segment boundaries.
-
-    A branch is (positions taken, positions that begin a segment), both bool.
-    """
-    taken = functools.reduce(torch.logical_and, (taken for taken, _ in branches))
-    boundary = functools.reduce(torch.logical_or, (boundary for _, boundary in branches))
-    cell = boundary.cumsum(0)[taken]
-    if not cell.numel():
-        return 0
-    count = torch.bincount(cell)
-    return int((count * (count + 1) // 2).sum() if is_causal else (count * count).sum())
-
-
-def _square(rows: int, is_causal: bool) -> int:
+def _square(rows: Number, is_causal: bool) -> Number:
     return rows * (rows + 1) // 2 if is_causal else rows * rows

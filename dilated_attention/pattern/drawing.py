@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from dilated_attention.files import replacing
 from dilated_attention.pattern.base import Pattern
@@ -30,7 +30,7 @@ def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: boo
     return finished(figure, pattern, num_positions, num_heads, is_causal, path)
 
 
-def panels(values: torch.Tensor, bar_width: float, label: str, ticks: Any = None, **options: Any) -> Any:
+def panels(values: Tensor, bar_width: float, label: str, ticks: Any = None, **options: Any) -> Any:
     """Returns a figure with a panel for each head of ``values`` (heads, queries, keys), and a colour bar in inches ``bar_width``."""
     # Figure without pyplot: drawing from a library must not touch the user's backend or open a window
     from matplotlib.figure import Figure

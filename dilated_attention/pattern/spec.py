@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import operator
 import weakref
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class SpecPattern(Pattern):
     def spec(self) -> str:
         """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
         if torch.compiler.is_compiling():
-            return _written(self)
+            return _text(_plain(self))
         # computed once, since every call of an op needs it
         if "_spec" not in self.__dict__:
             kind = vars(type(self))
@@ -52,7 +53,7 @@ class SpecPattern(Pattern):
                     f"{type(self).__name__} has an __init__ of its own and is not a dataclass, so two of them cannot be told apart; "
                     "write its arguments as fields and decorate it with @dataclass(frozen=True)"
                 )
-            self.__dict__["_spec"] = _written(self)
+            self.__dict__["_spec"] = _text(_plain(self))
         spec: str = self.__dict__["_spec"]
         return spec
 
@@ -77,12 +78,6 @@ def kind_named(name: str) -> Any:
     return _KINDS[name]
 
 
-def restored(spec: str) -> SpecPattern:
-    """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
-    # a cache would keep live objects alive forever
-    return _read(spec) if OBJECT in spec else _read_and_kept(spec)
-
-
 def _read(spec: str) -> SpecPattern:
     try:
         pattern = _value(parse_json(spec, "spec"))
@@ -96,30 +91,35 @@ def _read(spec: str) -> SpecPattern:
 _read_and_kept = functools.lru_cache(maxsize=256)(_read)
 
 
-def _written(value: Any) -> str:
-    """Writes ``value`` as JSON by hand, with code that torch.compile can trace: a pattern may be made inside a compiled function."""
+def _plain(value: Any) -> Any:
+    """Returns plain data that ``_value`` reads. torch.compile traces this code, as a pattern may be made inside a compiled function."""
     if isinstance(value, SpecPattern):
         if value.holds_objects:
-            return f'"{OBJECT}{_number_of(value)}"'
-        fields = [f'"{_CLASS}":"{type(value).__name__}"']
-        for described in dataclasses.fields(value):
-            if described.init:
-                name = described.metadata.get("argument", described.name)
-                fields.append(f'"{name}":{_written(getattr(value, described.name))}')
-        return "{" + ",".join(fields) + "}"
+            return f"{OBJECT}{_number_of(value)}"
+        fields = [
+            (field.metadata.get("argument", field.name), getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
+        ]
+        return {_CLASS: type(value).__name__} | {name: _plain(argument) for name, argument in fields}
     if isinstance(value, tuple):
-        return "[" + ",".join([_written(x) for x in value]) + "]"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        # makes a constant of torch.compile's symbolic ones, as __float__ does below
-        return f"{operator.index(value)}"
-    if isinstance(value, float):
-        return f"{value.__float__()}"
-    assert isinstance(value, str), f"{value!r} cannot be part of a spec"
-    return '"' + value + '"'
+        return [_plain(x) for x in value]
+    # makes constants of torch.compile's symbolic numbers
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    return value.__float__() if isinstance(value, float) else value
+
+
+def _text(plain: Any) -> str:
+    return json.dumps(plain, separators=(",", ":"))
+
+
+# what torch.compiler.assume_constant_result does, without importing the compiler
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def restored(spec: str) -> SpecPattern:
+    """Restores a pattern from its ``spec``. See ``pattern_from_spec``."""
+    # a cache would keep live objects alive forever
+    return _read(spec) if OBJECT in spec else _read_and_kept(spec)
 
 
 def name_object(pattern: SpecPattern) -> None:

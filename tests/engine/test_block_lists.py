@@ -24,7 +24,7 @@ from dilated_attention.pattern import (
     RandomBlocks,
     Strided,
 )
-from dilated_attention.pattern.blocks import kept_blocks
+from dilated_attention.pattern.blocks import base, kept_blocks
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
 
@@ -84,6 +84,7 @@ def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, 
 def test_building_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
     monkeypatch.setattr(kept_blocks, "BLOCKS_AT_ONCE", 10)
     monkeypatch.setattr(kept_blocks, "PAIRS_AT_ONCE", 3 * 128 * 128)
+    monkeypatch.setattr(base, "PAIRS_AT_ONCE", 3 * 128 * 128)
     for name, pattern in simple_patterns(700, (128, 64)).items():
         lists = block_lists(pattern, 700, HEADS, is_causal=is_causal, device="cpu")
         wanted = pattern.dense_mask(700, 700, HEADS, is_causal=is_causal)

@@ -26,7 +26,7 @@ from dilated_attention.pattern import LocalWindow
 FILE = Path(__file__).parents[1] / "package" / "net.json"
 MODULES = ("", ".pattern", ".modules", ".models", ".distributed", ".testing", ".integrations.huggingface", ".integrations.torchscale")
 # head dims that backends treat apart, and the options that decide
-HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256, 512)
+HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -385,6 +385,35 @@ def test_a_new_pattern_is_one_class() -> None:
     assert pattern_from_spec(pattern.spec()) == pattern
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_new_pattern_needs_two_methods(is_causal: bool) -> None:
+    @dataclass(frozen=True)
+    class Checkers(BlockPattern):
+        """Fields of 150 × 70 positions, as on a chess board: full, empty and partial blocks, and blocks that a short end completes."""
+
+        is_tight = False
+        per_head = True
+
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return (queries // 150 + keys // 70 + heads) % 2 == 0
+
+        def columns(self, grid, heads):  # type: ignore[no-untyped-def]
+            return grid.listed(grid.range(0, len(heads) * grid.num_rows * grid.num_columns))
+
+    checkers = Checkers(block_size=64)
+    for n in (1, 64, 300, 515):
+        for pattern in (checkers, checkers | LocalWindow(40, block_size=64), checkers & LocalWindow(200, block_size=64)):
+            mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
+            assert pattern.pairs(n, HEADS, is_causal=is_causal) == int(mask.sum())
+            entries = (pattern.causal() if is_causal else pattern).entries(n, HEADS)
+            for group, row, column, full in zip(
+                *(x.tolist() for x in (entries.group, entries.row, entries.column, entries.full)), strict=True
+            ):
+                tile = mask[group, 64 * row : 64 * row + 64, 64 * column : 64 * column + 64]
+                assert bool(tile.all()) or not full
+    assert any(checkers.entries(515, HEADS).full)
+
+
 # --- BlockMask ---
 
 

@@ -1,7 +1,8 @@
 """The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
-each may be shorter. A new pattern is one class with three methods: ``allowed``, ``columns`` and ``classify``.
+each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``. ``classify`` is derived from ``allowed``,
+pair by pair; a class for long sequences, or one that derives from a class with its own, writes it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, shown, sizes_of_mask
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
 from dilated_attention.pattern.drawing import draw
 from dilated_attention.pattern.spec import SpecPattern, kind_named, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
+# pairs evaluated at once, which bounds the memory of building lists
+PAIRS_AT_ONCE = 2**24
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# blocks as (index into the heads, row, column), and what they are: (state, key)
+Blocks = tuple[Tensor, Tensor, Tensor]
+States = tuple[Tensor, Tensor]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
@@ -46,28 +53,49 @@ class Grid:
         """Number of requested rows."""
         return self.last_row - self.first_row
 
-    def rows(self) -> torch.Tensor:
+    @property
+    def whole_rows(self) -> int:
+        """Number of rows of the whole sequence, at least 1."""
+        return max(-(-self.num_positions // self.q_block), 1)
+
+    def rows(self) -> Tensor:
         return self.range(self.first_row, self.last_row)
 
-    def range(self, first: int, last: int) -> torch.Tensor:
+    def range(self, first: int, last: int) -> Tensor:
         return torch.arange(first, last, device=self.device)
 
-    def queries(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the first and the last position of query blocks."""
         return self._ends(row, self.q_block)
 
-    def keys(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, column: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the first and the last position of key blocks."""
         return self._ends(column, self.k_block)
 
-    def _ends(self, block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _ends(self, block: Tensor, size: int) -> tuple[Tensor, Tensor]:
         first = block * size
         last = first + (size - 1)
         return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
 
-    def block(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def block(self, row: Tensor, column: Tensor) -> Tensor:
         """Returns a unique number for each block of the whole sequence."""
         return row * self.num_columns + column
+
+    def listed(self, blocks: Tensor) -> Blocks:
+        """Returns ``BlockPattern.columns`` of ascending numbers ``block(group · num_rows + row − first_row, column)``."""
+        rows, column = divided(blocks, max(self.num_columns, 1))
+        group, row = divided(rows, max(self.num_rows, 1))
+        return group, row + self.first_row, column
+
+    def positions(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the positions in blocks, queries (blocks, q_block, 1) and keys (blocks, 1, k_block), also those behind the end."""
+        queries = row[:, None] * self.q_block + self.range(0, self.q_block)
+        return queries[:, :, None], (column[:, None] * self.k_block + self.range(0, self.k_block))[:, None]
+
+    def parts(self, count: int) -> list[slice]:
+        """Returns slices of ``count`` blocks, each with as many blocks as are evaluated at once."""
+        step = max(1, PAIRS_AT_ONCE // (self.q_block * self.k_block))
+        return [slice(first, first + step) for first in range(0, count, step)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +109,11 @@ class Entries:
         key: (E,) int64: two blocks that are not full and have equal keys keep the same pairs, as far as both are within the sequence.
     """
 
-    group: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-    full: torch.Tensor
-    key: torch.Tensor
+    group: Tensor
+    row: Tensor
+    column: Tensor
+    full: Tensor
+    key: Tensor
     num_groups: int
 
 
@@ -102,6 +130,9 @@ class BlockPattern(SpecPattern):
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
 
+    # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
+    # then does decoding a token from cached keys give the same result as the forward of any longer sequence
+    is_prefix_stable: ClassVar[bool] = False
     # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
     is_tight: ClassVar[bool] = True
     # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
@@ -112,7 +143,7 @@ class BlockPattern(SpecPattern):
         register_kind(cls)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", checked_block_size(self.block_size))
+        self._set(block_size=checked_block_size(self.block_size))
         if self.holds_objects:
             name_object(self)
 
@@ -126,14 +157,13 @@ class BlockPattern(SpecPattern):
         """Whether the pairs may differ between batch entries. The pattern is then that of entry 0."""
         return False
 
-    @property
-    def is_prefix_stable(self) -> bool:
-        """Whether position t keeps the same keys j ≤ t in every sequence that is long enough to contain it, whatever follows.
+    def _set(self, **values: Any) -> None:
+        """Sets fields, for ``__post_init__``: the record is frozen."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
-        Only then does decoding a token from cached keys give the same result as the forward of any longer sequence. Each pattern class
-        declares this; False means "no, or not known".
-        """
-        return False
+    def _check_int(self, name: str, minimum: int, maximum: int = MAX_LENGTH) -> None:
+        self._set(**{name: as_int(name, getattr(self, name), minimum=minimum, maximum=maximum)})
 
     @property
     def q_block(self) -> int:
@@ -146,7 +176,7 @@ class BlockPattern(SpecPattern):
         return self.block_size[1]
 
     @abstractmethod
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         """The definition: whether head h keeps the pair (i, j), elementwise.
 
         Args:
@@ -159,16 +189,27 @@ class BlockPattern(SpecPattern):
         """
 
     @abstractmethod
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
         Unless ``is_tight``, it may include blocks that are not kept. Time and memory must be proportional to the size of the result.
         Patterns that are not ``per_head`` are called with a single head.
         """
 
-    @abstractmethod
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``)."""
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
+        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``).
+
+        By default ``allowed`` is evaluated for every pair, and every block has its own key: exact, in time proportional to the pairs.
+        """
+        state, last = torch.zeros_like(row, dtype=torch.int8), grid.num_positions - 1
+        for part in grid.parts(row.shape[0]):
+            # clamped positions repeat the last ones, which are evaluated anyway
+            queries, keys = (x.clamp(max=last) for x in grid.positions(row[part], column[part]))
+            pairs = self.allowed(queries, keys, head[part, None, None], grid.num_positions)
+            pairs = pairs.broadcast_to(queries.shape[0], grid.q_block, grid.k_block)
+            state[part] = state_of(pairs.any(2).any(1), pairs.all(2).all(1))
+        block = grid.block(row, column)
+        return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -193,7 +234,7 @@ class BlockPattern(SpecPattern):
         """Returns the pattern restricted to pairs with j ≤ i."""
         return self & kind_named("Causal")(block_size=self.block_size)  # type: ignore[no-any-return]
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
 
         ``positions`` are those of the queries; the result is the same for all heads.
@@ -205,12 +246,7 @@ class BlockPattern(SpecPattern):
 
         Where ``allowed`` searches or hashes, this uses tables, since compilers recompute a value at each use.
         """
-        pattern = self
-
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            return pattern.allowed(q_idx, kv_idx, head, num_positions)
-
-        return mask_mod
+        return lambda batch, head, q_idx, kv_idx: self.allowed(q_idx, kv_idx, head, num_positions)
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
         return kind_named("Union").of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
@@ -236,23 +272,16 @@ class BlockPattern(SpecPattern):
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
         """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
-        group, row, column = self.columns(grid, heads)
-        head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
-        state, key = self.classify(grid, head, row, column)
+        blocks = self.columns(grid, heads)
+        state, key = self.classify(grid, head_of(blocks[0], heads), *blocks[1:])
         if not self.is_tight:
             kept = state.nonzero()[:, 0]
-            group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
-        return Entries(group, row, column, state == FULL, key, len(heads))
+            blocks, state, key = tuple(x[kept] for x in blocks), state[kept], key[kept]  # type: ignore[assignment]
+        return Entries(*blocks, state == FULL, key, len(heads))
 
     def dense_mask(
-        self,
-        num_queries: int,
-        num_keys: int,
-        num_heads: int,
-        *,
-        is_causal: bool = False,
-        query_offset: int = 0,
-    ) -> torch.Tensor:
+        self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Returns the kept pairs, bool (num_heads, num_queries, num_keys). Query row i is position query_offset + i.
 
         The pattern is that for max(num_keys, query_offset + num_queries) positions.
@@ -311,7 +340,7 @@ def checked_block_size(block_size: Any) -> tuple[int, int]:
     return sizes
 
 
-def expand(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
     counts = (high - low).clamp(min=0)
     ends = counts.cumsum(0)
@@ -320,12 +349,17 @@ def expand(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
 
 
-def state_of(kept: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Returns the heads of indices into ``heads``."""
+    return group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=group.device)[group]
+
+
+def state_of(kept: Tensor, full: Tensor) -> Tensor:
     """Returns the states of blocks. Every full block must be kept."""
     return kept.to(torch.int8) + full.to(torch.int8)
 
 
-def divided(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
     """Returns (x // by, x % by)."""
     quotient = x // by
     return quotient, x - quotient * by

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Grid
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.block_lists import WORD
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
-from dilated_attention.pattern.checks import as_int, check_number, one_of, shown
+from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
+from dilated_attention.pattern.blocks.window import LocalWindow
+from dilated_attention.pattern.checks import check_number, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -80,10 +83,9 @@ class TopBlocks(BlockPattern):
         block_size: int | tuple[int, int] = 128,
     ) -> None:
         # assigned explicitly, since ``density`` is also the name of a method
-        values = {"blocks": blocks, "share": density, "mass": mass, "always": always, "within": within, "pool": pool, "queries": queries}
-        values["near"] = always is None if near is None else near
-        for name, value in (*values.items(), ("block_size", block_size)):
-            object.__setattr__(self, name, value)
+        near = always is None if near is None else near
+        self._set(blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries)
+        self._set(block_size=block_size)
         super().__post_init__()
         given = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
         if len(given) != 1:
@@ -92,22 +94,22 @@ class TopBlocks(BlockPattern):
             )
         for name, amount in given.items():
             if name == "blocks":
-                object.__setattr__(self, name, as_int(name, amount, minimum=1))
+                self._check_int(name, 1)
                 continue
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
-        for name in ("always", "within"):
-            object.__setattr__(self, name, self._checked_static(name, values[name]))
-        if not isinstance(self.near, bool):
+        self._check_static("always", always)
+        self._check_static("within", within)
+        if not isinstance(near, bool):
             raise TypeError(f"near is {shown(near)} ({type(near).__name__}); expected True, False or None")
         one_of("pool", pool, ("mean",))
         if queries is not None:
             one_of("queries", queries, ("block", "before"), also="or None")
 
-    def _checked_static(self, name: str, pattern: Any) -> BlockPattern | None:
+    def _check_static(self, name: str, pattern: Any) -> None:
         if pattern is None:
-            return None
+            return
         if not isinstance(pattern, BlockPattern):
             raise TypeError(
                 f"{name} is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512), or None"
@@ -120,7 +122,6 @@ class TopBlocks(BlockPattern):
             raise ValueError(
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
             )
-        return pattern
 
     def _arguments(self) -> dict[str, Any]:
         return {described.metadata.get("argument", described.name): getattr(self, described.name) for described in dataclasses.fields(self)}
@@ -148,8 +149,6 @@ class TopBlocks(BlockPattern):
         self._refuse_chosen(other, "|")
         always = self.always
         if always is None and not self.near:
-            from dilated_attention.pattern.blocks.window import LocalWindow
-
             # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
@@ -171,12 +170,12 @@ class TopBlocks(BlockPattern):
 
     def choose(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
         *,
         is_causal: bool = False,
         scale: float | None = None,
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         query_offset: int = 0,
     ) -> ChosenBlocks:
         """Returns the pattern that ``block_sparse_attention`` chooses for these tensors, to inspect, test, or use with other tensors.
@@ -235,21 +234,14 @@ class TopBlocks(BlockPattern):
             if pattern is not None:
                 pattern.check(num_positions, num_heads)
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> NoReturn:
-        self._undefined()
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> NoReturn:
-        self._undefined()
-
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> NoReturn:
-        self._undefined()
-
-    def _undefined(self) -> NoReturn:
+    def allowed(self, *_: Any) -> NoReturn:
         raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")
+
+    columns = classify = allowed  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChosenBlocks(BlockPattern):
+class ChosenBlocks(WholeBlocks):
     """The blocks that ``TopBlocks.choose`` chose, each kept whole, for the same number of heads and positions as its tensors had.
 
     ``chosen[b]`` is the pattern of one batch entry. If there are several, every other method needs that first.
@@ -260,7 +252,7 @@ class ChosenBlocks(BlockPattern):
         first_row: query block of the first row.
     """
 
-    kept: torch.Tensor
+    kept: Tensor
     num_positions: int
     first_row: int = 0
 
@@ -291,10 +283,7 @@ class ChosenBlocks(BlockPattern):
                 "call choose(q, k) again"
             )
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
-        return self._bits(heads, queries // self.q_block, keys // self.k_block)
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         rows = slice(grid.first_row - self.first_row, grid.last_row - self.first_row)
         if rows.start < 0 or rows.stop > self.kept.shape[2]:
             raise ValueError(
@@ -304,11 +293,7 @@ class ChosenBlocks(BlockPattern):
         group, row, column = unpacked(kept, grid.num_columns).nonzero().unbind(1)
         return group, row + grid.first_row, column
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = self._bits(head, row, column)
-        return torch.where(kept, FULL, ABSENT).to(torch.int8), torch.zeros_like(column)
-
-    def _bits(self, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         _, H, rows, words = self.kept.shape
         row = row - self.first_row
         inside = (row >= 0) & (row < rows) & (column < words * WORD)
@@ -317,6 +302,6 @@ class ChosenBlocks(BlockPattern):
         return inside & (words_at >> (column % WORD).to(torch.int32) & 1).bool()
 
 
-def share_of(density: float, existing: torch.Tensor) -> torch.Tensor:
+def share_of(density: float, existing: Tensor) -> Tensor:
     """Returns ceil(density · existing), at least 1. A value less than a billionth above an integer counts as the integer: 0.1 · 30 is 3."""
     return (existing.double() * density - 1e-9).ceil().clamp(min=1).to(existing.dtype)

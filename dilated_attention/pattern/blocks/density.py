@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
 from dilated_attention.pattern.blocks.random import RandomBlocks, checked_ratio, checked_seed
 from dilated_attention.pattern.blocks.whole_blocks import DilatedBlocks, own_columns, own_count
@@ -50,12 +52,11 @@ class Sparsity(BlockPattern):
         ratio = checked_ratio(self.ratio)
         if ratio == 0:
             raise ValueError("ratio is 0: nothing would be kept; expected a number above 0 and at most 1")
-        object.__setattr__(self, "seed", checked_seed(self.seed))
+        self._set(ratio=ratio, seed=checked_seed(self.seed))
         if self.seed and self.kind not in _SEEDED:
             raise ValueError(
                 f"seed is {self.seed}, but kind={self.kind!r} draws nothing: leave seed at 0, or take one of {', '.join(_SEEDED)}"
             )
-        object.__setattr__(self, "ratio", ratio)
 
     @property
     def per_head(self) -> bool:
@@ -64,17 +65,11 @@ class Sparsity(BlockPattern):
     def at(self, num_positions: int) -> BlockPattern:
         return _resolved(self, num_positions)
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         return self.at(num_positions).allowed(queries, keys, heads, num_positions)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         return self.at(grid.num_positions).columns(grid, heads)
-
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.at(grid.num_positions).classify(grid, head, row, column)
-
-    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        return self.at(num_positions).mask_mod(num_positions, num_heads, device)
 
     def cost(self, grid: Grid) -> float:
         return self.at(grid.num_positions).cost(grid)
@@ -139,9 +134,5 @@ def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
 
 def _nearest(count: Callable[[int], int], wanted: float, low: int, high: int) -> int:
     """Returns the x in [low, high] whose count, which grows with x, is nearest to ``wanted``."""
-    first, last = low, high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if count(middle) < wanted else (low, middle)
-    # the first x that reaches it, or the one before
-    return min((x for x in (low - 1, low) if first <= x <= last), key=lambda x: abs(count(x) - wanted))
+    reaching = low + bisect.bisect_left(range(low, high), wanted, key=count)
+    return min(range(max(reaching - 1, low), reaching + 1), key=lambda x: abs(count(x) - wanted))

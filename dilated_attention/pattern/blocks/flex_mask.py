@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.pattern.blocks.base import BLOCK_SIZES, BlockPattern, MaskMod
@@ -48,23 +49,22 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     chosen = 0 if batch is None else batch
     if not 0 <= chosen < entries:
         raise ValueError(f"batch is {batch}; block_mask has {entries} batch entries: expected 0 to {entries - 1}")
-    q_block, k_block = (BLOCK_SIZES[1] if size % BLOCK_SIZES[1] == 0 else BLOCK_SIZES[0] for size in sizes)
+    q_block, k_block = (next(block for block in reversed(BLOCK_SIZES) if size % block == 0) for size in sizes)
     block_size = (q_block, k_block)
 
-    def table(counts: torch.Tensor, indices: torch.Tensor) -> BlockTensor:
-        counts, indices = counts[chosen], indices[chosen].long()
-        columns = -(-num_keys // sizes[1])
+    def table(counts: Tensor, indices: Tensor) -> BlockTensor:
+        counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])
         # indices after the end of each list may be arbitrary
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-        kept.scatter_(-1, torch.where(listed, indices, columns), True)
-        kept = kept[..., :columns].repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
+        kept = kept.scatter_(-1, torch.where(listed, indices, columns), True)[..., :columns]
+        kept = kept.repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
 
     mask_mod: MaskMod = block_mask.mask_mod
     if batch is not None:
         # patterns have no batch dimension: their functions are called with entry 0
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return block_mask.mask_mod(torch.full_like(batch, chosen), head, q_idx, kv_idx)
 
     masked = MaskFunction(mask_mod, block_size=block_size)
@@ -144,15 +144,13 @@ def to_block_mask(
     return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
 
 
-def _kinds(entries: torch.Tensor, masks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns which entries are masked and which are whole."""
     masked = torch.zeros_like(entries, dtype=torch.bool) if masks is None else masks >= 0
     return masked, ~masked
 
 
-def padded_tables(
-    lists: BlockLists, starts: torch.Tensor, values: torch.Tensor, kinds: Sequence[torch.Tensor], width: int = 1
-) -> tuple[torch.Tensor, ...]:
+def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1) -> tuple[Tensor, ...]:
     """Returns (counts, table) of each kind of entries of a CSR list, in FlexAttention's form, int32.
 
     Counts are (batch, heads, lists), tables (batch, heads, lists, width). All tables are as wide as the longest list, and at least
@@ -167,7 +165,7 @@ def padded_tables(
     before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
     width = max(1, width, *(int(x.diff().max()) for x in before if x.shape[0] > 1))
     shape = (lists.num_batch, lists.num_heads, (starts.shape[0] - 1) // lists.num_groups)
-    tables: list[torch.Tensor] = []
+    tables: list[Tensor] = []
     for chosen, first in zip(kinds, before, strict=True):
         table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
         place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]

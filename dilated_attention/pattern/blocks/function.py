@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention.pattern.blocks.base import FULL, PARTIAL, BlockPattern, Grid, MaskMod, expand
-from dilated_attention.pattern.blocks.whole_blocks import merged
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod
 from dilated_attention.pattern.checks import check_bool
 
-# pairs that are evaluated at once
-_PAIRS_AT_ONCE = 2**24
 # functions whose result does not depend on the values of their tensor arguments; attributes (``__get__``) are others
 _VALUE_FREE = {
     *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor", "ones_like", "zeros_like", "full_like", "empty_like"),
@@ -51,19 +49,16 @@ class MaskFunction(BlockPattern):
             check_bool("per_head", self.per_head)
         # a pattern that is made inside a compiled function is refused
         reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
-        object.__setattr__(self, "reads_batch", reads_batch)
-        object.__setattr__(self, "per_head", reads_head if self.per_head is None else self.per_head)
+        self._set(reads_batch=reads_batch, per_head=reads_head if self.per_head is None else self.per_head)
 
-    @property
-    def is_prefix_stable(self) -> bool:
-        return True
+    is_prefix_stable = True
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         # a function may index tables of N entries with positions
         queries, keys = (x.clamp(max=num_positions - 1) for x in (queries, keys))
         return self._of_entry(torch.zeros_like(heads), heads, queries, keys)
 
-    def _of_entry(self, batch: torch.Tensor, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _of_entry(self, batch: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         try:
             kept = self.fn(batch, heads if self.per_head else torch.zeros_like(heads), queries, keys)
         except IndexError as error:
@@ -71,37 +66,18 @@ class MaskFunction(BlockPattern):
                 f"fn reads a tensor behind its end ({error}); expected tensors with an entry for each query head and each position of q: "
                 "make them longer, or let fn take the indices modulo their length"
             ) from error
-        if not isinstance(kept, torch.Tensor) or kept.dtype is not torch.bool:
-            found = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
+        if not isinstance(kept, Tensor) or kept.dtype is not torch.bool:
+            found = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
             raise TypeError(f"fn returned {found}; expected a bool tensor, True where query q_idx attends to key kv_idx")
         return kept
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            return self._of_entry(batch, head, *(x.clamp(max=num_positions - 1) for x in (q_idx, kv_idx)))
+        last = num_positions - 1
+        return lambda batch, head, q_idx, kv_idx: self._of_entry(batch, head, q_idx.clamp(max=last), kv_idx.clamp(max=last))
 
-        return mask_mod
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = grid.rows()
-        _, row, column = merged(grid, expand(torch.zeros_like(rows), torch.full_like(rows, grid.num_columns)))
-        group = grid.range(0, len(heads)).repeat_interleave(len(row))
-        return group, row.repeat(len(heads)), column.repeat(len(heads))
-
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state = torch.zeros_like(row, dtype=torch.int8)
-        step = _PAIRS_AT_ONCE // (grid.q_block * grid.k_block)
-        for first in range(0, row.shape[0], step):
-            part = slice(first, first + step)
-            queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
-            keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
-            # clamped positions repeat the last ones, which are evaluated anyway
-            kept = self.allowed(queries, keys, head[part, None, None], grid.num_positions)
-            kept = kept.broadcast_to(queries.shape[0], grid.q_block, grid.k_block)
-            some, every = kept.any(2).any(1), kept.all(2).all(1)
-            state[part] = torch.where(every, FULL, some * PARTIAL).to(torch.int8)
-        block = grid.block(row, column)
-        return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+        count = grid.num_rows * grid.num_columns
+        return grid.listed(grid.range(0, len(heads) * count))
 
     def cost(self, grid: Grid) -> float:
         # more expensive than any list
@@ -111,7 +87,7 @@ class MaskFunction(BlockPattern):
 class _Reads(TorchFunctionMode):
     """Follows which of some tensors each result is computed from. ``escaped``: those whose values have left torch, as by ``item()``."""
 
-    def __init__(self, positions: list[torch.Tensor]) -> None:
+    def __init__(self, positions: list[Tensor]) -> None:
         super().__init__()
         self.escaped: set[int] = set()
         # with the tensors, whose ids another could have once they are freed
@@ -127,7 +103,7 @@ class _Reads(TorchFunctionMode):
             # what is written in place is not always returned
             written = args[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else ()
             for x in tree_leaves((result, written)):
-                if isinstance(x, torch.Tensor):
+                if isinstance(x, Tensor):
                     self._sources[id(x)] = (x, read | self.of(x))
                 elif name != "__get__":
                     self.escaped |= read

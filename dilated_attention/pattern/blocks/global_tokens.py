@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, BlockPattern, Grid, MaskMod, divided, expand, state_of
+from dilated_attention.pattern.blocks.base import FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, expand, state_of
 from dilated_attention.pattern.blocks.random import checked_seed, hashed
 from dilated_attention.pattern.blocks.window import LocalWindow
-from dilated_attention.pattern.checks import as_int
 
 # the key of blocks that the window does not reach; larger than the distance of any two positions
 _NO_WINDOW = 2**40
@@ -31,42 +31,36 @@ class GlobalLocal(LocalWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "global_tokens", as_int("global_tokens", self.global_tokens, minimum=0))
+        self._check_int("global_tokens", 0)
 
     @property
     def is_tight(self) -> bool:  # type: ignore[override]
         # the window and the last global positions may together keep a whole block
         return self.global_tokens % self.q_block == 0 and self.global_tokens % self.k_block == 0
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         near = super().allowed(queries, keys, heads, num_positions)
         return near | (queries < self.global_tokens) | (keys < self.global_tokens)
 
-    def stretches(self, grid: Grid, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def stretches(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the kept columns of rows: [0, globals) and then [low, high). Rows with a global position keep everything."""
-        left, right = self.sides(grid.num_positions)
         first, last = grid.queries(row)
-        is_global = first < self.global_tokens
-        num_globals = min(-(-self.global_tokens // grid.k_block), grid.num_columns)
-        low = torch.where(is_global, 0, (first - left).clamp(min=0) // grid.k_block)
-        high = torch.where(is_global, grid.num_columns, (last + right).clamp(max=grid.num_positions - 1) // grid.k_block + 1)
+        is_global, num_globals = first < self.global_tokens, min(-(-self.global_tokens // grid.k_block), grid.num_columns)
+        low = torch.where(is_global, 0, self.low(first, grid.num_positions) // grid.k_block)
+        high = torch.where(is_global, grid.num_columns, (self.high(last, grid.num_positions) - 1) // grid.k_block + 1)
         return low.clamp(max=num_globals), low, high
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         num_globals, low, high = self.stretches(grid, grid.rows())
-        starts, ends = torch.stack([torch.zeros_like(low), low], 1), torch.stack([num_globals, high], 1)
-        index, column = expand(starts.flatten(), ends.flatten())
+        index, column = expand(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
         return torch.zeros_like(index), index // 2 + grid.first_row, column
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, distance = super().classify(grid, head, row, column)
-        (first_query, last_query), (first_key, last_key) = grid.queries(row), grid.keys(column)
-        some_query, every_query = first_query < self.global_tokens, last_query < self.global_tokens
-        some_key, every_key = first_key < self.global_tokens, last_key < self.global_tokens
-        full = (state == FULL) | every_query | every_key
+        some_query, every_query, some_key, every_key = (end < self.global_tokens for end in (*grid.queries(row), *grid.keys(column)))
         # if global positions end inside the block, its row (column) determines where
         key = torch.where(state > 0, distance, _NO_WINDOW) * 4 + some_query * 2 + some_key
-        return state_of((state > 0) | some_query | some_key, full), key
+        return state_of((state > 0) | some_query | some_key, (state == FULL) | every_query | every_key), key
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + 2 * (self.global_tokens / grid.k_block + 1), grid.num_columns)
@@ -75,8 +69,8 @@ class GlobalLocal(LocalWindow):
         assert isinstance(self.window, tuple)
         return BlockPattern.causal(GlobalLocal((self.window[0], 0), self.global_tokens, block_size=self.block_size))
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return super().interval(positions, num_positions) if self.global_tokens == 0 else None
+    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+        return None if self.global_tokens or self.per_head else super().interval(positions, num_positions)
 
 
 @dataclass(frozen=True)
@@ -99,57 +93,45 @@ class BigBird(GlobalLocal):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "random_blocks", as_int("random_blocks", self.random_blocks, minimum=0))
-        object.__setattr__(self, "seed", checked_seed(self.seed))
+        self._check_int("random_blocks", 0)
+        self._set(seed=checked_seed(self.seed))
 
     @property
     def per_head(self) -> bool:
         return self.random_blocks > 0
 
     @property
-    def is_prefix_stable(self) -> bool:
+    def is_prefix_stable(self) -> bool:  # type: ignore[override]
         # blocks are drawn from those of the whole sequence
         return self.random_blocks == 0
 
-    def most_drawn(self, grid: Grid) -> int:
-        """Returns the largest number of blocks that a row draws; a row cannot draw more than all columns of the sequence."""
-        return min(self.random_blocks, max(grid.num_columns, 1))
-
-    def draws(self, grid: Grid, head: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+    def draws(self, grid: Grid, head: Tensor, row: Tensor) -> list[Tensor]:
         """Returns the columns drawn for each row by Floyd's sampling, from those that nothing else reaches; −1 where too few are left."""
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
         count = free.clamp(max=self.random_blocks)
-        most = self.most_drawn(grid)
-        chosen: list[torch.Tensor]
-        if most == grid.num_columns:
-            # every row takes all columns that are left, so there is nothing to draw
-            count = count.expand(torch.broadcast_shapes(head.shape, row.shape))
-            chosen = [torch.where(count > number, number, -1) for number in range(most)]
-            return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
-        random = hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
-        chosen = []
+        # a row cannot draw more than all columns of the sequence
+        most = min(self.random_blocks, max(grid.num_columns, 1))
+        # where every row takes all columns that are left, there is nothing to draw
+        draws_all, shape = most == grid.num_columns, torch.broadcast_shapes(head.shape, row.shape)
+        random = () if draws_all else hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
+        numbers: list[Tensor] = []
         for number in range(most):
             # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
             newest = free - count + number
-            drawn = random[number] % (newest + 1).clamp(min=1)
-            for earlier in chosen:
+            drawn = head.new_full(shape, number) if draws_all else random[number] % (newest + 1).clamp(min=1)
+            for earlier in () if draws_all else numbers:
                 drawn = torch.where(earlier == drawn, newest, drawn)
-            chosen.append(torch.where(count > number, drawn, -1))
-        return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in chosen]
+            numbers.append(torch.where(count > number, drawn, -1))
+        return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in numbers]
 
-    def drawn(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """Returns bool: whether the block is one of those drawn."""
-        found = torch.zeros((), dtype=torch.bool, device=grid.device)
-        for x in self.draws(grid, head, row):
-            found = found | (x == column)
-        return found
-
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
-        kept = super().allowed(queries, keys, heads, num_positions)
-        return kept | self.drawn(grid, heads, queries // self.q_block, keys // self.k_block)
+        kept, column = super().allowed(queries, keys, heads, num_positions), keys // self.k_block
+        for drawn in self.draws(grid, heads, queries // self.q_block):
+            kept = kept | (drawn == column)
+        return kept
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         if not self.random_blocks or not num_positions:
@@ -157,7 +139,7 @@ class BigBird(GlobalLocal):
         grid = self.grid(num_positions, device=device)
         drawn = torch.stack(self.draws(grid, grid.range(0, num_heads)[:, None], grid.rows()[None]), -1).to(torch.int32)
 
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             kept = GlobalLocal.allowed(self, q_idx, kv_idx, head, num_positions)
             row, column = q_idx.clamp(max=num_positions - 1) // self.q_block, kv_idx // self.k_block
             for number in range(drawn.shape[-1]):
@@ -166,7 +148,7 @@ class BigBird(GlobalLocal):
 
         return mask_mod
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         _, row, column = super().columns(grid, heads)
         if not self.random_blocks:
             return torch.zeros_like(row), row, column
@@ -176,20 +158,15 @@ class BigBird(GlobalLocal):
         drawn = torch.stack(self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows), 1)
         blocks = torch.where(drawn < 0, -1, grid.block(group[:, None] * grid.num_rows + rows - grid.first_row, drawn))
         # drawn blocks are distinct from the others, so no block occurs twice
-        ordered, _ = torch.cat([shared.flatten(), blocks[blocks >= 0]]).sort()
-        which, column = divided(ordered, max(grid.num_columns, 1))
-        group, row = divided(which, max(grid.num_rows, 1))
-        return group, row + grid.first_row, column
+        return grid.listed(torch.cat([shared.flatten(), blocks[blocks >= 0]]).sort()[0])
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
         # blocks of one row are consecutive, so the draws of a row are made once
-        blocks = max(-(-grid.num_positions // grid.q_block), 1)
-        rows, of_row = torch.unique_consecutive(head * blocks + row, return_inverse=True)
-        found = torch.zeros_like(row, dtype=torch.bool)
-        for drawn in self.draws(grid, *divided(rows, blocks)):
-            found |= drawn[of_row] == column
-        return torch.where(found, FULL, state), key
+        rows, of_row = torch.unique_consecutive(head * grid.whole_rows + row, return_inverse=True)
+        for drawn in self.draws(grid, *divided(rows, grid.whole_rows)):
+            state = torch.where(drawn[of_row] == column, FULL, state)
+        return state, key
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + self.random_blocks, grid.num_columns)
@@ -197,6 +174,3 @@ class BigBird(GlobalLocal):
     def causal(self) -> BlockPattern:
         # the draws depend on the whole window
         return BlockPattern.causal(self)
-
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return super().interval(positions, num_positions) if self.random_blocks == 0 else None

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Entries, Grid, checked_positions, divided
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Grid, checked_positions, divided, head_of
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
-# blocks listed and pairs evaluated at once, which bounds the memory of building lists
+# blocks listed at once, which bounds the memory of building lists, and at all
 BLOCKS_AT_ONCE = 2**23
-PAIRS_AT_ONCE = 2**24
 MOST_BLOCKS = 2**31
 
 
@@ -21,15 +21,17 @@ MOST_BLOCKS = 2**31
 class _Piece:
     """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the number of pairs that each mask keeps.
 
-    Group g of the entries is head ``heads[g]``.
+    Group g is head ``heads[g]``.
     """
 
     grid: Grid
     heads: tuple[int, ...]
-    entries: Entries
-    masks: torch.Tensor | None
-    bits: torch.Tensor
-    pairs_of_mask: torch.Tensor
+    group: Tensor
+    row: Tensor
+    column: Tensor
+    masks: Tensor | None
+    bits: Tensor
+    pairs_of_mask: Tensor
 
 
 def kept_blocks(
@@ -52,27 +54,21 @@ def kept_blocks(
     starts, columns, masks, bits = [grid.range(0, 1).to(torch.int32)], [], [], []
     num_entries = num_masks = 0
     for piece in _pieces(pattern, grid, heads):
-        entries = piece.entries
         starts.append(_row_ends(piece) + num_entries)
-        columns.append(entries.column.to(torch.int32))
+        columns.append(piece.column.to(torch.int32))
         masks.append(torch.full_like(columns[-1], -1) if piece.masks is None else piece.masks)
         if num_masks:
             masks[-1] = torch.where(masks[-1] < 0, -1, masks[-1] + num_masks)
         bits.append(piece.bits)
-        num_entries += entries.column.shape[0]
+        num_entries += piece.column.shape[0]
         num_masks += piece.bits.shape[0]
+    row_starts = torch.cat(starts)
+    # what is in one piece, as nearly all lists are, is not copied
+    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in (columns, masks, bits))
     kept = BlockLists(
-        num_queries=num_queries,
-        num_keys=num_positions,
-        q_block=pattern.q_block,
-        k_block=pattern.k_block,
-        num_batch=1,
-        num_heads=len(heads),
-        row_starts=torch.cat(starts),
-        columns=_cat(columns),
-        masks=_cat(masks) if num_masks else None,
-        bits=_cat(bits),
-    )
+        num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
+        all_masks if num_masks else None, all_bits,
+    )  # fmt: skip
     if kept.masks is None:
         return kept
     known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
@@ -81,12 +77,12 @@ def kept_blocks(
     return kept if known is None else replace(kept, interval=(known[0].to(torch.int32), known[1].to(torch.int32)))
 
 
-def _row_ends(piece: _Piece) -> torch.Tensor:
+def _row_ends(piece: _Piece) -> Tensor:
     """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
-    entries, rows = piece.entries, piece.grid.num_rows
-    row = entries.row - piece.grid.first_row if piece.grid.first_row else entries.row
-    row = entries.group * rows + row if entries.num_groups > 1 else row
-    return torch.searchsorted(row, piece.grid.range(0, entries.num_groups * rows), right=True, out_int32=True)
+    rows = piece.grid.num_rows
+    row = piece.row - piece.grid.first_row if piece.grid.first_row else piece.row
+    row = piece.group * rows + row if len(piece.heads) > 1 else row
+    return torch.searchsorted(row, piece.grid.range(0, len(piece.heads) * rows), right=True, out_int32=True)
 
 
 def count_pairs(
@@ -104,34 +100,29 @@ def count_pairs(
 
 def block_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
     pattern = _prepared(pattern, num_positions, num_heads, False)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
     for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
-        entries = piece.entries
-        pairs = _sizes(piece.grid, entries.row, entries.column)
+        pairs = _sizes(piece.grid, piece.row, piece.column)
         if piece.masks is not None:
             pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        yield torch.tensor(piece.heads, device=entries.group.device)[entries.group], entries.row, entries.column, pairs
+        yield head_of(piece.group, piece.heads), piece.row, piece.column, pairs
 
 
-def packed(kept: torch.Tensor) -> torch.Tensor:
+def packed(kept: Tensor) -> Tensor:
     """Packs bool (…, n) into bits, int32 (…, ceil(n / 32)): bit n % 32 of word n // 32."""
-    if kept.shape[-1] % WORD:
-        kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
-    shifts = torch.arange(WORD, device=kept.device)
-    words = (kept.unflatten(-1, (-1, WORD)).long() << shifts).sum(-1)
-    # bit 31 is the sign of an int32
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
+    shifts = torch.arange(WORD, dtype=torch.int32, device=kept.device)
+    return (kept.unflatten(-1, (-1, WORD)).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
 
 
-def unpacked(bits: torch.Tensor, count: int | None = None) -> torch.Tensor:
+def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
     """Unpacks int32 (…, w) into bool (…, count), all 32 · w by default."""
-    if count is not None:
-        return unpacked(bits[..., : -(-count // WORD)])[..., :count]
+    words = bits if count is None else bits[..., : -(-count // WORD)]
     shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)
+    return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
 
 
 def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockPattern:
@@ -161,11 +152,10 @@ def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterat
 
 def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     entries = pattern.entries_of_heads(grid, heads)
-    partial = (~entries.full).nonzero()[:, 0]
-    none = torch.zeros(0, dtype=torch.int64, device=grid.device)
-    no_bits = torch.zeros(0, grid.q_block, grid.k_block // WORD, dtype=torch.int32, device=grid.device)
+    blocks, partial = (entries.group, entries.row, entries.column), (~entries.full).nonzero()[:, 0]
     if not partial.numel():
-        return _Piece(grid, heads, entries, None, no_bits, none)
+        none = torch.zeros(0, dtype=torch.int64, device=grid.device)
+        return _Piece(grid, heads, *blocks, None, none.int().view(0, grid.q_block, grid.k_block // WORD), none)
     key = entries.key[partial]
     # the mask of a short block does not determine the pairs of a whole one
     if grid.num_positions % grid.q_block:
@@ -175,24 +165,29 @@ def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
     different, number = torch.unique(key, return_inverse=True)
     # the first block with each mask, so that every process takes the same one
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
-    group, row, column = entries.group[chosen], entries.row[chosen], entries.column[chosen]
-    head = group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=grid.device)[group]
-    bits, pairs = _masks(pattern, grid, head, row, column)
+    group, row, column = (x[chosen] for x in blocks)
+    bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
     masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
-    piece = _Piece(grid, heads, entries, masks, bits, pairs)
-    return piece if pattern.is_tight else _tightened(piece, _sizes(grid, row, column))
+    if pattern.is_tight:
+        return _Piece(grid, heads, *blocks, masks, bits, pairs)
+    # compositions may have blocks that keep no pair, and masks that keep every pair
+    needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
+    if bool(needed.all()):
+        return _Piece(grid, heads, *blocks, masks, bits, pairs)
+    # the last number is that of blocks without a mask, which −1 refers to
+    numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
+    masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
+    kept = (masks > -2).nonzero()[:, 0]
+    group, row, column = (x[kept] for x in blocks)
+    bits, pairs = bits[needed], pairs[needed]
+    return _Piece(grid, heads, group, row, column, masks[kept] if len(bits) else None, bits, pairs)
 
 
-def _masks(
-    pattern: BlockPattern, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
-    step = max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))
     bits, pairs = [], []
-    for first in range(0, row.shape[0], step):
-        part = slice(first, first + step)
-        queries = (row[part, None] * grid.q_block + grid.range(0, grid.q_block))[:, :, None]
-        keys = (column[part, None] * grid.k_block + grid.range(0, grid.k_block))[:, None, :]
+    for part in grid.parts(row.shape[0]):
+        queries, keys = grid.positions(row[part], column[part])
         kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
         if grid.num_positions % grid.q_block:
             kept = kept & (queries < grid.num_positions)
@@ -203,47 +198,34 @@ def _masks(
     return torch.cat(bits), torch.cat(pairs)
 
 
-def _tightened(piece: _Piece, size_of_mask: torch.Tensor) -> _Piece:
-    """Removes blocks that keep no pair and masks that keep every pair, since compositions may have both."""
-    assert piece.masks is not None
-    empty, complete = piece.pairs_of_mask == 0, piece.pairs_of_mask == size_of_mask
-    if not bool((empty | complete).any()):
-        return piece
-    needed = (~(empty | complete)).nonzero()[:, 0]
-    number = torch.full_like(piece.pairs_of_mask, -1).index_put((needed,), torch.arange(len(needed), device=needed.device))
-    is_partial = piece.masks >= 0
-    index = piece.masks.clamp(min=0)
-    kept = (~(is_partial & empty[index])).nonzero()[:, 0]
-    masks = torch.where(is_partial, number[index], -1)[kept].to(torch.int32)
-    entries = piece.entries
-    entries = Entries(entries.group[kept], entries.row[kept], entries.column[kept], masks < 0, entries.key[kept], entries.num_groups)
-    return _Piece(piece.grid, piece.heads, entries, masks if len(needed) else None, piece.bits[needed], piece.pairs_of_mask[needed])
-
-
-def _sizes(grid: Grid, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
     """Returns the number of pairs of blocks within the sequence."""
     first_query, last_query = grid.queries(row)
     first_key, last_key = grid.keys(column)
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
-def _found_interval(kept: BlockLists, grid: Grid) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
 
     The tightest candidate is taken from the masks, and then compared with the number of keys that each of them keeps: where
     a mask keeps less than the candidate, a wider one would be further off.
     """
     assert kept.masks is not None
-    first, last, count = _mask_ends(kept.bits)
+    ends = []
+    for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
+        keeps = unpacked(bits).to(torch.int8)
+        ends.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
+    first, last, count = torch.cat(ends, 1)
     if not bool(((last - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
     row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
     column, mask = kept.columns[partial].long(), kept.masks[partial].long()
     if kept.num_groups > 1:
-        # heads mostly share their masks, so take each block once
-        number_of_masks = kept.bits.shape[0]
-        block, mask = divided(torch.unique((row * grid.num_columns + column) * number_of_masks + mask), number_of_masks)
+        # heads mostly share their masks, so each block is taken once
+        num_masks = kept.bits.shape[0]
+        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
     beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
@@ -251,29 +233,14 @@ def _found_interval(kept: BlockLists, grid: Grid) -> tuple[torch.Tensor, torch.T
     step = PAIRS_AT_ONCE // grid.q_block
     parts = [slice(i, i + step) for i in range(0, row.shape[0], step)]
     for part in parts:
-        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
-        start, no_keys = column[part, None] * grid.k_block, count[mask[part]] == 0
+        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
+        no_keys = count[mask[part]] == 0
         low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[mask[part]]).flatten(), "amin")
         high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[mask[part]]).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
     wrong = torch.zeros((), dtype=torch.bool, device=grid.device)
     for part in parts:
-        query = row[part, None] * grid.q_block + grid.range(0, grid.q_block)
-        start = column[part, None] * grid.k_block
+        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
         inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
         wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
     return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])
-
-
-def _mask_ends(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns first kept key, one after the last, and number of kept keys of every row of the masks: (masks, q_block) int64 each."""
-    found = []
-    for part in bits.split(max(1, PAIRS_AT_ONCE // (bits.shape[1] * bits.shape[2] * WORD))):
-        kept = unpacked(part).to(torch.int8)
-        found.append((kept.argmax(-1), kept.shape[-1] - kept.flip(-1).argmax(-1), kept.sum(-1)))
-    first, last, count = (torch.cat(x) for x in zip(*found, strict=True))
-    return first, last, count
-
-
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import Grid, MaskMod, checked_positions, expand
+from dilated_attention.pattern.blocks.base import Blocks, Grid, MaskMod, checked_positions, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, check_number, shown
 
@@ -36,14 +37,13 @@ class RandomBlocks(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
-        object.__setattr__(self, "seed", checked_seed(self.seed))
+        self._set(ratio=checked_ratio(self.ratio), seed=checked_seed(self.seed))
         check_bool("per_head", self.per_head)
         check_bool("own_block", self.own_block)
 
-    def counts(self, grid: Grid, row: torch.Tensor) -> torch.Tensor:
+    def counts(self, grid: Grid, row: Tensor) -> Tensor:
         """Returns the number of kept blocks in rows of the whole sequence."""
-        rows = max(-(-grid.num_positions // grid.q_block), 1)
+        rows = grid.whole_rows
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
 
@@ -56,7 +56,7 @@ class RandomBlocks(WholeBlocks):
         grid = self.grid(num_positions)
         return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
 
-    def draw(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, count: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def draw(self, grid: Grid, head: Tensor, row: Tensor, count: Tensor, number: Tensor) -> Tensor:
         """Returns the column that draw ``number`` of ``count`` takes from its range."""
         low = number * grid.num_columns // count
         high = (number + 1) * grid.num_columns // count
@@ -66,7 +66,7 @@ class RandomBlocks(WholeBlocks):
             column = torch.where((own >= low) & (own < high), own, column)
         return column
 
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         # callers may pass columns beyond the end, which have no range
         column = column.clamp(max=max(grid.num_columns - 1, 0))
         count = self.counts(grid, row)
@@ -74,7 +74,7 @@ class RandomBlocks(WholeBlocks):
         number = ((column + 1) * some - 1) // max(grid.num_columns, 1)
         return (count > 0) & (self.draw(grid, self._drawing(head), row, some, number) == column)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         rows = grid.rows()
         index, number = expand(torch.zeros_like(rows), self.counts(grid, rows))
         group = grid.range(0, len(heads))[:, None]
@@ -92,7 +92,7 @@ class RandomBlocks(WholeBlocks):
         # row after row, the columns of each head
         drawn, starts = column.view(num_heads if self.per_head else 1, -1).to(torch.int32), counts.cumsum(0) - counts
 
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = q_idx.clamp(max=num_positions - 1) // self.q_block
             wanted = kv_idx.clamp(max=num_positions - 1) // self.k_block
             count = counts[row]
@@ -103,26 +103,26 @@ class RandomBlocks(WholeBlocks):
 
         return mask_mod
 
-    def _drawing(self, head: torch.Tensor) -> torch.Tensor:
+    def _drawing(self, head: Tensor) -> Tensor:
         return head if self.per_head else torch.zeros_like(head)
 
     def cost(self, grid: Grid) -> float:
         return self.ratio * grid.num_columns + 1
 
 
-def hashed(seed: int, *coordinates: torch.Tensor) -> torch.Tensor:
+def hashed(seed: int, *coordinates: Tensor) -> Tensor:
     """Returns 31 random bits as int64 for each element of the broadcast coordinates. Each coordinate is mixed into the previous ones."""
-    state: torch.Tensor | int = seed
+    state: Tensor | int = seed
     for coordinate in coordinates:
         mixed = coordinate.to(torch.int64) + state + _STEP
         for bits, factor in _MIX:
             mixed = (mixed ^ _shifted(mixed, bits)) * factor
         state = mixed ^ _shifted(mixed, 31)
-    assert isinstance(state, torch.Tensor)
+    assert isinstance(state, Tensor)
     return _shifted(state, 33)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(x: Tensor, bits: int) -> Tensor:
     """Computes the logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Grid, divided, expand
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Blocks, Grid, States, expand
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,48 @@ class WholeBlocks(BlockPattern):
     """Base class of patterns that keep whole blocks and whose parameters count in blocks. Only causality cuts a block."""
 
     @abstractmethod
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """Returns bool: whether the block is kept, elementwise on broadcastable tensors."""
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
         return self.keeps(grid, heads, queries // self.q_block, keys // self.k_block)
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return self.keeps(grid, head, row, column).to(torch.int8) * FULL, torch.zeros_like(row)
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         return torch.zeros_like(positions), torch.full_like(positions, num_positions)
 
 
 @dataclass(frozen=True)
-class Strided(WholeBlocks):
+class _AroundOwn(WholeBlocks):
+    """Base class of patterns that list columns for each of a query block's own columns."""
+
+    @property
+    def is_prefix_stable(self) -> bool:  # type: ignore[override]
+        # the end of the sequence may leave the first half of a query block, whose second own column is then no longer one
+        return self.q_block <= self.k_block
+
+    @abstractmethod
+    def keeps_at(self, distance: Tensor) -> Tensor:
+        """Returns bool: whether a column at this distance of one of the own columns is kept."""
+
+    @abstractmethod
+    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns lists of (index into ``own``, column): the columns that are kept for the own columns of rows."""
+
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        first, last = own_columns(grid, row)
+        return self.keeps_at(column - first) | self.keeps_at(column - last)
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+        own = own_columns(grid, grid.rows())[: own_count(grid)]
+        return merged(grid, *(columns for of_rows in own for columns in self.around(grid, of_rows)))
+
+
+@dataclass(frozen=True)
+class Strided(_AroundOwn):
     """The blocks next to the row's own, and every ``stride_blocks``-th block (Sparse Transformers, arXiv 1904.10509, section 4.2).
 
     A query block's own columns are the key blocks that hold its positions: one, or two if key blocks are half as long. Column c is kept
@@ -51,37 +77,26 @@ class Strided(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stride_blocks", as_int("stride_blocks", self.stride_blocks, minimum=1, maximum=MAX_POSITIONS))
-        object.__setattr__(self, "local_blocks", as_int("local_blocks", self.local_blocks, minimum=0, maximum=MAX_POSITIONS))
+        self._check_int("stride_blocks", 1, MAX_POSITIONS)
+        self._check_int("local_blocks", 0, MAX_POSITIONS)
 
-    @property
-    def is_prefix_stable(self) -> bool:
-        # the end of the sequence may leave the first half of a query block, whose second own column is then no longer one
-        return self.q_block <= self.k_block
+    def keeps_at(self, distance: Tensor) -> Tensor:
+        return (distance.abs() < self.local_blocks) | (distance % self.stride_blocks == 0)
 
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        first, last = own_columns(grid, row)
-        near = (column > first - self.local_blocks) & (column < last + self.local_blocks)
-        return near | ((column - first) % self.stride_blocks == 0) | ((column - last) % self.stride_blocks == 0)
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        first, last = own_columns(grid, grid.rows())
-        near = expand((first - self.local_blocks + 1).clamp(min=0), (last + self.local_blocks).clamp(max=grid.num_columns))
-        if self.local_blocks == 0:
-            near = (near[0][:0], near[1][:0])
-        return merged(grid, near, *(self._far(grid, own) for own in (first, last)[: own_count(grid)]))
-
-    def _far(self, grid: Grid, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
         lowest = own % self.stride_blocks
         index, step = expand(torch.zeros_like(lowest), (grid.num_columns - lowest + self.stride_blocks - 1) // self.stride_blocks)
-        return index, lowest[index] + step * self.stride_blocks
+        far = (index, lowest[index] + step * self.stride_blocks)
+        if self.local_blocks == 0:
+            return [far]
+        return [far, expand((own - self.local_blocks + 1).clamp(min=0), (own + self.local_blocks).clamp(max=grid.num_columns))]
 
     def cost(self, grid: Grid) -> float:
         return min(2 * self.local_blocks + 2 * grid.num_columns / self.stride_blocks + 2, grid.num_columns)
 
 
 @dataclass(frozen=True)
-class DilatedBlocks(WholeBlocks):
+class DilatedBlocks(_AroundOwn):
     """``num_blocks`` blocks around the row's own, ``dilation`` apart (Longformer's dilated window, arXiv 2004.05150, 3.1, in blocks).
 
     Keeps column c = o + t · dilation for t = −⌊num_blocks / 2⌋ … ⌈num_blocks / 2⌉ − 1 and each own column o (see ``Strided``), if that
@@ -97,35 +112,23 @@ class DilatedBlocks(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "dilation", as_int("dilation", self.dilation, minimum=1, maximum=MAX_POSITIONS))
-        object.__setattr__(self, "num_blocks", as_int("num_blocks", self.num_blocks, minimum=1, maximum=MAX_POSITIONS))
-
-    @property
-    def is_prefix_stable(self) -> bool:
-        # the end of the sequence may leave the first half of a query block, whose second own column is then no longer one
-        return self.q_block <= self.k_block
+        self._check_int("dilation", 1, MAX_POSITIONS)
+        self._check_int("num_blocks", 1, MAX_POSITIONS)
 
     @property
     def reach(self) -> tuple[int, int]:
         """Returns the number of blocks before and after the row's own."""
         return self.num_blocks // 2, (self.num_blocks - 1) // 2
 
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        first, last = own_columns(grid, row)
-        return self._around(column - first) | self._around(column - last)
-
-    def _around(self, distance: torch.Tensor) -> torch.Tensor:
+    def keeps_at(self, distance: Tensor) -> Tensor:
         before, after = self.reach
         return (distance % self.dilation == 0) & (distance >= -before * self.dilation) & (distance <= after * self.dilation)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return merged(grid, *(self._of(grid, own) for own in own_columns(grid, grid.rows())[: own_count(grid)]))
-
-    def _of(self, grid: Grid, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
         before, after = self.reach
         low, high = (-(own // self.dilation)).clamp(min=-before), ((grid.num_columns - 1 - own) // self.dilation).clamp(max=after)
         index, step = expand(low, high + 1)
-        return index, own[index] + step * self.dilation
+        return [(index, own[index] + step * self.dilation)]
 
     def cost(self, grid: Grid) -> float:
         return min(2 * self.num_blocks, grid.num_columns)
@@ -152,14 +155,14 @@ class Axial(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "width", as_int("width", self.width, minimum=1, maximum=MAX_POSITIONS))
+        self._check_int("width", 1, MAX_POSITIONS)
 
     @property
-    def is_prefix_stable(self) -> bool:
+    def is_prefix_stable(self) -> bool:  # type: ignore[override]
         # otherwise a query block that the end of the sequence cuts short shares image columns with fewer key blocks
         return self.q_block == self.k_block and self.width % self.q_block == 0
 
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         first_query, last_query = grid.queries(row)
         first_key, last_key = grid.keys(column)
         same_row = (first_key // self.width <= last_query // self.width) & (first_query // self.width <= last_key // self.width)
@@ -167,7 +170,7 @@ class Axial(WholeBlocks):
         same_column = (last_key - first_query) // self.width * self.width >= first_key - last_query
         return same_row | same_column
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         first, last = grid.queries(grid.rows())
         end = grid.num_positions
         if self.width <= grid.q_block:
@@ -193,19 +196,19 @@ class BlockTensor(WholeBlocks):
             sequence must have that many rows and columns of blocks.
     """
 
-    mask: torch.Tensor = field(repr=False)
+    mask: Tensor = field(repr=False)
 
     holds_objects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.mask, torch.Tensor) or self.mask.dtype is not torch.bool:
-            found = self.mask.dtype if isinstance(self.mask, torch.Tensor) else type(self.mask).__name__
+        if not isinstance(self.mask, Tensor) or self.mask.dtype is not torch.bool:
+            found = self.mask.dtype if isinstance(self.mask, Tensor) else type(self.mask).__name__
             raise TypeError(f"mask is {found}; expected a bool tensor (heads or 1, rows, columns) of blocks")
         mask = self.mask[None] if self.mask.ndim == 2 else self.mask
         if mask.ndim != 3 or mask.shape[0] == 0:
             raise ValueError(f"mask has shape {tuple(self.mask.shape)}; expected (heads or 1, rows, columns) of blocks")
-        object.__setattr__(self, "mask", mask.detach().clone())
+        self._set(mask=mask.detach().clone())
 
     # the base class would compare only block sizes
     __eq__ = object.__eq__
@@ -224,18 +227,18 @@ class BlockTensor(WholeBlocks):
                 f"{columns}) blocks of {self.q_block}x{self.k_block}"
             )
 
-    def keeps(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         mask = self.mask.to(grid.device)
         head = head if self.per_head else torch.zeros_like(head)
         return mask[head, row.clamp(max=mask.shape[1] - 1), column.clamp(max=mask.shape[2] - 1)]
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         mask = self.mask[list(heads) if self.per_head else [0], grid.first_row : grid.last_row].to(grid.device)
         group, row, column = mask.nonzero(as_tuple=True)
         return group, row + grid.first_row, column
 
 
-def own_columns(grid: Grid, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def own_columns(grid: Grid, row: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the first and the last key block that hold positions of a query block."""
     first, last = grid.queries(row)
     return first // grid.k_block, last // grid.k_block
@@ -246,8 +249,6 @@ def own_count(grid: Grid) -> int:
     return max(1, grid.q_block // grid.k_block)
 
 
-def merged(grid: Grid, *found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def merged(grid: Grid, *lists: tuple[Tensor, Tensor]) -> Blocks:
     """Returns ``columns`` of one group from lists of (index into the requested rows, column), sorted and without duplicates."""
-    blocks = torch.cat([grid.block(index, column) for index, column in found])
-    row, column = divided(torch.unique(blocks), max(grid.num_columns, 1))
-    return torch.zeros_like(row), row + grid.first_row, column
+    return grid.listed(torch.unique(torch.cat([grid.block(index, column) for index, column in lists])))

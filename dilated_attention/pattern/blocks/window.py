@@ -6,8 +6,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod, expand, state_of
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod, States, expand, state_of
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
@@ -16,26 +17,26 @@ class IntervalPattern(BlockPattern):
     """Base class of patterns in which query i keeps the keys low(i) ≤ j < high(i). Neither end falls from one query to the next."""
 
     @abstractmethod
-    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def low(self, positions: Tensor, num_positions: int) -> Tensor:
         """Returns the first key of queries at these positions."""
 
     @abstractmethod
-    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def high(self, positions: Tensor, num_positions: int) -> Tensor:
         """Returns one after their last key."""
 
-    def interval(self, positions: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         return self.low(positions, num_positions), self.high(positions, num_positions)
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         return (keys >= self.low(queries, num_positions)) & (keys < self.high(queries, num_positions))
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         first, last = grid.queries(grid.rows())
         low, high = self.low(first, grid.num_positions), self.high(last, grid.num_positions)
         index, column = expand(low // grid.k_block, (high - 1) // grid.k_block + 1)
         return torch.zeros_like(index), index + grid.first_row, column
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
         (first_query, last_query), (first_key, last_key), n = grid.queries(row), grid.keys(column), grid.num_positions
         kept = (last_key >= self.low(first_query, n)) & (first_key < self.high(last_query, n))
@@ -66,11 +67,9 @@ class LocalWindow(IntervalPattern):
             raise TypeError("window is None; expected one integer or (left, right), None for an unbounded side")
         sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0, maximum=None) for i, side in enumerate(window))
         # no sequence is longer than MAX_LENGTH, so such a side is unbounded
-        object.__setattr__(self, "window", tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
+        self._set(window=tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
 
-    @property
-    def is_prefix_stable(self) -> bool:
-        return True
+    is_prefix_stable = True
 
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
@@ -84,10 +83,10 @@ class LocalWindow(IntervalPattern):
         assert isinstance(self.window, tuple)
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
-    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def low(self, positions: Tensor, num_positions: int) -> Tensor:
         return (positions - self.sides(num_positions)[0]).clamp(min=0)
 
-    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def high(self, positions: Tensor, num_positions: int) -> Tensor:
         return (positions + (self.sides(num_positions)[1] + 1)).clamp(max=num_positions)
 
 
@@ -95,9 +94,7 @@ class LocalWindow(IntervalPattern):
 class Causal(IntervalPattern):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
-    @property
-    def is_prefix_stable(self) -> bool:
-        return True
+    is_prefix_stable = True
 
     def cost(self, grid: Grid) -> float:
         return grid.num_columns / 2 + 1
@@ -105,10 +102,10 @@ class Causal(IntervalPattern):
     def causal(self) -> BlockPattern:
         return self
 
-    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def low(self, positions: Tensor, num_positions: int) -> Tensor:
         return torch.zeros_like(positions)
 
-    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def high(self, positions: Tensor, num_positions: int) -> Tensor:
         return positions + 1
 
 
@@ -125,9 +122,7 @@ class Document(IntervalPattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = as_int_tuple("lengths", self.lengths)
-        for i, length in enumerate(lengths):
-            as_int(f"lengths[{i}]", length, minimum=0)
-        object.__setattr__(self, "lengths", lengths)
+        self._set(lengths=tuple(as_int(f"lengths[{i}]", length, minimum=0) for i, length in enumerate(lengths)))
 
     def check(self, num_positions: int, num_heads: int) -> None:
         if sum(self.lengths) != num_positions:
@@ -135,33 +130,29 @@ class Document(IntervalPattern):
                 f"lengths sum to {sum(self.lengths)}, the sequence has {num_positions} positions; give lengths that sum to that"
             )
 
-    def starts(self, device: torch.device) -> torch.Tensor:
+    def starts(self, device: torch.device) -> Tensor:
         """Returns (documents + 1,) int64: the first position of each document, and N."""
         return torch.tensor((0, *self.lengths), device=device).cumsum(0)
 
-    def document_of(self, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def document_of(self, positions: Tensor, starts: Tensor) -> Tensor:
         # positions outside the sequence count as those of the last document
         return torch.searchsorted(starts[1:], positions.contiguous(), right=True).clamp(max=max(len(self.lengths) - 1, 0))
 
-    def classify(self, grid: Grid, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return super().classify(grid, head, row, column)[0], grid.block(row, column)
 
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
-    def low(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def low(self, positions: Tensor, num_positions: int) -> Tensor:
         starts = self.starts(positions.device)
         return starts[self.document_of(positions, starts)]
 
-    def high(self, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+    def high(self, positions: Tensor, num_positions: int) -> Tensor:
         starts = self.starts(positions.device)
         return starts[self.document_of(positions, starts) + 1]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         positions = torch.arange(num_positions, device=device)
-        document = self.document_of(positions, self.starts(positions.device)).to(torch.int32)
-
-        def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            return document[q_idx.clamp(max=num_positions - 1)] == document[kv_idx.clamp(max=num_positions - 1)]
-
-        return mask_mod
+        document, last = self.document_of(positions, self.starts(positions.device)).to(torch.int32), num_positions - 1
+        return lambda batch, head, q_idx, kv_idx: document[q_idx.clamp(max=last)] == document[kv_idx.clamp(max=last)]
