@@ -16,7 +16,7 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
 from dilated_attention.distributed.sharding.layout import local_length, positions_of
-from dilated_attention.functional.ring import place_in
+from dilated_attention.functional.arguments import place_in
 from dilated_attention.modules._settings import KernelSettings
 from dilated_attention.pattern.checks import as_int, one_of
 

@@ -10,7 +10,7 @@ import torch
 from dilated_attention import functional
 from dilated_attention import validation as check
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.functional.ring_block_sparse import checked_block_layout, checked_ring_pattern
+from dilated_attention.functional.arguments import checked_block_layout, checked_ring_pattern
 from dilated_attention.modules._ring import RingModule
 from dilated_attention.modules._settings import DilatedSettings
 from dilated_attention.modules.block_sparse import BlockSettings, UnionSettings

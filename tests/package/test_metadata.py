@@ -30,6 +30,7 @@ OPTIONAL = {
     "matplotlib": "plot",
     "transformers": "hf",
     "triton": "torch",
+    "typing_extensions": "torch depends on it",
     "xformers": "xformers",
 }
 
