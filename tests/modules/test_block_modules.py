@@ -66,18 +66,15 @@ def test_is_causal_is_a_keyword_of_every_forward(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "MultiheadBlockSparseDilatedAttention"])
 @pytest.mark.parametrize("ring", ["", "Ring"])
-def test_every_argument_of_a_multihead_layer_reaches_its_projections_or_its_attention(kind: str, ring: str) -> None:
-    """They are passed on by name, so that a name which nothing reads, or another default, would go unnoticed."""
+def test_every_argument_of_a_multihead_layer_is_of_its_projections_or_its_attention(kind: str, ring: str) -> None:
     kind = ring + kind
-    layer, core = getattr(modules, kind), getattr(modules, kind.replace("Multihead", ""))
-    offered = dict(inspect.signature(layer).parameters)
-    projections = set(inspect.signature(layer._make_projections).parameters) - {"self"}
-    passed_on = dict(inspect.signature(core).parameters)
-    assert set(offered) == projections | set(passed_on)
+    layer, core = (dict(inspect.signature(getattr(modules, name)).parameters) for name in (kind, kind.replace("Multihead", "")))
+    projections = {"embed_dim", "num_heads", *modules.ProjectionOptions.__annotations__}
+    assert set(layer) == projections | set(core)
     # of the attention's sinks
-    assert projections & set(passed_on) == {"num_heads"}
-    del passed_on["num_heads"]
-    assert {name: offered[name].default for name in passed_on} == {name: p.default for name, p in passed_on.items()}
+    assert projections & set(core) == {"num_heads"}
+    del core["num_heads"]
+    assert {name: layer[name].default for name in core} == {name: parameter.default for name, parameter in core.items()}
 
 
 def test_dropout_is_of_training() -> None:
