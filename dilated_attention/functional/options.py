@@ -119,6 +119,14 @@ class MapOptions(ScoreOptions, BranchOptions, total=False):
     query_offset: int
 
 
+class DecodeOptions(TypedDict, total=False):
+    """``scale``, ``sinks`` and ``return_lse``: see ``CallOptions``."""
+
+    scale: float | None
+    sinks: torch.Tensor | None
+    return_lse: bool
+
+
 class Options(NamedTuple):
     """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names.
 

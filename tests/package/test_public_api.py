@@ -138,7 +138,7 @@ WITH_OPTIONS = sorted(name for name in PUBLIC if "options" in getattr(constructo
 
 
 def test_attention_takes_options() -> None:
-    assert len(WITH_OPTIONS) == 23
+    assert len(WITH_OPTIONS) == 24
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
