@@ -3,12 +3,23 @@
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.decode import decode_attention, explain_decode
 from dilated_attention.functional.maps import attention_map
+from dilated_attention.functional.options import BranchOptions, CallOptions, LocalOptions, MapOptions, RingOptions, ScoreOptions
 from dilated_attention.functional.received import attention_received
-from dilated_attention.functional.ring import ring_attention, ring_dilated_attention
-from dilated_attention.functional.ring_block_sparse import ring_block_sparse_attention, ring_block_sparse_dilated_attention
+from dilated_attention.functional.ring import (
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+    ring_dilated_attention,
+)
 from dilated_attention.functional.single import attention, dilated_attention
 
 __all__ = [
+    "BranchOptions",
+    "CallOptions",
+    "LocalOptions",
+    "MapOptions",
+    "RingOptions",
+    "ScoreOptions",
     "attention",
     "attention_map",
     "attention_received",

@@ -5,172 +5,125 @@ A call like an earlier one is recognized by its arguments and not checked again,
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+import os
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
+from dilated_attention.distributed.comm.group import group_name_of, members_named
+from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
+from dilated_attention.distributed.op import resolve_ring
+from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.ops.attention_ops import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
-from dilated_attention.engine.ops.resolve import ResolvedCall, find, remember, resolve
+from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
+from dilated_attention.functional.options import Options, check_names
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
-# a segment longer than any sequence; plans clamp it, so a pattern with one such branch is dense attention
-WHOLE_SEQUENCE = MAX_LENGTH
-# the branches of dense attention: segment_lengths, dilation_rates, head_offsets, branch_heads, tail
-DENSE = ((WHOLE_SEQUENCE,), (1,), "zero", "all", "mask")
-# key_padding_mask, cu_seqlens and sinks
-Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-class Options(NamedTuple):
-    """The options that all public functions share, as the caller gave them. ``strategy``: see ``CallSettings``."""
-
-    is_causal: bool
-    return_lse: bool
-    deterministic: bool
-    query_offset: int
-    dropout_p: float
-    scale: float | None
-    backend: str
-    precision: str = "native"
-    mixture_grad: str = "exact"
-    strategy: str = "auto"
-    softcap: float | None = None
-
-
-class Ring(NamedTuple):
-    """What a call on a sharded sequence has in addition.
-
-    Args:
-        op: its op.
-        resolve: see ``resolve``.
-        checked: checks ``given``, and returns ``sharding`` and ``seq_len`` of ``CallSettings``.
-        given: the options that only such calls have, as the caller gave them; they are part of the call's key.
-    """
-
-    op: Any
-    resolve: Callable[..., ResolvedCall]
-    checked: Callable[..., tuple[tuple[Any, ...], int]]
-    given: tuple[Any, ...]
+# the branches of dense attention, with head_offsets="zero": a segment longer than any sequence, which plans clamp
+DENSE = ((MAX_LENGTH,), (1,))
 
 
 def attend(
+    function: str,
+    given: Any,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masks: Masks,
-    branches: tuple[Any, ...] | None,
-    blocks: BlockPattern | None,
-    window: tuple[int, ...],
-    options: Options,
-    ring: Ring | None = None,
+    branches: tuple[Any, Any] | None = None,
+    blocks: BlockPattern | None = None,
+    op: Any = None,
+    window: tuple[int, ...] = (),
+    **fixed: Any,
 ) -> Any:
     """Returns out, or (out, lse), of a call.
 
     Args:
-        branches: segment_lengths and dilation_rates as tuples of integers, head_offsets, branch_heads and tail; None without branches.
+        function: the public function's name.
+        given: a dict of the caller's options, which is changed; and ``fixed``: further ones, which that function passes.
+        branches: see ``branches_of``; None without branches.
         blocks: the block pattern, or None.
+        op: the op of a call on a sharded sequence; None in one process.
         window: see ``CallSettings``.
-        ring: of a call on a sharded sequence; None in one process.
     """
     q, k, v = autocast(q, k, v)
-    key_padding_mask, cu_seqlens, sinks = masks
-    key, known, settings = None, None, None
-    eager = is_eager([q, k, v, *[x for x in masks if x is not None]])
+    padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
+    group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
+    key, known = None, None
+    has_masks = padding is not None or cu_seqlens is not None or sinks is not None
+    eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None]] if has_masks else [q, k, v])
     if eager:
-        key = _key(q, k, v, key_padding_mask, sinks, branches, blocks, window, options)
-        if ring is not None and key is not None:
-            # 1 == True, and a value of another type may not be hashable
-            types = tuple(map(type, ring.given))
-            key = (key, ring.given, types) if _PLAIN_TYPES.issuperset(types) else None
-        known = None if key is None else find(key, q.dtype)
+        options_key = _options_key(given, fixed)
+        # the record of a pattern that holds a function or a tensor would keep it alive
+        if options_key is not None and (blocks is None or not blocks.lives_here):
+            tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
+            key = function, branches, blocks, group, window, options_key, tensors, needs_grad(q, k, v, sinks)
+            known = find(key, q.dtype)
     if known is None:
-        given_to = () if ring is None else ring.checked(q, k, v, branches, window, options, ring.given)
-        settings = checked_settings(q, k, v, masks, branches, blocks, window, options, *given_to)
+        check_names(function, given)
+        options = Options(padding, cu_seqlens, sinks, window, group=group, **given, **fixed)
+        settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
         if eager:
-            of_one_process = resolve if blocks is None else resolve_blocks
-            known = (of_one_process if ring is None else ring.resolve)(q, k, key_padding_mask, settings)
+            resolved = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
+            known = resolved(q, k, padding, settings)
             if key is not None:
                 remember(key, q.dtype, known)
     else:
-        if key_padding_mask is not None:
-            check.check_key_padding_mask(key_padding_mask, k)
-        if cu_seqlens is not None:
+        settings = known.settings
+        if has_masks:
+            check.check_key_padding_mask(padding, k)
             check.check_cu_seqlens(cu_seqlens, q, k)
-        if sinks is not None:
             check.check_sinks(sinks, q)
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
-    seed = draw_seed(options.dropout_p) if options.dropout_p else None
-    kept = None
+    seed = draw_seed(settings.dropout_p) if settings.dropout_p else None
+    chosen = None
     if blocks is not None and blocks.is_chosen:
-        given = settings if known is None else known.settings
-        assert given is not None
-        kept = choose_blocks_op(
-            q.detach(), k.detach(), key_padding_mask, cu_seqlens, given.blocks, given.is_causal, given.scale, given.query_offset
+        chosen = choose_blocks_op(
+            q.detach(), k.detach(), padding, cu_seqlens, settings.blocks, settings.is_causal, settings.scale, settings.query_offset
         )
     if known is None:
-        assert settings is not None
-        of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
-        op = ring.op if ring is not None else dilated_attention_op if blocks is None else of_blocks
-        out, lse, _ = op(q, k, v, key_padding_mask, cu_seqlens, seed, kept, sinks, *settings.arguments())
+        if op is None:
+            of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
+            op = dilated_attention_op if blocks is None else of_blocks
+        out, lse, _ = op(q, k, v, padding, cu_seqlens, seed, chosen, sinks, *settings.arguments())
     else:
-        if cu_seqlens is not None and ring is None:
+        if cu_seqlens is not None and op is None:
             known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
-        out, lse = known(q, k, v, key_padding_mask, cu_seqlens, seed, kept, sinks)
-    if not options.return_lse:
+        out, lse = known(q, k, v, padding, cu_seqlens, seed, chosen, sinks)
+    if not given.get("return_lse"):
         return out
-    return out, lse.detach() if options.mixture_grad == "detached" else lse
+    return out, lse.detach() if settings.detached else lse
 
 
 _PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
-_NUMBER_OR_NONE = (int, float, type(None))
-# the types of the options in a key: 1 == True would mix up two calls, and a tensor's value may change
-_OPTION_TYPES = frozenset(
-    itertools.product((bool,), (bool,), (bool,), (int,), (int, float), _NUMBER_OR_NONE, (str,), (str,), (str,), (str,), _NUMBER_OR_NONE)
-)
 
 
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_padding_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    branches: tuple[Any, ...] | None,
-    blocks: BlockPattern | None,
-    window: tuple[int, ...],
-    options: Options,
-) -> Hashable:
-    """Returns the key of a call: all its arguments but the values of masks and sinks. None where equal values do not imply equal calls."""
-    if tuple(map(type, options)) not in _OPTION_TYPES:
-        return None
-    if branches is not None:
-        lengths, rates, head_offsets, branch_heads, tail = branches
-        if type(head_offsets) is not str:
-            if type(head_offsets) not in (list, tuple):
-                return None
-            head_offsets = tuple([plain_ints(row) for row in head_offsets])
-            if None in head_offsets:
-                return None
-        if type(branch_heads) is not str or type(tail) is not str:
+def _options_key(given: dict[str, Any], fixed: dict[str, Any]) -> Hashable:
+    """Returns the options as a part of a call's key. None where equal values do not imply equal calls."""
+    rows: Any = given.get("head_offsets")
+    if type(rows) is list or type(rows) is tuple:
+        rows, given = tuple([plain_ints(row) for row in rows]), {**given, "head_offsets": None}
+        if None in rows:
             return None
-        branches = lengths, rates, head_offsets, branch_heads, tail
-    # the record of a pattern that holds a function or a tensor would keep it alive
-    if blocks is not None and blocks.lives_here:
-        return None
-    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, key_padding_mask is None
-    return branches, blocks, window, options, tensors, sinks is None, needs_grad(q, k, v, sinks)
+    # 1 == True would mix up two calls, and a tensor's value may change
+    values = (*given.values(), *fixed.values())
+    types = tuple(map(type, values))
+    return (tuple(given), values, types, rows) if _PLAIN_TYPES.issuperset(types) else None
+
+
+def branches_of(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
+    return lengths, plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
 
 
 def plain_ints(values: Any) -> tuple[int, ...] | None:
@@ -187,21 +140,21 @@ def checked_settings(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masks: Masks,
-    branches: tuple[Any, ...] | None,
-    blocks: BlockPattern | None,
-    window: tuple[int, ...],
     options: Options,
-    sharding: tuple[Any, ...] = (),
-    seq_len: int = 0,
+    branches: tuple[Any, Any] | None = None,
+    blocks: BlockPattern | None = None,
+    *,
+    is_sharded: bool = False,
 ) -> CallSettings:
-    """Checks all arguments of a call, named as in ``attend`` and ``CallSettings``, and returns its record."""
+    """Checks all arguments of a call, named as in ``attend``, and returns its record."""
+    sharding, seq_len = checked_sharding(q, k, v, options) if is_sharded else ((), 0)
     check.check_tensors(q, k, v)
     if blocks is not None:
         blocks.check_batch(q.shape[0])
     if sharding:
         check.check_rows(q, k)
-    plain = None if branches is None else checked_branches(branches, q.shape[2])
+    if branches is not None:
+        branches = checked_branches((*branches, options.head_offsets, options.branch_heads, options.tail), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
@@ -209,27 +162,27 @@ def checked_settings(
         check.check_bool(name, getattr(options, name))
     dropout_p = check.check_probability("dropout_p", options.dropout_p)
     query_offset = check.check_query_offset(options.query_offset, q.shape[1], k.shape[1])
-    check.check_key_padding_mask(masks[0], k)
-    check.check_cu_seqlens(masks[1], q, k)
-    check.check_sinks(masks[2], q)
-    if masks[2] is not None and options.mixture_grad == "detached":
+    check.check_key_padding_mask(options.key_padding_mask, k)
+    check.check_cu_seqlens(options.cu_seqlens, q, k)
+    check.check_sinks(options.sinks, q)
+    if options.sinks is not None and options.mixture_grad == "detached":
         raise ValueError(
             "sinks are given with mixture_grad='detached', which lets no gradient reach the weights that sinks change; "
             "expected mixture_grad='exact', or no sinks"
         )
     registry.check_name(options.backend)
     return CallSettings(
-        branches=plain,
+        branches=branches,
         blocks="" if blocks is None else blocks.spec(),
-        window=window,
+        window=options.window,
         is_causal=options.is_causal,
         detached=options.mixture_grad == "detached",
         deterministic=options.deterministic,
-        needs_grad=needs_grad(q, k, v, masks[2]),
+        needs_grad=needs_grad(q, k, v, options.sinks),
         backend=options.backend,
         precision=options.precision,
         strategy=options.strategy,
-        has_sinks=masks[2] is not None,
+        has_sinks=options.sinks is not None,
         softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,
@@ -237,6 +190,70 @@ def checked_settings(
         query_offset=query_offset,
         seq_len=seq_len,
     )
+
+
+def layout_and_ranks(layout: Any, exchange: Any, ranks_per_node: Any) -> dict[str, Any]:
+    """Returns the options of a call with the layout by its name, and the ranks of a node that the launcher has set."""
+    if exchange == "2d" and ranks_per_node is None:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+    return {"layout": layout.name if isinstance(layout, Layout) else layout, "exchange": exchange, "ranks_per_node": ranks_per_node}
+
+
+def place_in(group_name: str) -> tuple[int, int]:
+    """Returns (rank, W) in the named group; (0, 1) for "". It is a constant to torch.compile, which cannot look up a group."""
+    members = members_named(group_name)
+    return members.rank, members.size
+
+
+# does what torch.compiler.assume_constant_result does (a test compares them) without importing the compiler, which would be half of
+# this package's import time
+place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def checked_sharding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[tuple[Any, ...], int]:
+    """Checks the options, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
+    layout_name(options.layout)
+    exchange = options.exchange
+    one_of("exchange", exchange, ("auto", *EXCHANGES))
+    if exchange == "2d" and options.ranks_per_node is None:
+        raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
+    per_node = 0 if options.ranks_per_node is None else as_int("ranks_per_node", options.ranks_per_node, minimum=1)
+    steps = 0 if options.head_steps is None else as_int("head_steps", options.head_steps, minimum=1)
+    lse_grad = options.return_lse and options.mixture_grad == "exact"
+    sharding = options.group, options.layout, exchange, per_node, check.check_timeout(options.timeout), lse_grad, steps
+    seq_len = -1 if options.seq_len is None else as_int("seq_len", options.seq_len, minimum=0)
+    if options.window and exchange == "ring":
+        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
+    if exchange in ("all_to_all", "2d"):
+        check.check_tensors(q, k, v)
+        _, size = place_in(options.group)
+        if exchange == "2d" and size % per_node:
+            raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
+        reason = why_no_heads(q.shape[2], k.shape[2], per_node if exchange == "2d" else size, options.branch_heads)
+        if reason is not None:
+            raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+    return sharding, seq_len
+
+
+def checked_ring_pattern(pattern: BlockPattern) -> BlockPattern:
+    """Returns the block pattern if shapes alone determine it; raises otherwise."""
+    if pattern.is_chosen:
+        raise ValueError(
+            f"pattern is {pattern!r}, which is chosen by content; the processes of a ring find what to exchange from the pattern alone: "
+            "use a pattern that is determined by shapes, or block_sparse_attention on one process"
+        )
+    return pattern
+
+
+def checked_block_layout(layout: Any) -> str:
+    """Returns the name of a layout whose processes hold runs of positions; raises for other layouts."""
+    if isinstance(layout, str) and layout == "striped":
+        raise ValueError(
+            "layout is 'striped', which spreads every block over all processes, so that each would need all keys; use 'contiguous', "
+            "'zigzag' or balanced_layout(pattern, seq_len, world_size)"
+        )
+    # the layouts with a one-word name
+    return layout_name(layout, ("contiguous", "zigzag"))
 
 
 def draw_seed(dropout_p: float) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.backends import AttentionRequest, Hardware, detect
@@ -13,26 +14,18 @@ from dilated_attention.engine.decode.dispatch import Explained
 from dilated_attention.engine.decode.keys import row_keys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.engine.ops.transforms import refuse_transforms
+from dilated_attention.functional.options import DecodeOptions, check_names, shows_options
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 
 
+@shows_options
 @torch.no_grad()
 def decode_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    pattern: DilatedPattern | BlockPattern | None = None,
-    *,
-    window: int | None = None,
-    page_table: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    max_length: int | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, pattern: DilatedPattern | BlockPattern | None = None, *,
+    window: int | None = None, page_table: torch.Tensor | None = None, max_length: int | None = None, backend: str = "auto",
+    **options: Unpack[DecodeOptions],
+) -> Any:  # fmt: skip
     """Computes the row of causal attention at each request's position, equal to that row of the forward over the whole sequence.
 
     Reads only the keys that the pattern keeps for this row, directly from the cache, without a copy. On CUDA it does not wait for the
@@ -46,12 +39,10 @@ def decode_attention(
         pattern: which keys each query attends to, causally; None for every key up to the query.
         window: only without a pattern: attend to the query's own key and this many keys before it.
         page_table: (B, pages of a request) int32.
-        sinks: (H,), float32 or q's dtype: one more key per head, of value 0 and this score: see ``dilated_attention``.
         max_length: an upper bound: all positions are below it. None for the capacity: C, or all pages of a request. If it exceeds C,
             slots are reused, which the pattern must allow: it may read no more than the last C positions.
-        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
-        return_lse: also return the log-sum-exp of the scores.
         backend: ``"auto"`` · ``"flash3"``: FlashAttention-3 (dense rows; Hopper) · ``"triton"`` · ``"torch"``; a name is used or refused.
+        options: scale, sinks, return_lse: see ``functional.CallOptions``.
 
     Returns:
         out (B, 1, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, 1)), lse in float32 (float64 for float64). A row without keys
@@ -66,6 +57,8 @@ def decode_attention(
     >>> lengths = torch.tensor([100, 7])
     >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern)
     """
+    check_names("decode_attention", options)
+    sinks, return_lse = options.get("sinks"), options.get("return_lse", False)
     way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
     refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table, sinks)
     _check_tensors(q, k, v, positions, page_table)
@@ -78,7 +71,7 @@ def decode_attention(
         window = as_int("window", window, minimum=0)
         if pattern is not None:
             raise ValueError(f"window is {window} and a pattern is given too; give one of them, e.g. the pattern LocalWindow({window})")
-    scale = check.check_scale(scale, q.shape[3], q.dtype)
+    scale = check.check_scale(options.get("scale"), q.shape[3], q.dtype)
     keys = row_keys(pattern, q.shape[2], k.shape[2], max_length, q.device, window=window)
     if max_length > holds and (page_table is not None or keys.span > slots):
         what = "whose table has pages for" if page_table is not None else "of"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.engine.attention_rows import KeySide
@@ -13,7 +14,8 @@ from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.pattern import BlockPattern, DilatedPattern, HeadOffsets, TopBlocks
+from dilated_attention.functional.options import DEFAULTS, BranchOptions, MapOptions, Options, check_names, shows_options
+from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks
 from dilated_attention.pattern.checks import as_int, shown
 
 # keys scored at a time, and the number of scores that a chunk of rows may hold (64 MiB in float32)
@@ -26,28 +28,12 @@ WAY_OUT = (
 )
 
 
+@shows_options
 @torch.no_grad()
 def attention_map(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    segment_lengths: Any = None,
-    dilation_rates: Any = None,
-    *,
-    query_rows: Any,
-    pattern: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    head_offsets: HeadOffsets = "cyclic",
-    branch_heads: str = "all",
-    tail: str = "mask",
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    query_offset: int = 0,
-    average_heads: bool = False,
-    lse: torch.Tensor | None = None,
-    chunk: int | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, segment_lengths: Any = None, dilation_rates: Any = None, *, query_rows: Any, pattern: Any = None,
+    average_heads: bool = False, lse: torch.Tensor | None = None, chunk: int | None = None, **options: Unpack[MapOptions],
+) -> torch.Tensor:  # fmt: skip
     """Returns the exact weights with which chosen queries attend to every key: rows of the attention matrix.
 
         p_h(i, j) = m_h(i,j) e^{s_ij} / Σ_j' m_h(i,j') e^{s_ij'},    s_ij = scale · q_i·k_j
@@ -60,15 +46,16 @@ def attention_map(
     Args:
         q: queries (B, Nq, H, D), of which only ``query_rows`` are read (a content-chosen pattern reads all of them).
         k: keys (B, Nk, Hk, D); Hk divides H.
-        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``dilated_attention``.
+        segment_lengths, dilation_rates: see ``dilated_attention``.
         query_rows: R rows of q, counted from 0 (in the packed sequence if documents are packed): integers, a tensor of them, one
             integer, or ``"cls"`` for row 0, or for the first row of each document with ``cu_seqlens``.
         pattern: see ``block_sparse_attention``.
-        is_causal, scale, cu_seqlens, key_padding_mask, query_offset: see ``dilated_attention``.
-        sinks: (H,) scores in the denominator, as in ``dilated_attention``. ``lse`` must then be of a call with them.
         average_heads: return the mean over heads; the maps of the single heads are never all in memory.
         lse: the log-sum-exps (B, H, Nq) from ``return_lse=True``. They save computing those of the chosen rows: half the time.
+            With ``sinks`` they must be of a call with them.
         chunk: keys scored at a time; None for 32768.
+        options: is_causal, scale, cu_seqlens, key_padding_mask, sinks, head_offsets, branch_heads, tail, query_offset: see
+            ``functional.MapOptions``.
 
     Returns:
         (B, H, R, Nk), or (B, R, Nk) with ``average_heads``. It is computed and returned in float32 (float64 for float64) whatever q's dtype
@@ -84,19 +71,22 @@ def attention_map(
     ...     q, k, [1024, 4096], [1, 4], query_rows="cls", average_heads=True)
     >>> weights[0, 0]  # (N,)
     """
+    check_names("attention_map", options)
+    given = Options(**options)
+    is_causal, cu_seqlens, key_padding_mask, sinks = given.is_causal, given.cu_seqlens, given.key_padding_mask, given.sinks
     refuse_transforms("attention_map", WAY_OUT, q, k, lse, sinks)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     B, Nq, H, D = q.shape
     Nk = k.shape[1]
-    scale = check.check_scale(scale, D, q.dtype)
+    scale = check.check_scale(given.scale, D, q.dtype)
     check.check_bool("is_causal", is_causal)
     check.check_bool("average_heads", average_heads)
-    query_offset = check.check_query_offset(query_offset, Nq, Nk)
+    query_offset = check.check_query_offset(given.query_offset, Nq, Nk)
     check.check_key_padding_mask(key_padding_mask, k)
     check.check_cu_seqlens(cu_seqlens, q, k)
     check.check_sinks(sinks, q)
-    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, q)
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, pattern, given, q)
     documents = ((0, Nk),) if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
     _check_lse(lse, q)
@@ -138,13 +128,7 @@ def attention_map(
 
 
 def checked_patterns(
-    segment_lengths: Any,
-    dilation_rates: Any,
-    head_offsets: HeadOffsets,
-    branch_heads: str,
-    tail: str,
-    pattern: Any,
-    q: torch.Tensor,
+    segment_lengths: Any, dilation_rates: Any, pattern: Any, options: Options, q: torch.Tensor
 ) -> tuple[DilatedPattern | None, BlockPattern | None]:
     """Returns the dilated pattern and the block pattern of a call, None for one that the call does not give."""
     if (segment_lengths is None) != (dilation_rates is None):
@@ -155,18 +139,15 @@ def checked_patterns(
     blocks = None if pattern is None else checked_pattern(pattern)
     if blocks is not None:
         blocks.check_batch(q.shape[0])
+    of_branches = {name: getattr(options, name) for name in BranchOptions.__annotations__}
     if segment_lengths is None:
-        for name, value, default in (
-            ("head_offsets", head_offsets, "cyclic"),
-            ("branch_heads", branch_heads, "all"),
-            ("tail", tail, "mask"),
-        ):
-            if value != default:
+        for name, value in of_branches.items():
+            if value != DEFAULTS[name]:
                 raise ValueError(
                     f"{name} is {shown(value)} and applies only to branches; give segment_lengths and dilation_rates, or leave it out"
                 )
         return None, blocks
-    branches = DilatedPattern(segment_lengths, dilation_rates, head_offsets, branch_heads, tail)  # type: ignore[arg-type]
+    branches = DilatedPattern(segment_lengths, dilation_rates, **of_branches)
     branches.offsets(q.shape[2])
     return branches, blocks
 

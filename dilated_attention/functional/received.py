@@ -5,37 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
 from dilated_attention.functional.maps import WAY_OUT, checked_patterns
+from dilated_attention.functional.options import BranchOptions, MapOptions, Options, check_names, shows_options
 from dilated_attention.functional.single import attention, dilated_attention
-from dilated_attention.pattern import HeadOffsets
 
 
+@shows_options
 def attention_received(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    segment_lengths: Any = None,
-    dilation_rates: Any = None,
-    *,
-    query_weights: torch.Tensor | None = None,
-    pattern: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    head_offsets: HeadOffsets = "cyclic",
-    branch_heads: str = "all",
-    tail: str = "mask",
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    query_offset: int = 0,
-    average_heads: bool = False,
-    dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, segment_lengths: Any = None, dilation_rates: Any = None, *, query_weights: torch.Tensor | None = None,
+    pattern: Any = None, average_heads: bool = False, dtype: torch.dtype | None = None, backend: str = "auto",
+    **options: Unpack[MapOptions],
+) -> torch.Tensor:  # fmt: skip
     """Returns the sum of every key's attention weights over all queries, as a heat map of a slide or a document shows it.
 
         a_h(j) = Σ_i g_i p_h(i, j),    p_h(i, j) as in ``attention_map``
@@ -44,8 +30,7 @@ def attention_received(
     compute it, on the same backends, in their time and in memory that grows with N. This is for inspection: it has no gradient.
 
     Args:
-        q, k, segment_lengths, dilation_rates, pattern, is_causal, scale, head_offsets, branch_heads, tail: see ``attention_map``.
-        cu_seqlens, key_padding_mask, sinks, query_offset, average_heads: see ``attention_map``.
+        q, k, segment_lengths, dilation_rates, pattern, average_heads, options: see ``attention_map``.
         query_weights: g (B, Nq), real numbers, such as 0 for queries that are padding (``key_padding_mask`` hides keys alone), 1/Nq for a
             mean, or 1 for the queries of a region; None: 1 for all.
         dtype: the dtype in which q and k are passed to the kernels; None for float32 (float64 for float64). Half precision is several
@@ -64,38 +49,33 @@ def attention_received(
     >>> heat = attention_received(q, k, [1024, 4096], [1, 4], average_heads=True)
     >>> heat / q.shape[1]  # (B, N), sums to 1
     """
-    refuse_transforms("attention_received", WAY_OUT, q, k, query_weights, sinks)
+    check_names("attention_received", options)
+    given = Options(**options)
+    refuse_transforms("attention_received", WAY_OUT, q, k, query_weights, given.sinks)
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
     H = q.shape[2]
-    branches, blocks = checked_patterns(segment_lengths, dilation_rates, head_offsets, branch_heads, tail, pattern, q)
+    branches, blocks = checked_patterns(segment_lengths, dilation_rates, pattern, given, q)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is not None and dtype not in check.DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")
     weights = _checked_weights(query_weights, q)
-    call: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "cu_seqlens": cu_seqlens,
-        "key_padding_mask": key_padding_mask,
-        "sinks": sinks,
-        "query_offset": query_offset,
-        "backend": backend,
-    }
+    call: dict[str, Any] = {name: value for name, value in options.items() if name not in BranchOptions.__annotations__}
+    call["backend"] = backend
     # the caller's inference mode would make a backward impossible, and the caller's autocast would round the tensors
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k = (_ordinary(x, wide if dtype is None else dtype) for x in (q, k))
         for name in ("cu_seqlens", "key_padding_mask"):
-            if isinstance(call[name], torch.Tensor):
+            if isinstance(call.get(name), torch.Tensor):
                 call[name] = _ordinary(call[name], call[name].dtype)
-        if sinks is not None:
-            check.check_sinks(sinks, q)
-            call["sinks"] = _ordinary(sinks, torch.promote_types(sinks.dtype, q.dtype))
+        if given.sinks is not None:
+            check.check_sinks(given.sinks, q)
+            call["sinks"] = _ordinary(given.sinks, torch.promote_types(given.sinks.dtype, q.dtype))
         # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
         k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
         if branches is not None:
-            call |= {"head_offsets": branches.head_offsets, "branch_heads": branches.branch_heads, "tail": branches.tail}
+            call |= {name: getattr(branches, name) for name in BranchOptions.__annotations__}
 
         def attend(v: torch.Tensor) -> Any:
             if branches is None:

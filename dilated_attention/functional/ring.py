@@ -1,51 +1,29 @@
-"""``ring_dilated_attention`` and its dense special case ``ring_attention``: attention over a sequence sharded across processes."""
+"""Attention over a sequence sharded across processes: dense, dilated, block-sparse, and branches with blocks."""
 
 from __future__ import annotations
 
-import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.comm.group import group_name_of, members_named
-from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES, why_no_heads
-from dilated_attention.distributed.op import resolve_ring, ring_attention_op
-from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.functional.arguments import DENSE, Options, Ring, attend, plain_ints
-from dilated_attention.pattern import HeadOffsets
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
+from dilated_attention.distributed.op import (
+    ring_attention_op,
+    ring_block_sparse_attention_op,
+    ring_block_sparse_dilated_attention_op,
+)
+from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern, layout_and_ranks
+from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.functional.options import RingBranchOptions, RingOptions, shows_options
 
 
+@shows_options
 def ring_dilated_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segment_lengths: Any,
-    dilation_rates: Any,
-    *,
-    group: Any = None,
-    mesh: Any = None,
-    layout: str | Layout = "contiguous",
-    exchange: str = "auto",
-    seq_len: int | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    head_offsets: HeadOffsets = "cyclic",
-    branch_heads: str = "all",
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    tail: str = "mask",
-    mixture_grad: str = "exact",
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str = "auto",
-    ranks_per_node: int | None = None,
-    timeout: float = 60.0,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment_lengths: Any, dilation_rates: Any, *, layout: str | Layout = "contiguous",
+    exchange: str = "auto", mixture_grad: str = "exact", ranks_per_node: int | None = None, **options: Unpack[RingBranchOptions],
+) -> Any:  # fmt: skip
     """Computes ``dilated_attention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
     Each process gets the output of its own rows, and in the backward their gradients: the result of ``dilated_attention`` on the whole
@@ -57,9 +35,6 @@ def ring_dilated_attention(
         q: this process's queries (B, n, H, D), its rows in the order of the layout: see ``shard_sequence``.
         k, v: this process's keys and values (B, n, Hk, D).
         segment_lengths, dilation_rates: the pattern of the whole sequence, as in ``dilated_attention``.
-        group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
-            one process, nothing is communicated.
-        mesh: a DeviceMesh of one axis, instead of a group.
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions. A striped sequence
             needs an additional exchange to reorder it, and another to restore its order. ``balanced_layout`` returns a ``Layout`` that
             gives all processes equal work, of packed documents, too.
@@ -67,17 +42,13 @@ def ring_dilated_attention(
             remote keys arrive in one exchange · ``"ring"``: they arrive in W − 1 exchanges, one shard at a time, to save memory ·
             ``"all_to_all"``: each process computes some heads of the whole sequence · ``"2d"``: heads are exchanged within a node, keys
             between nodes.
-        seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
-        cu_seqlens: boundaries of packed documents in the whole sequence, equal on all processes.
-        key_padding_mask: (B, n) bool of this process's keys, True = padding.
-        sinks: (H,), on all processes alike. A process's gradient is that of its own rows; the whole gradient is the sum over the
-            group, like that of every replicated parameter.
-        dropout_p: dropout is by position in the whole sequence: with equal seeds on all processes it equals that of a single process.
+        mixture_grad: see ``dilated_attention``.
         ranks_per_node: number of consecutive ranks of the group that share heads in ``"2d"``; None for LOCAL_WORLD_SIZE.
-        timeout: seconds that an exchange may take before an error names it and its peer.
+        options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, dropout_p, return_lse,
+            deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and ``BranchOptions``.
 
-    All other arguments are those of ``dilated_attention``. All but ``backend`` and ``timeout`` must be equal on all processes. This is
-    checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
+    All arguments but the tensors, ``backend`` and ``timeout`` must be equal on all processes. This is checked at the first call of a kind;
+    later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
@@ -85,45 +56,22 @@ def ring_dilated_attention(
     Raises:
         ValueError, TypeError: bad input; or arguments differ between processes: raised on each of them, naming ranks and values.
         RingError: a process died, stalled or made a different call; the message names the exchange and the peer, or the difference.
-        BackendUnavailable: as in ``dilated_attention``.
+        BackendUnavailable: as in ``dilated_attention``, before anything is sent.
 
     Differs from LongNet's published code, which drops a process's own keys in causal attention, moves whole segments through all
     processes, and takes no gradient through the mixing weights.
     """
-    lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
-    rates = plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
-    branches = lengths, rates, head_offsets, branch_heads, tail
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, mixture_grad=mixture_grad, softcap=softcap)
-    per_node = _per_node(ranks_per_node) if exchange == "2d" else ranks_per_node
-    layout = layout.name if isinstance(layout, Layout) else layout
-    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, exchange, per_node)
-    return attend(q, k, v, (key_padding_mask, cu_seqlens, sinks), branches, None, (), options, Ring(ring_attention_op, *RING, ring))
+    return attend(
+        "ring_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), None, ring_attention_op,
+        mixture_grad=mixture_grad, **layout_and_ranks(layout, exchange, ranks_per_node),
+    )  # fmt: skip
 
 
+@shows_options
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    group: Any = None,
-    mesh: Any = None,
-    layout: str | Layout = "zigzag",
-    exchange: str = "auto",
-    seq_len: int | None = None,
-    is_causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str = "auto",
-    ranks_per_node: int | None = None,
-    timeout: float = 60.0,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str | Layout = "zigzag", exchange: str = "auto",
+    window: int | tuple[int | None, int | None] | None = None, ranks_per_node: int | None = None, **options: Unpack[RingOptions],
+) -> Any:  # fmt: skip
     """Computes dense softmax attention of a sequence sharded over the processes of a group: the distributed ``attention``.
 
     Args:
@@ -136,73 +84,71 @@ def ring_attention(
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
-    options = Options(is_causal, return_lse, deterministic, 0, dropout_p, scale, backend, softcap=softcap)
-    per_node = _per_node(ranks_per_node) if exchange == "2d" else ranks_per_node
-    layout = layout.name if isinstance(layout, Layout) else layout
-    ring = RingOptions(group_name_of(group, mesh), layout, seq_len, timeout, exchange, per_node)
-    masks, of_ring = (key_padding_mask, cu_seqlens, sinks), Ring(ring_attention_op, *RING, ring)
-    return attend(q, k, v, masks, DENSE, None, check.check_window(window), options, of_ring)
+    return attend(
+        "ring_attention", options, q, k, v, DENSE, None, ring_attention_op,
+        window=check.check_window(window), head_offsets="zero", **layout_and_ranks(layout, exchange, ranks_per_node),
+    )  # fmt: skip
 
 
-class RingOptions(NamedTuple):
-    """The options that a distributed call has in addition, as the caller gave them; a ``Layout`` by its name."""
+@shows_options
+def ring_block_sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, *, layout: str | Layout = "contiguous",
+    head_steps: int | None = None, **options: Unpack[RingOptions],
+) -> Any:  # fmt: skip
+    """Computes ``block_sparse_attention`` of a sequence of N positions sharded over the W processes of a group. All of them must call it.
 
-    group_name: str
-    layout: str
-    seq_len: int | None
-    timeout: float
-    exchange: str = "all_gather"
-    ranks_per_node: int | None = None
-    head_steps: int | None = None
+    Each process gets the output of its own rows, and in the backward their gradients: the result of ``block_sparse_attention`` on the
+    whole sequence, sharded the same way. A process receives only the key blocks that its queries keep, and sends only those that other
+    processes' queries keep. Every process computes both from the pattern alone, and processes that need nothing from each other exchange
+    nothing. All keys of a group of heads are gathered before these heads are computed, so nothing is merged; the next heads' keys are
+    in transit meanwhile.
 
+    Args:
+        pattern: as in ``block_sparse_attention``, of the whole sequence and equal on all processes. A pattern that holds a function must
+            hold the same function everywhere: its kept blocks are compared, not its masks inside blocks. Patterns chosen by content
+            are refused.
+        layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: which process holds which positions. ``balanced_layout(pattern, …)``
+            returns one that gives all processes equal work. Shards that begin and end at block boundaries are the fastest.
+        head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: chosen by a cost model.
 
-def place_in(group_name: str) -> tuple[int, int]:
-    """Returns (rank, W) in the named group; (0, 1) for "". It is a constant to torch.compile, which cannot look up a group."""
-    members = members_named(group_name)
-    return members.rank, members.size
+    All other arguments, results and errors are those of ``ring_dilated_attention``.
 
-
-# does what torch.compiler.assume_constant_result does (a test compares them) without importing the compiler, which would be half of
-# this package's import time
-place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def check_ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branches: tuple[Any, ...] | None, window: tuple[int, ...], options: Options,
-    ring: RingOptions,
-) -> tuple[tuple[Any, ...], int]:  # fmt: skip
-    """Checks the options that only distributed calls have, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
-    layout_name(ring.layout)
-    one_of("exchange", ring.exchange, ("auto", *EXCHANGES))
-    if ring.exchange == "2d" and ring.ranks_per_node is None:
-        raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
-    per_node = 0 if ring.ranks_per_node is None else as_int("ranks_per_node", ring.ranks_per_node, minimum=1)
-    steps = 0 if ring.head_steps is None else as_int("head_steps", ring.head_steps, minimum=1)
-    lse_grad = options.return_lse and options.mixture_grad == "exact"
-    sharding = ring.group_name, ring.layout, ring.exchange, per_node, check.check_timeout(ring.timeout), lse_grad, steps
-    seq_len = -1 if ring.seq_len is None else as_int("seq_len", ring.seq_len, minimum=0)
-    if window and ring.exchange == "ring":
-        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
-    if ring.exchange in ("all_to_all", "2d"):
-        assert branches is not None, "blocks are gathered"
-        check.check_tensors(q, k, v)
-        _check_heads(ring, per_node, q.shape[2], k.shape[2], branches[3])
-    return sharding, seq_len
+    >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
+    >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
+    >>> out = ring_block_sparse_attention(
+    ...     q, k, v, pattern, group=group, layout=layout, seq_len=seq_len,
+    ...     is_causal=True)
+    """
+    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
+    return attend(
+        "ring_block_sparse_attention", options, q, k, v, None, pattern, ring_block_sparse_attention_op,
+        layout=layout, exchange="all_gather", head_steps=head_steps,
+    )  # fmt: skip
 
 
-def _check_heads(ring: RingOptions, per_node: int, num_heads: int, num_kv_heads: int, branch_heads: str) -> None:
-    _, size = place_in(ring.group_name)
-    if ring.exchange == "2d" and size % per_node:
-        raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
-    reason = why_no_heads(num_heads, num_kv_heads, per_node if ring.exchange == "2d" else size, branch_heads)
-    if reason is not None:
-        raise ValueError(f"exchange={ring.exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+@shows_options
+def ring_block_sparse_dilated_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment_lengths: Any, dilation_rates: Any, pattern: Any, *,
+    layout: str | Layout = "contiguous", head_steps: int | None = None, **options: Unpack[RingBranchOptions],
+) -> Any:  # fmt: skip
+    """Computes ``block_sparse_dilated_attention`` of a sequence of N positions sharded over the W processes of a group.
 
+    All of them must call it. Each process gets the output of its own rows, and in the backward their gradients. It receives every key once
+    that its queries keep, in a branch or in a block; both parts are computed on these keys and merged by their log-sum-exps. A named
+    backend computes both parts or is refused; ``"nested"`` applies to the branches alone.
 
-def _per_node(ranks_per_node: int | None) -> int | None:
-    """Returns the ranks of a node that a call with ``"2d"`` names or the launcher has set."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None if ranks_per_node is None else ranks_per_node
+    Args:
+        segment_lengths, dilation_rates: see ``dilated_attention``; segments are counted in the whole sequence.
+        pattern, layout, head_steps: see ``ring_block_sparse_attention``. With ``branch_heads="split"`` all heads go in one step.
 
+    All other arguments, results and errors are those of ``ring_dilated_attention``.
 
-# what resolves a distributed call, and what checks its options
-RING = resolve_ring, check_ring
+    >>> out = ring_block_sparse_dilated_attention(
+    ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3),
+    ...     mesh=mesh["cp"], seq_len=N)
+    """
+    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
+    return attend(
+        "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), pattern,
+        ring_block_sparse_dilated_attention_op, layout=layout, exchange="all_gather", head_steps=head_steps,
+    )  # fmt: skip

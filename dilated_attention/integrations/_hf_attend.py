@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.functional.arguments import autocast, needs_grad
+from dilated_attention.functional.arguments import autocast, needs_grad, place_in
 from dilated_attention.functional.decode import decode_attention
-from dilated_attention.functional.ring import place_in
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
 from dilated_attention.integrations._hf_settings import BRANCH_OPTIONS, Settings, group_of, settings_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.functional.ring import place_in
+from dilated_attention.functional.arguments import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of
 

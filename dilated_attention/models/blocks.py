@@ -20,7 +20,7 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
-from dilated_attention.modules._projections import MultiheadProjections
+from dilated_attention.modules.projections import MultiheadAttention
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -124,7 +124,7 @@ class DropPath(nn.Module):
 
 def make_attention(
     config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
-) -> MultiheadProjections:
+) -> MultiheadAttention:
     """Makes the attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
         "embed_dim": config.embed_dim,

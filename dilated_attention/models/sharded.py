@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention.distributed.comm.group import group_name_of, members_named
-from dilated_attention.functional.ring import place_in
+from dilated_attention.functional.arguments import place_in
 from dilated_attention.models.loss import summed_cross_entropy
 from dilated_attention.pattern.checks import shown
 

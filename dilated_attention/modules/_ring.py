@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,7 @@ from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
 from dilated_attention.distributed.sharding.layout import local_length, positions_of
-from dilated_attention.functional.ring import place_in
-from dilated_attention.modules._settings import KernelSettings
+from dilated_attention.functional.arguments import place_in
 from dilated_attention.pattern.checks import as_int, one_of
 
 
@@ -126,73 +124,6 @@ class RingSettings:
                 "this module was built before torch.distributed.init_process_group, for one process, "
                 f"and now there are {dist.get_world_size()}; build it afterwards, or pass group= or mesh="
             )
-
-
-class RingModule(KernelSettings):
-    """A module that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are."""
-
-    ring: RingSettings
-    # the function of one process
-    unsharded: ClassVar[Callable[..., Any]]
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        names = ("group", "mesh", "layout", "timeout", "exchange", "ranks_per_node")
-        self.ring = RingSettings.of(**{name: given[name] for name in names if name in given})
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Computes the attention.
-
-        Args:
-            query: (B, n, H, D), this process's rows in the order of the layout; float16, bfloat16, float32 or float64.
-            key, value: (B, n, Hk, D), of the same positions; Hk a divisor of H.
-            is_causal: a query sees keys at its own position and before.
-            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none.
-            key_padding_mask: (B, n) bool of this process's keys, True = padding.
-            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
-            return_lse: also return the log-sum-exp of the scores.
-
-        Returns:
-            out (B, n, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, n)), lse in float32 (float64 for float64).
-
-        Raises:
-            ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
-            RingError: a process died, stalled or made a different call.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        return self.function(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            **self._ring_arguments(),
-            seq_len=seq_len,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-        )
-
-    def forward_unsharded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
-    ) -> torch.Tensor:
-        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
-        out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
-        return out
-
-    def _ring_arguments(self) -> dict[str, Any]:
-        return self.ring.arguments()
 
 
 def set_layout(module: nn.Module, layout: Layout) -> None:

@@ -1,118 +1,30 @@
-"""Multi-head attention layers, dilated and block-sparse, with the call signature of nn.MultiheadAttention."""
+"""Multi-head attention layers, with the call signature of nn.MultiheadAttention: in one process, and over several."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from typing_extensions import Unpack
 
-from dilated_attention import validation as check
-from dilated_attention.modules._projections import MultiheadProjections
-from dilated_attention.modules.block_sparse import BlockSparseAttention, BlockSparseDilatedAttention
-from dilated_attention.modules.dilated import DilatedAttention
-from dilated_attention.pattern import HeadOffsets
-
-
-class LocalMultihead(MultiheadProjections):
-    """A layer of one process. ``attention`` is a ``LocalAttention``, whose maps the layer offers too."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-        query_offset: int = 0,
-    ) -> tuple[torch.Tensor, None]:
-        """Computes the attention.
-
-        Args:
-            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
-            key: (B, Nk, E); None for query.
-            value: (B, Nk, E); None for key.
-            is_causal: a query sees keys at its own position and before.
-            key_padding_mask: (B, Nk) bool, True = padding; or floats, -inf = padding and 0 elsewhere, as torch's layers pass it.
-            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
-            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
-            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
-            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
-
-        Returns:
-            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
-
-        Raises:
-            ValueError, TypeError: the inputs do not fit together.
-            BackendUnavailable: no backend can compute this, or the named one cannot.
-        """
-        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, query_offset=query_offset)
-        return out, None
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, query_offset: int, **options: Any
-    ) -> torch.Tensor:
-        """Returns the layer's output (B, Nq, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
-        q, k, query_offset = self._rotated(q, k, cu_seqlens, query_offset)
-        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, query_offset=query_offset, **options))
-
-    def _rotated(
-        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Returns q and k, rotated with ``rotary``, and the checked offset."""
-        if not self.rotary:
-            return q, k, query_offset
-        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
-        return *self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset), query_offset
-
-    @torch.no_grad()
-    def attention_map(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
-
-        They weight the projected values, before ``inner_attn_ln`` and ``out_proj``.
-
-        Args:
-            query, key, cu_seqlens, query_offset: see ``forward``.
-            query_rows: see ``dilated_attention.functional.attention_map``.
-            options: is_causal and key_padding_mask of ``forward``; average_heads and chunk of that function.
-
-        >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
-        >>> weights[:, 0]  # (B, N)
-        """
-        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
-        return self.attention.attention_map(*self._scored(query, key, **places), query_rows, **places, **options)
-
-    @torch.no_grad()
-    def attention_received(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, *, cu_seqlens: torch.Tensor | None = None, query_offset: int = 0,
-        **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """Returns the attention (B, H, Nk) that every key receives from all queries.
-
-        Args:
-            query, key, cu_seqlens, query_offset: see ``forward``.
-            options: is_causal and key_padding_mask of ``forward``; query_weights, average_heads, dtype and backend of
-                ``dilated_attention.functional.attention_received``.
-        """
-        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
-        return self.attention.attention_received(*self._scored(query, key, **places), **places, **options)
-
-    def _scored(
-        self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns q and k as ``forward`` passes them to the attention, without computing values as ``project`` does."""
-        key = query if key is None else key
-        self._check_inputs(query, key, key)
-        return self._rotated(*self._scored_heads(self.q_proj(query), self.k_proj(key)), cu_seqlens, query_offset)[:2]
+from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.functional.options import shows_options
+from dilated_attention.modules.attention import (
+    BlockSparseAttention,
+    BlockSparseDilatedAttention,
+    DilatedAttention,
+    RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
+    RingDilatedAttention,
+)
+from dilated_attention.modules.options import (
+    MultiheadBlockSparseOptions,
+    MultiheadDilatedOptions,
+    MultiheadUnionOptions,
+    RingMultiheadBlockSparseOptions,
+    RingMultiheadDilatedOptions,
+    RingMultiheadUnionOptions,
+)
+from dilated_attention.modules.projections import LocalMultihead, RingMultihead
 
 
 class MultiheadDilatedAttention(LocalMultihead):
@@ -128,21 +40,10 @@ class MultiheadDilatedAttention(LocalMultihead):
         num_heads: H query heads of dimension D = E/H ≤ 256.
         segment_lengths: w of each branch, in positions; one entry per branch.
         dilation_rates: r of each branch, 1 ≤ r ≤ w.
-        num_kv_heads: Hk key/value heads, a divisor of H; query head h reads h // (H/Hk). None for H.
-        dropout: probability that an attention weight is dropped, in training mode only; [0, 1).
-        bias: whether the four projections have biases.
-        layer_norm: whether to use the sub-LayerNorm before ``out_proj``; nn.MultiheadAttention has none.
-        layer_norm_eps: eps of every norm of this layer.
-        gamma_init: gain of the weights of v_proj and out_proj: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
-        rotary: rotate queries and keys before dilation, by absolute position, or with ``cu_seqlens`` by position in the document.
-        rotary_base: θ of the rotation, > 1.
-        xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale uses 512), with ``rotary``: pair i of a score is also multiplied by
-            ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for
-            RoPE. Lengths whose factors overflow the dtype are refused: with b = 512 beyond 6,798 in float16, 70,251 in bfloat16.
-        qk_norm: apply RMSNorm to each query and key head (``q_norm``, ``k_norm``) before the rotation.
-        head_offsets, branch_heads, tail, mixture_grad, scale, deterministic, backend, precision: see ``DilatedAttention``.
-        sinks: learn a score per head that the denominator gets in addition: the parameter ``attention.sinks`` (H,), zeros at first.
-        device, dtype: device and dtype of the parameters.
+        mixture_grad, precision: see ``DilatedAttention``.
+        options: num_kv_heads, bias, layer_norm, layer_norm_eps, gamma_init, rotary, rotary_base, xpos_scale_base, qk_norm, device, dtype:
+            see ``modules.ProjectionOptions``; dropout, scale, deterministic, backend, sinks: see ``modules.AttentionOptions``;
+            head_offsets, branch_heads, tail: see ``functional.BranchOptions``.
 
     Raises:
         ValueError, TypeError: invalid settings, at construction.
@@ -156,36 +57,16 @@ class MultiheadDilatedAttention(LocalMultihead):
 
     attention: DilatedAttention
 
+    @shows_options
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Any,
-        dilation_rates: Any,
-        *,
-        num_kv_heads: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        rotary: bool = False,
-        rotary_base: float = 10000.0,
-        xpos_scale_base: float | None = None,
-        qk_norm: bool = False,
-        head_offsets: HeadOffsets = "cyclic",
-        branch_heads: str = "all",
-        tail: str = "mask",
-        mixture_grad: str = "exact",
-        scale: float | None = None,
-        deterministic: bool = False,
-        backend: str = "auto",
-        sinks: bool = False,
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, *, mixture_grad: str = "exact",
         precision: str = "native",
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(DilatedAttention, locals())
+        **options: Unpack[MultiheadDilatedOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "MultiheadDilatedAttention", DilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options,
+            mixture_grad=mixture_grad, precision=precision,
+        )  # fmt: skip
 
 
 class MultiheadBlockSparseAttention(LocalMultihead):
@@ -194,10 +75,10 @@ class MultiheadBlockSparseAttention(LocalMultihead):
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
     Args:
-        embed_dim, num_heads, num_kv_heads, dropout, bias, layer_norm, layer_norm_eps, gamma_init: see ``MultiheadDilatedAttention``.
-        rotary, rotary_base, xpos_scale_base, qk_norm, device, dtype: see there.
-        pattern, sparsity_ratio, sparsity, block_size, seed: which pairs are kept: see ``BlockSparseAttention``.
-        scale, deterministic, backend, sinks: see ``BlockSparseAttention``.
+        embed_dim, num_heads: see ``MultiheadDilatedAttention``.
+        pattern: see ``BlockSparseAttention``.
+        options: those of ``MultiheadDilatedAttention`` but of branches; sparsity_ratio, sparsity, block_size, seed: see
+            ``modules.BlockOptions``.
 
     Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
 
@@ -210,34 +91,12 @@ class MultiheadBlockSparseAttention(LocalMultihead):
 
     attention: BlockSparseAttention
 
+    @shows_options
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        pattern: Any = None,
-        *,
-        sparsity_ratio: float | None = None,
-        sparsity: str = "random",
-        block_size: Any = 128,
-        seed: int = 0,
-        num_kv_heads: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        rotary: bool = False,
-        rotary_base: float = 10000.0,
-        xpos_scale_base: float | None = None,
-        qk_norm: bool = False,
-        scale: float | None = None,
-        deterministic: bool = False,
-        backend: str = "auto",
-        sinks: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(BlockSparseAttention, locals())
+        self, embed_dim: int, num_heads: int, pattern: Any = None,
+        **options: Unpack[MultiheadBlockSparseOptions],
+    ) -> None:  # fmt: skip
+        super().__init__("MultiheadBlockSparseAttention", BlockSparseAttention, embed_dim, num_heads, (pattern,), options)
 
 
 class MultiheadBlockSparseDilatedAttention(LocalMultihead):
@@ -246,7 +105,8 @@ class MultiheadBlockSparseDilatedAttention(LocalMultihead):
         y = W_o · LN(concat_h(out_h)) + b_o,    out = block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
 
     Args:
-        segment_lengths, dilation_rates, head_offsets, branch_heads, tail: see ``DilatedAttention``.
+        segment_lengths, dilation_rates: see ``DilatedAttention``.
+        options: those of ``MultiheadBlockSparseAttention``; head_offsets, branch_heads, tail: see ``functional.BranchOptions``.
 
     All other arguments, the parameters' names and the errors are those of ``MultiheadBlockSparseAttention``.
 
@@ -257,36 +117,127 @@ class MultiheadBlockSparseDilatedAttention(LocalMultihead):
 
     attention: BlockSparseDilatedAttention
 
+    @shows_options
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Any,
-        dilation_rates: Any,
-        pattern: Any = None,
-        *,
-        sparsity_ratio: float | None = None,
-        sparsity: str = "random",
-        block_size: Any = 128,
-        seed: int = 0,
-        num_kv_heads: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        rotary: bool = False,
-        rotary_base: float = 10000.0,
-        xpos_scale_base: float | None = None,
-        qk_norm: bool = False,
-        head_offsets: HeadOffsets = "cyclic",
-        branch_heads: str = "all",
-        tail: str = "mask",
-        scale: float | None = None,
-        deterministic: bool = False,
-        backend: str = "auto",
-        sinks: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(BlockSparseDilatedAttention, locals())
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, pattern: Any = None,
+        **options: Unpack[MultiheadUnionOptions],
+    ) -> None:  # fmt: skip
+        patterns = segment_lengths, dilation_rates, pattern
+        super().__init__("MultiheadBlockSparseDilatedAttention", BlockSparseDilatedAttention, embed_dim, num_heads, patterns, options)
+
+
+class RingMultiheadDilatedAttention(RingMultihead):
+    """``MultiheadDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Projections and norms are per position, so only the attention between them communicates. Parameters have the names and shapes
+    of those of ``MultiheadDilatedAttention``, so ``load_state_dict`` transfers weights in both directions.
+
+    Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: the
+    gradient of the loss is the *sum* over the group. DDP and FSDP2 *average* over their processes, so with them each process's loss
+    must be W times its share of the total loss; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) the
+    gradients over the group yourself.
+
+    Args:
+        embed_dim, num_heads, segment_lengths, dilation_rates, mixture_grad: see ``MultiheadDilatedAttention``.
+        layout, exchange, ranks_per_node: see ``RingDilatedAttention``.
+        options: those of ``MultiheadDilatedAttention``; group, mesh, timeout: see ``modules.GroupOptions``.
+
+    Raises:
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
+
+    Differs from ``MultiheadDilatedAttention``: no ``query_offset``, no ``precision="fp8"``.
+
+    >>> layer = RingMultiheadDilatedAttention(
+    ...     768, 12, [2048, 65536], [1, 32], mesh=mesh["cp"], rotary=True)
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingDilatedAttention
+
+    @shows_options
+    def __init__(
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, *, layout: str | Layout = "contiguous",
+        exchange: str = "auto", mixture_grad: str = "exact", ranks_per_node: int | None = None,
+        **options: Unpack[RingMultiheadDilatedOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "RingMultiheadDilatedAttention", RingDilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options,
+            layout=layout, exchange=exchange, mixture_grad=mixture_grad, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+
+
+class RingMultiheadBlockSparseAttention(RingMultihead):
+    """``MultiheadBlockSparseAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Projections and norms are per position, so only the attention between them communicates, and it sends only the key blocks that other
+    processes' queries keep. Parameters have the names and shapes of those of ``MultiheadBlockSparseAttention``, so ``load_state_dict``
+    transfers weights in both directions.
+
+    Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: see
+    ``RingMultiheadDilatedAttention`` for what this means with DDP, with FSDP2 and without either.
+
+    Args:
+        embed_dim, num_heads, pattern: see ``MultiheadBlockSparseAttention``.
+        layout, head_steps: see ``RingBlockSparseAttention``.
+        options: those of ``MultiheadBlockSparseAttention``; group, mesh, timeout: see ``modules.GroupOptions``.
+
+    Raises:
+        ValueError, TypeError: invalid settings, at construction.
+        RuntimeError: at a call, if the module was built without a group before torch.distributed was initialised.
+
+    Differs from ``MultiheadBlockSparseAttention``: no ``query_offset``, and no pattern that is chosen by content.
+
+    >>> layer = RingMultiheadBlockSparseAttention(
+    ...     768, 12, LocalWindow(1024), mesh=mesh["cp"], rotary=True)
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingBlockSparseAttention
+
+    @shows_options
+    def __init__(
+        self, embed_dim: int, num_heads: int, pattern: Any = None, *, layout: str | Layout = "contiguous",
+        head_steps: int | None = None,
+        **options: Unpack[RingMultiheadBlockSparseOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "RingMultiheadBlockSparseAttention", RingBlockSparseAttention, embed_dim, num_heads, (pattern,), options,
+            layout=layout, head_steps=head_steps,
+        )  # fmt: skip
+
+
+class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
+    """``MultiheadBlockSparseDilatedAttention`` of a sequence sharded over the processes of a group. All of them must call it.
+
+        y = W_o · LN(concat_h(out_h)) + b_o,    out = ring_block_sparse_dilated_attention(W_q x + b_q, W_k x + b_k, W_v x + b_v)
+
+    Args:
+        segment_lengths, dilation_rates: see ``DilatedAttention``.
+        options: those of ``RingMultiheadBlockSparseAttention``; head_offsets, branch_heads, tail: see ``functional.BranchOptions``.
+
+    All other arguments, what is said of parameters and their gradients, and the errors are those of ``RingMultiheadBlockSparseAttention``.
+
+    >>> layer = RingMultiheadBlockSparseDilatedAttention(
+    ...     768, 12, [2048, 65536], [1, 32], LocalWindow(1024),
+    ...     mesh=mesh["cp"])
+    >>> y, _ = layer(x, is_causal=True, seq_len=1_000_000)
+    """
+
+    attention: RingBlockSparseDilatedAttention
+
+    @shows_options
+    def __init__(
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, *,
+        layout: str | Layout = "contiguous", head_steps: int | None = None,
+        **options: Unpack[RingMultiheadUnionOptions],
+    ) -> None:  # fmt: skip
+        patterns = segment_lengths, dilation_rates, pattern
+        super().__init__(
+            "RingMultiheadBlockSparseDilatedAttention", RingBlockSparseDilatedAttention, embed_dim, num_heads, patterns, options,
+            layout=layout, head_steps=head_steps,
+        )  # fmt: skip

@@ -319,7 +319,10 @@ def test_window_sizes_count_from_the_bottom_right_diagonal(L: int, S: int, left:
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        (lambda self, q, k, v, opts: (q, k), r"Renamed.forward takes \(self, q, k, v, opts\); expected .* \(self, q, k, v, options, keys, out\)"),
+        (
+            lambda self, q, k, v, opts: (q, k),
+            r"Renamed.forward takes \(self, q, k, v, opts\); expected .* \(self, q, k, v, options, keys, out\)",
+        ),
         (lambda self, q, k, v: (q, k), "Renamed.forward takes"),
         (lambda self, q, k, v, options, extra: (q, k), "Renamed.forward takes"),
     ],

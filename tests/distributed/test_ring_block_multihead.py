@@ -20,7 +20,7 @@ from dilated_attention import (
     create_attention,
     shard_sequence,
 )
-from dilated_attention.modules.ring_multihead import RingMultihead
+from dilated_attention.modules.projections import RingMultihead
 from dilated_attention.pattern import BigBird, LocalWindow, TopBlocks
 from tests.helpers.pool import here, patience, pool_of
 

@@ -19,6 +19,7 @@ from dilated_attention.engine.branches import packed, strategy
 from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.ops.prepare import prepare
 from dilated_attention.functional import arguments
+from dilated_attention.functional.options import Options as CallOptions
 
 WHOLE = DilatedPattern((2**40,), (1,), "zero")
 
@@ -122,8 +123,8 @@ def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -
     out, lse = attention(q, k, v, cu_seqlens=cu_seqlens, is_causal=is_causal, return_lse=True, backend="math")
     wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), (q, k, v))
 
-    given = arguments.Options(is_causal, True, False, 0, 0.0, None, "by_bounds")
-    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)._replace(query_offset=first)
+    given = CallOptions(is_causal=is_causal, return_lse=True, head_offsets="zero", backend="by_bounds")
+    settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=first)
     mine = [x[:, first:last].detach() for x in (dout, q, out)]
     keys = k.detach(), v.detach()
     shape, call = prepare(False, (mine[1], *keys), WHOLE, settings, None, documents, None, 60)
@@ -153,8 +154,8 @@ def test_zero_keys_of_a_single_branch(by_bounds: ByBounds, bounds: tuple[int, in
     q, k, v, dout = drawn(N, 4, 4, 3)
     out, lse = dilated_attention(q, k, v, [16], [1], tail="zero_keys", return_lse=True, backend="math", mixture_grad=mixing)
     wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), (q, k, v))
-    given = arguments.Options(False, True, False, 0, 0.0, None, "by_bounds")
-    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)
+    given = CallOptions(is_causal=False, return_lse=True, head_offsets="zero", backend="by_bounds")
+    settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)
     settings = settings._replace(query_offset=first, detached=mixing == "detached")
     mine, keys = [x[:, first:last].detach() for x in (dout, q, out)], (k.detach(), v.detach())
     shape, call = prepare(False, (mine[1], *keys), pattern, settings, None, ((0, N),), None, N)
@@ -204,10 +205,8 @@ def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, 
     if seed % 3 == 0:
         monkeypatch.setattr(packed, "_heads_at_once", lambda *_: 3)
 
-    given = arguments.Options(is_causal, True, False, 0, 0.0, None, "by_bounds")
-    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)._replace(
-        query_offset=first, detached=mixing == "detached"
-    )
+    given = CallOptions(is_causal=is_causal, return_lse=True, head_offsets="zero", backend="by_bounds")
+    settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=first, detached=mixing == "detached")
     kv = torch.cat((k, v), -1).detach()
     mine = [x[:, first:last].detach().float() for x in (dout, q, out)]
     keys = kv.chunk(2, -1)

@@ -15,6 +15,7 @@ from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.ops.prepare import prepare
 from dilated_attention.functional import arguments
+from dilated_attention.functional.options import Options
 
 N, H, D, FIRST, LAST = 40, 2, 16, 9, 33
 PATTERNS = {"dense": DilatedPattern((2**40,), (1,), "zero"), "dilated": DilatedPattern((8, 40), (1, 3))}
@@ -45,8 +46,8 @@ def chosen(backend: str, pattern: DilatedPattern, shape: Shape, tensors: tuple[t
 def test_results_go_where_they_are_asked_to(backend: str, kind: str, documents: tuple[tuple[int, int], ...]) -> None:
     pattern, rng = PATTERNS[kind], torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, N, h, D, generator=rng) for h in (H, 1, 1, H))
-    given = arguments.Options(True, True, False, 0, 0.0, None, "math" if backend == "tiles" else backend)
-    settings = arguments.checked_settings(q, k, v, (None, None, None), arguments.DENSE, None, (), given)._replace(query_offset=FIRST)
+    given = Options(is_causal=True, return_lse=True, head_offsets="zero", backend="math" if backend == "tiles" else backend)
+    settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=FIRST)
     q, dout = q[:, FIRST:LAST], dout[:, FIRST:LAST]
     shape, call = prepare(False, (q, k, v), pattern, settings, None, documents, None, N)
     run = chosen(backend, pattern, shape, (q, k, v), call, False)

@@ -11,8 +11,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention import BackendUnavailable, DilatedPattern, attention, dilated_attention
+from dilated_attention import (
+    BackendUnavailable,
+    DilatedPattern,
+    attention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+    ring_dilated_attention,
+)
 from dilated_attention.engine.branches import sequential, strategy
+from dilated_attention.pattern import LocalWindow
 
 LENGTHS, RATES = [4, 8], [1, 2]
 # every text says what would be right, by one of these
@@ -252,19 +264,33 @@ def test_the_call_that_all_bad_ones_change_is_good() -> None:
         dilated_attention(**tensors(), segment_lengths=LENGTHS, dilation_rates=RATES)
 
 
-# the tensors and options that attention shares with dilated_attention
-SHARED = [
-    case
-    for case in BAD_CALLS
-    if not set(case[1]) & {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail", "mixture_grad"}
-]
+WINDOW = LocalWindow(4)
+OTHERS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "blocks": lambda **given: block_sparse_attention(pattern=WINDOW, **given),
+    "union": lambda **given: block_sparse_dilated_attention(pattern=WINDOW, **given),
+    "ring": ring_attention,
+    "ring_dilated": ring_dilated_attention,
+    "ring_blocks": lambda **given: ring_block_sparse_attention(pattern=WINDOW, **given),
+    "ring_union": lambda **given: ring_block_sparse_dilated_attention(pattern=WINDOW, **given),
+}
+OF_BRANCHES = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
 
 
-@pytest.mark.parametrize(("arguments", "kind", "words"), [pytest.param(*case[1:], id=case[0]) for case in SHARED])
-def test_attention_refuses_the_same(arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    arguments = tensors() | arguments
-    with NoOps():
-        refused(attention, arguments, kind, words)
+@pytest.mark.parametrize(("arguments", "kind", "words"), [pytest.param(*case[1:], id=case[0]) for case in BAD_CALLS])
+def test_every_function_refuses_the_same(arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
+    for name, function in OTHERS.items():
+        has_branches = "dilated" in name or "union" in name
+        missing = {"query_offset"} if "ring" in name else set()
+        missing |= set() if name == "ring_dilated" else {"mixture_grad"}
+        # a process of a ring holds queries and keys of the same positions, and says that first
+        unequal = "ring" in name and {"query_offset is 0", "4 queries and 8 keys"} & set(words)
+        if unequal or arguments.keys() & (missing if has_branches else missing | OF_BRANCHES):
+            continue
+        branches = {"segment_lengths": LENGTHS, "dilation_rates": RATES} if has_branches else {}
+        given = tensors() | branches | arguments
+        with NoOps():
+            refused(function, given, kind, words)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dilated_attention as da
 from dilated_attention.engine import sinks as engine_sinks
 from dilated_attention.engine.ops import resolve
-from dilated_attention.modules._settings import KernelSettings
+from dilated_attention.modules.core import Attention
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow
 from tests.helpers.pool import patience, pool_of
 
@@ -267,7 +267,7 @@ def test_processes_share_a_sequence(name: str, world: int) -> None:
 
 # ---- modules
 
-CORES: dict[str, Callable[..., KernelSettings]] = {
+CORES: dict[str, Callable[..., Attention]] = {
     "dense ring": lambda **o: da.RingAttention(layout="contiguous", **o),
     "dilated": lambda **o: da.DilatedAttention([16, 64], [1, 3], **o),
     "dilated ring": lambda **o: da.RingDilatedAttention([16, 64], [1, 3], **o),

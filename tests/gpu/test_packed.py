@@ -14,6 +14,7 @@ from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.branches import packed, strategy
 from dilated_attention.engine.ops.prepare import prepare
 from dilated_attention.functional import arguments
+from dilated_attention.functional.options import Options
 
 LIBRARY = os.environ.get("FLASH3_LIBRARY")
 pytestmark = [
@@ -64,10 +65,8 @@ def test_a_range_of_queries(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     kv = torch.cat((k, v), -1).chunk(2, -1)
     some_dout, some_q, some_out = (y[:, first:last].to(BF16).contiguous() for y in (dout, q, out.detach()))
-    given = arguments.Options(is_causal, True, False, 0, 0.0, None, "flash3")
-    settings = arguments.checked_settings(some_q, *kv, (None, None, None), arguments.DENSE, None, (), given)._replace(
-        query_offset=first, detached=mixing == "detached"
-    )
+    given = Options(is_causal=is_causal, return_lse=True, head_offsets="zero", backend="flash3")
+    settings = arguments.checked_settings(some_q, *kv, given, arguments.DENSE)._replace(query_offset=first, detached=mixing == "detached")
     shape, call = prepare(False, (some_q, *kv), pattern, settings, None, ((0, N),), None, N)
     forward: Any = strategy.choose_forward(pattern, shape, (some_q, *kv), call)
     assert forward.func is packed.forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 
@@ -15,11 +15,7 @@ from tests.helpers import merge_twin
 def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on ``attention`` and ``dilated_attention`` ask for the strategy "fused"."""
 
-    def fused(*arguments: Any) -> Any:
-        *others, options = arguments
-        return attend(*others, options._replace(strategy="fused"))
-
-    monkeypatch.setattr(single, "attend", fused)
+    monkeypatch.setattr(single, "attend", functools.partial(attend, strategy="fused"))
     use_merge_twin(monkeypatch)
 
 

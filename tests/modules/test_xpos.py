@@ -177,21 +177,6 @@ def test_an_exported_layer_runs_at_other_lengths() -> None:
     torch.testing.assert_close(program.module()(other)[0], layer(other)[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"rotary": False}, ValueError, "xpos_scale_base is 6.0 and rotary is False.*use rotary=True"),
-        ({"xpos_scale_base": 0.0}, ValueError, "xpos_scale_base is 0.0"),
-        ({"xpos_scale_base": "512"}, TypeError, "xpos_scale_base is '512'"),
-        ({"xpos_scale_base": math.inf}, ValueError, "xpos_scale_base is inf"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make_layer(**settings)
-
-
 def test_repr_names_the_scale_base() -> None:
     assert "rotary_base=10000.0, xpos_scale_base=6.0" in repr(make_layer())
     assert "xpos" not in repr(make_layer(xpos_scale_base=None))

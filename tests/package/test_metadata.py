@@ -29,6 +29,7 @@ OPTIONAL = {
     "matplotlib": "plot",
     "transformers": "hf",
     "triton": "torch",
+    "typing_extensions": "torch depends on it",
     "xformers": "xformers",
 }
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 import torch
+from typing_extensions import get_type_hints
 
 import dilated_attention
+from dilated_attention.pattern import LocalWindow
 
 PUBLIC = {
     "BackendUnavailable",
@@ -118,7 +123,40 @@ except ImportError as error:
 
 
 def test_what_stands_in_for_the_compiler_s_decorator_does_what_that_does() -> None:
-    from dilated_attention.functional.ring import place_in
+    from dilated_attention.functional.arguments import place_in
 
     marked = torch.compiler.assume_constant_result(lambda: 0)
     assert vars(marked) and vars(marked).items() <= vars(place_in).items()
+
+
+def constructor(name: str) -> Any:
+    value = getattr(dilated_attention, name)
+    return value.__init__ if inspect.isclass(value) else value
+
+
+WITH_OPTIONS = sorted(name for name in PUBLIC if "options" in getattr(constructor(name), "__annotations__", {}))
+
+
+def test_attention_takes_options() -> None:
+    assert len(WITH_OPTIONS) == 24
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_options_are_shown_completed_and_refused_by_name(name: str) -> None:
+    """help() shows every option with its default, type checkers know the same ones, and a wrong one is told which there are."""
+    value = getattr(dilated_attention, name)
+    parameters = inspect.signature(value).parameters
+    keywords = {key for key, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert not [parameter for parameter in parameters.values() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    (options,) = get_type_hints(constructor(name), include_extras=True)["options"].__args__
+    assert set(get_type_hints(options)) <= keywords
+    assert {key for key in keywords if parameters[key].default is inspect.Parameter.empty} <= {"query_rows"}
+    needed = {
+        key: [4] if key in ("segment_lengths", "dilation_rates") else LocalWindow(4) if key == "pattern" else [0] if key == "query_rows"
+        else 4 if key in ("embed_dim", "num_heads") else torch.randn(1, 8, 2, 4)
+        for key, parameter in parameters.items() if parameter.default is inspect.Parameter.empty
+    }  # fmt: skip
+    with pytest.raises(TypeError) as error:
+        value(**needed, is_casual=True)
+    assert str(error.value).startswith(f"{name}() got an unexpected keyword argument 'is_casual'; it accepts ")
+    assert set(str(error.value).partition("it accepts ")[2].split(", ")) == keywords

@@ -17,8 +17,8 @@ from dilated_attention.models.kv_cache.storage import Storage
 from dilated_attention.modules.rotary import Table, rotate
 
 if TYPE_CHECKING:
-    from dilated_attention.modules._projections import MultiheadProjections
-    from dilated_attention.modules._settings import KernelSettings
+    from dilated_attention.modules.core import Attention
+    from dilated_attention.modules.projections import MultiheadAttention
 
 # (rotation table of queries, rotation table of keys)
 Tables = tuple[Table, Table]
@@ -44,7 +44,7 @@ class CachePass(ABC):
                 "expected no other pass between its beginning and its end: begin a new one"
             )
 
-    def rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
+    def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
         """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
         key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
         if key not in self._rotations:
@@ -52,10 +52,10 @@ class CachePass(ABC):
         return self._rotations[key]
 
     @abstractmethod
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables: ...
+    def _rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables: ...
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
     ) -> torch.Tensor:
         """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache.
 
@@ -76,7 +76,7 @@ class CachePass(ABC):
 
     @abstractmethod
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
     ) -> torch.Tensor: ...
 
     @abstractmethod
@@ -101,13 +101,13 @@ class Step(CachePass):
             runs = replace(runs, dense=(self.positions + 1).clamp(max=keys.span).to(torch.int32))
         self.runs: Runs = runs
 
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
+    def _rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
         (q_cos, q_sin), (k_cos, k_sin) = module.rotation(self.positions, None, self.cache.max_length, dtype)
         # each batch entry has its own position
         return (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
 
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
     ) -> torch.Tensor:
         cached = self.cache.cached(layer, slice(None))
         if has_kernels(k):
@@ -127,7 +127,7 @@ class Step(CachePass):
         self.cache.advance()
 
 
-def scale_of(attention: KernelSettings, head_dim: int) -> float:
+def scale_of(attention: Attention, head_dim: int) -> float:
     scale: float | None = attention.scale
     return head_dim**-0.5 if scale is None else scale
 
@@ -147,11 +147,11 @@ class Chunk(CachePass):
         # keys in between that no row needs are zeros
         self.needed, self.places, self.before = cache.row_keys.before(start)
 
-    def _rotation(self, module: MultiheadProjections, dtype: torch.dtype) -> Tables:
+    def _rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
         return module.rotation(self._range(self.start, self.start + self.count), None, self.cache.max_length, dtype)
 
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: KernelSettings
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
     ) -> torch.Tensor:
         if tables is not None:
             q, k = rotate(q, tables[0]), rotate(k, tables[1])

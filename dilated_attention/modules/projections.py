@@ -1,10 +1,9 @@
-"""What all multi-head modules share: projections around an attention, norms, MAGNETO's initialisation, checks of settings and inputs."""
+"""What all multi-head layers share: one class that adds projections to an attention; the call form of nn.MultiheadAttention."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,10 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.functional.fused_layers import linear_layers
-from dilated_attention.modules._settings import DilatedSettings
+from dilated_attention.functional.options import check_names
+from dilated_attention.modules._ring import RingSettings
+from dilated_attention.modules.core import Attention
+from dilated_attention.modules.options import DEFAULTS, ProjectionOptions
 from dilated_attention.modules.rotary import (
     Table,
     document_positions,
@@ -26,15 +28,18 @@ from dilated_attention.modules.rotary import (
 from dilated_attention.pattern.checks import as_int
 
 
-class MultiheadProjections(nn.Module):
+class MultiheadAttention(nn.Module):
     """(B, N, E) → ``project`` → queries, keys, values (B, N, H, D) → ``attention`` → ``combine`` → (B, N, E).
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
     with ``qk_norm``. The attention between them has none but ``sinks``.
 
     Args:
+        name: the public class, whose options are accepted.
         core: the class of ``attention``.
-        settings: the arguments of the public class by name: those of ``_make_projections`` and of ``core``; others are not read.
+        patterns: segment_lengths, dilation_rates and pattern of ``core``, as many as it takes.
+        options: the caller's options, of the projections and of ``core``.
+        extra: options that only this class passes to ``core``.
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these of nn.MultiheadAttention; None says that there is no in_proj, and
@@ -48,54 +53,46 @@ class MultiheadProjections(nn.Module):
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
 
-    def __init__(self, core: type[nn.Module], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, core: type[Attention], embed_dim: int, num_heads: int, patterns: tuple[Any, ...], options: Mapping[str, Any],
+        **extra: Any,
+    ) -> None:  # fmt: skip
+        check_names(name, options)
         super().__init__()
-        self._make_projections(**_accepted(self._make_projections, settings))
-        self.attention = core(**_accepted(core, {**settings, "num_heads": self.num_heads if settings["sinks"] else None}))
-        self.attention.to(device=settings["device"], dtype=settings["dtype"])
-        if isinstance(self.attention, DilatedSettings):
+        of_projections = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
+        self._make_projections(embed_dim, num_heads, of_projections)
+        of_core = {key: value for key, value in options.items() if key not in of_projections}
+        sinks_of = self.num_heads if options.get("sinks") else None
+        self.attention = core(*patterns, num_heads=sinks_of, **of_core, **extra)
+        self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
+        if "segment_lengths" in self.attention._shape:
             # refuses lists of offsets that do not have one entry per head
             self.attention.pattern.offsets(self.num_heads)
         self.reset_parameters()
 
-    def _make_projections(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        bias: bool,
-        layer_norm: bool,
-        layer_norm_eps: float,
-        gamma_init: float,
-        rotary: bool,
-        rotary_base: float,
-        xpos_scale_base: float | None,
-        qk_norm: bool,
-        device: Any,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Checks the settings and makes the projections and norms. ``MultiheadDilatedAttention`` documents the arguments."""
+    def _make_projections(self, embed_dim: int, num_heads: int, given: Mapping[str, Any]) -> None:
+        """Checks ``ProjectionOptions`` and makes the projections and norms."""
         self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
         self.num_heads = as_int("num_heads", num_heads, minimum=1)
+        num_kv_heads, xpos_scale_base = given["num_kv_heads"], given["xpos_scale_base"]
         self.num_kv_heads = self.num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
-        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("rotary", rotary), ("qk_norm", qk_norm)):
-            check.check_bool(name, flag)
+        bias, layer_norm, rotary, qk_norm = (check.check_bool(name, given[name]) for name in ("bias", "layer_norm", "rotary", "qk_norm"))
         self.rotary = rotary
         self.head_dim = check.check_heads(self.embed_dim, self.num_heads, self.num_kv_heads, rotary=rotary)
-        self.rotary_base = check.check_positive("rotary_base", rotary_base, above=1.0)
+        self.rotary_base = check.check_positive("rotary_base", given["rotary_base"], above=1.0)
         if not rotary and self.rotary_base != 10000.0:
             raise ValueError(
-                f"rotary_base is {rotary_base} and rotary is False, so that nothing is rotated; leave it out, or use rotary=True"
+                f"rotary_base is {given['rotary_base']} and rotary is False, so that nothing is rotated; leave it out, or use rotary=True"
             )
         self.xpos_scale_base = None if xpos_scale_base is None else check.check_positive("xpos_scale_base", xpos_scale_base)
         if self.xpos_scale_base is not None and not rotary:
             raise ValueError(
                 f"xpos_scale_base is {xpos_scale_base} and rotary is False; XPOS scales rotated vectors: use rotary=True with it"
             )
-        self.gamma_init = check.check_held("gamma_init", gamma_init, power=2)
-        eps = check.check_held("layer_norm_eps", layer_norm_eps)
+        self.gamma_init = check.check_held("gamma_init", given["gamma_init"], power=2)
+        eps = check.check_held("layer_norm_eps", given["layer_norm_eps"])
         kv_dim = self.num_kv_heads * self.head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = {"device": given["device"], "dtype": given["dtype"]}
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
         self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
@@ -245,11 +242,6 @@ class MultiheadProjections(nn.Module):
         return ", ".join(parts)
 
 
-def _accepted(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that ``make`` accepts; a missing one is an error even if ``make`` has a default for it."""
-    return {name: settings[name] for name in inspect.signature(make).parameters}
-
-
 def _as_bool(key_padding_mask: Any) -> Any:
     """Returns a mask of floats, which nn.TransformerEncoderLayer makes of every mask, as a bool one: -inf is padding, 0 is not.
 
@@ -269,3 +261,157 @@ def _as_bool(key_padding_mask: Any) -> Any:
     elif padding.device.type != "meta" and not is_plain:
         raise ValueError(text)
     return padding
+
+
+class LocalMultihead(MultiheadAttention):
+    """A layer of one process. ``attention`` is a ``LocalAttention``, whose maps the layer offers too."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+        query_offset: int = 0,
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the attention.
+
+        Args:
+            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
+            key: (B, Nk, E); None for query.
+            value: (B, Nk, E); None for key.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding; or floats, -inf = padding and 0 elsewhere, as torch's layers pass it.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
+            need_weights, attn_mask: for nn.MultiheadAttention's signature; only False and None are accepted.
+            input_norm: a norm of the surrounding block, applied here to query, key and value first. Passing it saves memory in training.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk. Keys are at 0 … Nk − 1.
+
+        Returns:
+            (out (B, Nq, E) in the projections' dtype, None). The None stands where nn.MultiheadAttention returns its weights.
+
+        Raises:
+            ValueError, TypeError: the inputs do not fit together.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
+        """
+        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, query_offset=query_offset)
+        return out, None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, query_offset: int, **options: Any
+    ) -> torch.Tensor:
+        """Returns the layer's output (B, Nq, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
+        q, k, query_offset = self._rotated(q, k, cu_seqlens, query_offset)
+        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, query_offset=query_offset, **options))
+
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Returns q and k, rotated with ``rotary``, and the checked offset."""
+        if not self.rotary:
+            return q, k, query_offset
+        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
+        return *self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset), query_offset
+
+    @torch.no_grad()
+    def attention_map(
+        self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
+
+        They weight the projected values, before ``inner_attn_ln`` and ``out_proj``.
+
+        Args:
+            query, key, cu_seqlens, query_offset: see ``forward``.
+            query_rows: see ``dilated_attention.functional.attention_map``.
+            options: is_causal and key_padding_mask of ``forward``; average_heads and chunk of that function.
+
+        >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
+        >>> weights[:, 0]  # (B, N)
+        """
+        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
+        return self.attention.attention_map(*self._scored(query, key, **places), query_rows, **places, **options)
+
+    @torch.no_grad()
+    def attention_received(
+        self, query: torch.Tensor, key: torch.Tensor | None = None, *, cu_seqlens: torch.Tensor | None = None, query_offset: int = 0,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the attention (B, H, Nk) that every key receives from all queries.
+
+        Args:
+            query, key, cu_seqlens, query_offset: see ``forward``.
+            options: is_causal and key_padding_mask of ``forward``; query_weights, average_heads, dtype and backend of
+                ``dilated_attention.functional.attention_received``.
+        """
+        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
+        return self.attention.attention_received(*self._scored(query, key, **places), **places, **options)
+
+    def _scored(
+        self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns q and k as ``forward`` passes them to the attention, without computing values as ``project`` does."""
+        key = query if key is None else key
+        self._check_inputs(query, key, key)
+        return self._rotated(*self._scored_heads(self.q_proj(query), self.k_proj(key)), cu_seqlens, query_offset)[:2]
+
+
+class RingMultihead(MultiheadAttention):
+    """A layer whose processes each hold some rows of a sequence. ``attention`` has ``ring``, which says where they are in it."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        input_norm: nn.Module | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the attention.
+
+        Args:
+            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
+            key: (B, n, E) of the same positions; None for query.
+            value: (B, n, E); None for key.
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under
+                torch.compile it must be given.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding; or floats, -inf = padding and 0 elsewhere.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            is_causal, need_weights, attn_mask, input_norm: see ``MultiheadDilatedAttention.forward``.
+
+        Returns:
+            (out (B, n, E) in the projections' dtype, None).
+
+        Raises:
+            ValueError, TypeError: as there, or the calls differ between processes.
+            RingError: a process died, stalled or made a different call.
+        """
+        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
+        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        return out, None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, seq_len: int | None, **options: Any
+    ) -> torch.Tensor:
+        """Returns the layer's output (B, n, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
+        if self.rotary:
+            ring: RingSettings = self.attention.ring
+            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+            # the attention refuses unequal numbers of rows, on all processes alike
+            if q.shape[1] == k.shape[1]:
+                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
+        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, seq_len=seq_len, **options))

@@ -1,0 +1,188 @@
+"""The options of the public functions, once: what each means, its type, its default, and which function takes it.
+
+A function takes them as ``**options: Unpack[...]``, which type checkers and IDEs complete; ``shows_options`` spells them out for ``help``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import TypedDict, get_type_hints
+
+from dilated_attention.pattern import HeadOffsets
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ScoreOptions(TypedDict, total=False):
+    """What decides the attention weights, for all functions.
+
+    Args:
+        is_causal: a query sees keys at its own position and before.
+        scale: factor of q·k, from 1.18e-38 to 2.36e38; None for 1/sqrt(D).
+        cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1; segments and blocks start anew at position 0 of each.
+            The host reads it, at every call if it is on the CPU. On a GPU it waits for that once, and again after a change by torch; other
+            changes (``.data``, dlpack) are refused there by an assertion on the device.
+        key_padding_mask: (B, Nk) bool, True = padding, as in nn.MultiheadAttention.
+        sinks: (H,), float32 or q's dtype: each head has one more key of value 0, whose score is this number: e^{sink_h} is added to the
+            denominator, and to what lse is the logarithm of (as in gpt-oss). They may need a gradient. Not with detached mixing.
+    """
+
+    is_causal: bool
+    scale: float | None
+    cu_seqlens: torch.Tensor | None
+    key_padding_mask: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+class BranchOptions(TypedDict, total=False):
+    """What the branches are in addition to ``segment_lengths`` and ``dilation_rates``.
+
+    Args:
+        head_offsets: ``"cyclic"`` o_h = h mod r (the paper) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale) · ``"zero"`` ·
+            one list of H integers per branch.
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: the heads are split among the branches (fkodom's layout).
+        tail: ``"mask"``: only real keys take part · ``"zero_keys"``: TorchScale's zero padding takes part (non-causal only).
+    """
+
+    head_offsets: HeadOffsets
+    branch_heads: str
+    tail: str
+
+
+class CallOptions(ScoreOptions, total=False):
+    """What every attention takes: ``ScoreOptions`` and how it is computed.
+
+    Args:
+        softcap: c, from 1.18e-38 to 1.01e31: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can:
+            ``explain_backend(softcap=…)`` says which.
+        dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
+            in evaluation.
+        return_lse: also return the log-sum-exp of the scores.
+        deterministic: use only kernels whose gradients repeat bit for bit.
+        backend: ``"auto"``, or a name from ``list_backends()``. A named backend is used or the call is refused; it is never replaced.
+    """
+
+    softcap: float | None
+    dropout_p: float
+    return_lse: bool
+    deterministic: bool
+    backend: str
+
+
+class LocalOptions(CallOptions, total=False):
+    """``CallOptions`` in one process.
+
+    Args:
+        query_offset: position of the first query in the key sequence, for decoding; query_offset + Nq ≤ Nk.
+    """
+
+    query_offset: int
+
+
+class LocalBranchOptions(LocalOptions, BranchOptions, total=False):
+    """``LocalOptions`` and ``BranchOptions``."""
+
+
+class RingOptions(CallOptions, total=False):
+    """``CallOptions`` of a sequence of N positions sharded over the W processes of a group. All but two must be equal on all processes.
+
+    ``key_padding_mask`` (B, n) is that of this process's keys, ``cu_seqlens`` has the boundaries in the whole sequence. Dropout is by
+    position in the whole sequence: with equal seeds on all processes it equals that of a single process. A process's gradient of ``sinks``
+    is that of its own rows; the whole gradient is the sum over the group, like that of every replicated parameter.
+
+    Args:
+        group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with
+            one process, nothing is communicated.
+        mesh: a DeviceMesh of one axis, instead of a group.
+        seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
+        timeout: seconds that an exchange may take before an error names it and its peer. It may differ, as ``backend`` may.
+    """
+
+    group: Any
+    mesh: Any
+    seq_len: int | None
+    timeout: float
+
+
+class RingBranchOptions(RingOptions, BranchOptions, total=False):
+    """``RingOptions`` and ``BranchOptions``."""
+
+
+class MapOptions(ScoreOptions, BranchOptions, total=False):
+    """``ScoreOptions``, ``BranchOptions`` and ``query_offset`` (see ``LocalOptions``)."""
+
+    query_offset: int
+
+
+class DecodeOptions(TypedDict, total=False):
+    """``scale``, ``sinks`` and ``return_lse``: see ``CallOptions``."""
+
+    scale: float | None
+    sinks: torch.Tensor | None
+    return_lse: bool
+
+
+class Options(NamedTuple):
+    """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names.
+
+    ``window`` and ``strategy``: see ``CallSettings``.
+    """
+
+    key_padding_mask: Any = None
+    cu_seqlens: Any = None
+    sinks: Any = None
+    window: tuple[int, ...] = ()
+    head_offsets: Any = "cyclic"
+    branch_heads: str = "all"
+    tail: str = "mask"
+    is_causal: bool = False
+    return_lse: bool = False
+    deterministic: bool = False
+    query_offset: int = 0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    softcap: float | None = None
+    backend: str = "auto"
+    precision: str = "native"
+    mixture_grad: str = "exact"
+    strategy: str = "auto"
+    group: str = ""
+    layout: str = "contiguous"
+    exchange: str = "auto"
+    ranks_per_node: int | None = None
+    head_steps: int | None = None
+    seq_len: int | None = None
+    timeout: float = 60.0
+
+
+DEFAULTS: dict[str, Any] = {**Options._field_defaults, "group": None, "mesh": None}
+# public function or class → the keywords that it takes
+_KEYWORDS: dict[str, tuple[str, ...]] = {}
+
+
+def shows_options(function: Function) -> Function:
+    """Gives a function or constructor with ``**options: Unpack[...]`` a signature that shows each option with its default."""
+    signature = inspect.signature(function)
+    options = get_type_hints(function, include_extras=True)["options"].__args__[0]
+    defaults = sys.modules[options.__module__].DEFAULTS
+    shown = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        for name, hint in options.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    names = [parameter.name for parameter in shown if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    _KEYWORDS[function.__qualname__.removesuffix(".__init__")] = tuple(names)
+    return function
+
+
+def check_names(function: str, options: Iterable[str]) -> None:
+    """Refuses options that the public function or class does not have."""
+    for name in options:
+        if name not in _KEYWORDS[function]:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(_KEYWORDS[function])}")

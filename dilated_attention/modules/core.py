@@ -1,0 +1,325 @@
+"""What all attention modules without projections share: one class that attends, in one process and over several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dilated_attention import validation as check
+from dilated_attention.backends import PRECISIONS, registry
+from dilated_attention.functional import attention_map, attention_received
+from dilated_attention.functional.arguments import checked_block_layout, checked_ring_pattern
+from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.functional.options import BranchOptions, check_names
+from dilated_attention.modules._ring import RingSettings
+from dilated_attention.modules.options import DEFAULTS, BlockOptions, GroupOptions
+from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsity
+from dilated_attention.pattern.blocks.density import KINDS
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
+
+# what a module shows of itself where it differs from the default, in this order
+_SHOWN = (
+    "window", "scale", "dropout", "head_offsets", "branch_heads", "tail", "mixture_grad", "deterministic", "backend", "precision",
+    "head_steps",
+)  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Holds a pattern and the options that are fixed at construction. ``LocalAttention`` and ``RingModule`` add ``forward``.
+
+    Args:
+        name: the public class, whose options are accepted.
+        options: the caller's options.
+        branches: segment_lengths and dilation_rates; None without branches.
+        blocks: (pattern,), None in it with ``sparsity_ratio``; () without blocks.
+        extra: options that only this class passes to its function: they become attributes.
+    """
+
+    # the function that ``forward`` calls
+    function: ClassVar[Callable[..., Any]]
+    sinks: nn.Parameter | nn.UninitializedParameter | None
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], branches: tuple[Any, Any] | None = None, blocks: tuple[Any, ...] = (), **extra: Any
+    ) -> None:
+        check_names(name, options)
+        super().__init__()
+        given = {**DEFAULTS, **options}
+        # the head dimension is not known yet; only scale=None would need it
+        self.scale = None if given["scale"] is None else check.check_scale(given["scale"], 1)
+        self.dropout = check.check_probability("dropout", given["dropout"])
+        self.deterministic = check.check_bool("deterministic", given["deterministic"])
+        registry.check_name(given["backend"])
+        self.backend: str = given["backend"]
+        sinks, num_heads = given["sinks"], given["num_heads"]
+        if num_heads is not None and not check.check_bool("sinks", sinks):
+            raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
+        self.sinks = None
+        if sinks:
+            # like torch's lazy modules: the first call, or a loaded state, says how many heads there are
+            lazy = nn.UninitializedParameter()
+            heads = None if num_heads is None else as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+            self.sinks = lazy if heads is None else nn.Parameter(torch.zeros(heads))
+            self.register_load_state_dict_pre_hook(_make_loaded_sinks)
+        # the pattern as arguments of ``function``
+        self._shape: dict[str, Any] = {}
+        self._pattern: DilatedPattern | None = None
+        self._blocks: BlockPattern | None = None
+        if branches is not None:
+            self._pattern = DilatedPattern(*branches, **{key: given[key] for key in BranchOptions.__annotations__})
+            names = ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)
+            # as the pattern has made them, plain integers
+            self._shape = {key: getattr(self._pattern, key) for key in names}
+        if blocks:
+            self._blocks = _chosen_pattern(*blocks, given)
+            self._shape["pattern"] = self._blocks
+        one_of("mixture_grad", extra.get("mixture_grad", "exact"), ("exact", "detached"))
+        one_of("precision", extra.get("precision", "native"), PRECISIONS)
+        if sinks and extra.get("mixture_grad") == "detached":
+            raise ValueError("sinks=True with mixture_grad='detached', which would give them no gradient; expected mixture_grad='exact'")
+        self._extra = tuple(extra)
+        for key, value in extra.items():
+            setattr(self, key, value)
+
+    @property
+    def pattern(self) -> Any:
+        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
+        if self._pattern is None and self._blocks is None:
+            raise AttributeError("attention to all positions has no pattern")
+        return self._blocks if self._pattern is None else self._pattern
+
+    @property
+    def block_pattern(self) -> BlockPattern:
+        """Of branches together with blocks: the pattern of the kept blocks; ``pattern`` is that of the branches."""
+        if self._pattern is None or self._blocks is None:
+            raise AttributeError("this attention has no branches together with blocks")
+        return self._blocks
+
+    def reset_parameters(self) -> None:
+        """Sets the sinks to 0, if there are any."""
+        if self.sinks is not None and not isinstance(self.sinks, nn.UninitializedParameter):
+            nn.init.zeros_(self.sinks)
+
+    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
+        if isinstance(self.sinks, nn.UninitializedParameter) and isinstance(query, torch.Tensor) and query.ndim == 4:
+            _make_sinks(self.sinks, (query.shape[2],))
+        return {**self._shape, "scale": self.scale, "sinks": self.sinks}
+
+    def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
+        """Returns what is fixed at construction as arguments of ``function``."""
+        given = self._map_arguments(query)
+        given["dropout_p"] = self.dropout if self.training else 0.0
+        given["deterministic"] = self.deterministic
+        given["backend"] = self.backend
+        for name in self._extra:
+            given[name] = getattr(self, name)
+        return given
+
+    def extra_repr(self) -> str:
+        """The pattern, how the sequence is sharded, and every setting that differs from its default."""
+        parts = [f"{name}={list(self._shape[name])}" for name in ("segment_lengths", "dilation_rates") if name in self._shape]
+        if self._blocks is not None:
+            parts.append(f"block_pattern={self._blocks!r}" if parts else repr(self._blocks))
+        if ring := getattr(self, "ring", None):
+            parts.append(ring.extra_repr())
+        values = {**DEFAULTS, **self._shape, **vars(self)}
+        parts += [f"{name}={values[name]!r}" for name in _SHOWN if values[name] != DEFAULTS[name]]
+        return ", ".join(parts if self.sinks is None else [*parts, "sinks=True"])
+
+
+def _make_loaded_sinks(module: Attention, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes sinks of the size of those that are about to be loaded."""
+    loaded = state.get(f"{prefix}sinks")
+    if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
+        _make_sinks(module.sinks, loaded.shape)
+
+
+def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> None:
+    """Makes a parameter of zeros, as in the constructor, whatever modes are on: one of inference mode could never be trained."""
+    with torch.inference_mode(False), contextlib.ExitStack() as stack:
+        # of functorch, whose transforms compiled code cannot leave
+        if not torch.compiler.is_compiling():
+            stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(_disable_current_modes())
+        sinks.materialize(shape)
+        nn.init.zeros_(sinks)
+
+
+def _chosen_pattern(pattern: Any, given: Mapping[str, Any]) -> BlockPattern:
+    """Returns the given pattern, or the pattern of a sparsity ratio; exactly one of the two must be given."""
+    sparsity_ratio, sparsity, block_size, seed = (given[name] for name in BlockOptions.__annotations__)
+    if (pattern is None) == (sparsity_ratio is None):
+        which = "neither" if pattern is None else f"both (pattern {shown(pattern)}, sparsity_ratio {shown(sparsity_ratio)})"
+        raise ValueError(
+            f"pattern and sparsity_ratio: {which} given; expected exactly one: give a pattern, e.g. LocalWindow(512), or a fraction "
+            "of dense attention's pairs, e.g. sparsity_ratio=0.1"
+        )
+    if sparsity_ratio is not None:
+        one_of("sparsity", sparsity, KINDS)
+        check_number("sparsity_ratio", sparsity_ratio, "a number above 0 and at most 1")
+        if not 0 < sparsity_ratio <= 1:
+            raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the fraction of all pairs to compute, above 0 and at most 1")
+        return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
+    for name, value in (("sparsity", sparsity), ("block_size", block_size), ("seed", seed)):
+        if value != DEFAULTS[name]:
+            raise ValueError(
+                f"{name} is {shown(value)} with a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
+                "instead of pattern"
+            )
+    return checked_pattern(pattern)
+
+
+class LocalAttention(Attention):
+    """An attention that takes projected queries, keys and values of whole sequences."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        query_offset: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Computes the attention.
+
+        Args:
+            query: (B, Nq, H, D), float16, bfloat16, float32 or float64.
+            key, value: (B, Nk, Hk, D), Hk a divisor of H.
+            is_causal: a query sees keys at its own position and before.
+            key_padding_mask: (B, Nk) bool, True = padding.
+            cu_seqlens: boundaries of packed documents, int32 (documents + 1,), B = 1.
+            query_offset: position of the first query among the keys, for decoding; query_offset + Nq ≤ Nk.
+            return_lse: also return the log-sum-exp of the scores.
+
+        Returns:
+            out (B, Nq, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, Nq)), lse in float32 (float64 for float64).
+
+        Raises:
+            ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
+        """
+        return self.function(
+            query,
+            key,
+            value,
+            **self._arguments(query),
+            is_causal=is_causal,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            query_offset=query_offset,
+            return_lse=return_lse,
+        )
+
+    def attention_map(self, query: torch.Tensor, key: torch.Tensor, query_rows: Any, **options: Any) -> torch.Tensor:
+        """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
+
+        Args:
+            query, key: see ``forward``.
+            query_rows: see ``dilated_attention.functional.attention_map``.
+            options: of ``forward``: is_causal, key_padding_mask, cu_seqlens, query_offset; of that function: average_heads, lse, chunk.
+        """
+        return attention_map(query, key, query_rows=query_rows, **self._map_arguments(query), **options)
+
+    def attention_received(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Returns the attention (B, H, Nk) that every key receives from all queries.
+
+        Args:
+            query, key: see ``forward``.
+            options: of ``forward``: is_causal, key_padding_mask, cu_seqlens, query_offset; of
+                ``dilated_attention.functional.attention_received``: query_weights, average_heads, dtype, backend. The module's own
+                backend is not used, since it may not support ``dtype``.
+        """
+        return attention_received(query, key, **self._map_arguments(query), **options)
+
+
+class RingModule(Attention):
+    """An attention that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are.
+
+    Args:
+        layout, exchange, ranks_per_node, head_steps: see ``ring_dilated_attention`` and ``ring_block_sparse_attention``.
+        patterns, extra, others: see ``Attention``.
+    """
+
+    ring: RingSettings
+    # the function of one process
+    unsharded: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], *patterns: Any, layout: Any, exchange: str = "auto",
+        ranks_per_node: int | None = None, head_steps: int | None = None, **extra: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(name, options, *patterns, **extra)
+        if self._blocks is not None:
+            checked_ring_pattern(self._blocks)
+            layout = checked_block_layout(layout)
+            self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
+        given = {key: options.get(key, DEFAULTS[key]) for key in GroupOptions.__annotations__}
+        self.ring = RingSettings.of(**given, layout=layout, exchange=exchange, ranks_per_node=ranks_per_node)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Computes the attention.
+
+        Args:
+            query: (B, n, H, D), this process's rows in the order of the layout; float16, bfloat16, float32 or float64.
+            key, value: (B, n, Hk, D), of the same positions; Hk a divisor of H.
+            is_causal: a query sees keys at its own position and before.
+            seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none.
+            key_padding_mask: (B, n) bool of this process's keys, True = padding.
+            cu_seqlens: boundaries of packed documents in the whole sequence, int32 (documents + 1,), B = 1; equal on all processes.
+            return_lse: also return the log-sum-exp of the scores.
+
+        Returns:
+            out (B, n, H, D) in query's dtype; with ``return_lse`` (out, lse (B, H, n)), lse in float32 (float64 for float64).
+
+        Raises:
+            ValueError, TypeError: the tensors do not fit together, or the calls differ between processes.
+            RingError: a process died, stalled or made a different call.
+            BackendUnavailable: no backend can compute this, or the named one cannot.
+        """
+        return self.function(
+            query,
+            key,
+            value,
+            **self._arguments(query),
+            **self._ring_arguments(),
+            seq_len=seq_len,
+            is_causal=is_causal,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+        )
+
+    def forward_unsharded(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
+    ) -> torch.Tensor:
+        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
+        out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
+        return out
+
+    def _ring_arguments(self) -> dict[str, Any]:
+        ring = self.ring.arguments()
+        if self._blocks is None:
+            return ring
+        # the keys of blocks arrive in one way alone
+        return {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
