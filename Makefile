@@ -58,7 +58,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m dilated_attention bench all
+	$(BIN)/python -m benchmarks all
 
 # into build/site; a broken link, a page outside of the navigation, a docstring that cannot be read or a notebook that fails stops it.
 # It runs the notebooks, a minute on 2 idle cores; NOTEBOOKS=false make docs does not, and shows their code alone
@@ -73,7 +73,7 @@ docs-serve: $(STAMP)
 # with by bench speed --output FOLDER, and give AGAINST=FOLDER
 AGAINST ?= benchmarks/results/2026-11-21-amd-epyc-2-cores
 bench-check: $(STAMP)
-	$(BIN)/python -m dilated_attention bench speed --against $(AGAINST) --fresh --output build/bench-check
+	$(BIN)/python -m benchmarks speed --against $(AGAINST) --fresh --output build/bench-check
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     console.prepare()
     try:
-        return _run(_spelled(sys.argv[1:] if arguments is None else arguments))
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -66,22 +66,11 @@ def _run(arguments: Sequence[str]) -> int:
             print(error, file=sys.stderr)
             return 1
         except ValueError as error:
-            if args.command != "bench":
-                args.parser.error(as_flags(str(error)))
-            # a problem with earlier measurements: a missing baseline, a file of another suite
-            print(error, file=sys.stderr)
-            return 1
+            args.parser.error(as_flags(str(error)))
         return code
     finally:
         # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
         sys.stdout.flush()
-
-
-def _spelled(arguments: Sequence[str]) -> list[str]:
-    """Rewrites ``bench --tune``, the original spelling, as ``bench tune``."""
-    if arguments[:1] == ["bench"] and "--tune" in arguments:
-        return ["bench", "tune", *(word for word in arguments[1:] if word != "--tune")]
-    return list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 MACHINES = ("ada", "ampere", "blackwell", "blackwell-consumer", "cpu", "hopper", "mps", "pascal", "rocm", "turing", "volta")
 # backends.PRECISIONS
 PRECISIONS = ("native", "fp8")
-# those of bench.workloads.problem.BOUNDS, as torch calls them
+# dtypes that attention takes, as torch calls them
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # factory.MODEL_PRESETS
 MODEL_PRESETS = (
@@ -24,13 +24,3 @@ PATTERN_KINDS = PLAN_KINDS[:3]
 # planning.USE_CASES, from the table that it reads as well
 _RULES = Path(__file__).parents[1] / "planning" / "advice" / "rules.json"
 USE_CASES: dict[str, str] = {name: case["for"] for name, case in json.loads(_RULES.read_text(encoding="utf-8"))["use_cases"].items()}
-# bench.suites.SUITES, with what each says about itself
-SUITES = {
-    "speed": "time, TFLOP/s and memory of forward, backward and both: every kernel and module by length, named cases, competitors",
-    "accuracy": "errors against float64 by dtype, backend and length",
-    "memory": "peak memory of attention by length, predicted and measured",
-    "extreme": "the longest sequence that fits: tokens, bytes per token, throughput, by doubling until memory runs out",
-    "scaling": "attention over processes (torchrun): time, efficiency, memory, traffic; torch's context_parallel, ring-flash-attention",
-    "train-infer": "models: tokens/s of generating by kind of attention; training steps of slide encoders; equality with TorchScale",
-    "quality": "loss of a pretrained model over dense, by pattern, density and position; hidden keys found; time; before and after tuning",
-}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dilated_attention.bench.suites import SUITES
+from dilated_attention.bench.workloads.problem import BOUNDS
 
 from dilated_attention import __version__, start
 from dilated_attention.backends import PRECISIONS
-from dilated_attention.bench.suites import SUITES
-from dilated_attention.bench.workloads.problem import BOUNDS
 from dilated_attention.cli import choices
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS
 from dilated_attention.planning import USE_CASES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.case import Case
+from benchmarks.truth import Truth
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
-from dilated_attention.bench.accuracy import sampled_errors
-from dilated_attention.bench.workloads.problem import Problem
 from dilated_attention.engine.branches import chunking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
@@ -35,8 +35,8 @@ def test_sampled_rows_of_long_sequences(n: int, heads: int, dim: int, rates: lis
     q, k, v, dout = make(n, heads, dim)
     out, lse = dilated_attention(q, k, v, LENGTHS, rates, is_causal=causal, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    problem = Problem(num_positions=n, num_heads=heads, head_dim=dim, dtype=q.dtype, device=q.device, is_causal=causal)
-    errors = sampled_errors(DilatedPattern(LENGTHS, rates), problem, (q, k, v, dout), (out, lse, *grads), count=32)
+    case = Case(name="", num_positions=n, num_heads=heads, head_dim=dim, dtype=q.dtype, device=q.device, is_causal=causal)
+    errors = Truth(case, DilatedPattern(LENGTHS, rates), (q, k, v), dout, [(out, lse)], count=32).errors(out, grads, lse)
     assert errors.pop("lse") < 1e-4
     assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 6e-3, errors
 

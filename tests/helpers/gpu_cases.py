@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.timing import settle
 from dilated_attention import DilatedPattern
-from dilated_attention.bench.measure.limits import settle
 
 # a CUDA context, beside what torch has reserved
 _CONTEXT_BYTES = 2**30
@@ -32,7 +32,7 @@ def is_shared() -> bool:
 
 def bare() -> int:
     """Gives back all that no tensor holds, cuBLAS's workspaces included, and returns the bytes that tensors hold."""
-    settle(torch.device("cuda"))
+    settle()
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
-from dilated_attention.bench.workloads.standard import standard_attention
 from dilated_attention.factory import create_model
 from dilated_attention.pattern import LocalWindow
+from tests.helpers.standard import standard_attention
 
 BRANCHES = {"segment_lengths": (256, 1024, 8192), "dilation_rates": (1, 4, 16)}
 WINDOW = LocalWindow((255, 0))

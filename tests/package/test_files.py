@@ -22,11 +22,8 @@ from dilated_attention import files
 from dilated_attention.backends import tuning_table
 from dilated_attention.backends.tuning_table import Timing, TuningTable
 from dilated_attention.backends.tuning_table import TuningRow as Preferred
-from dilated_attention.bench import Results, Row, runner
-from dilated_attention.bench.report.rows import machine
 from dilated_attention.models import LongNetConfig
 from dilated_attention.pattern import DilatedPattern
-from tests.bench.test_bench import CPU, Counted
 
 # what files are written by: a failure is put into each call of each
 CALLS = [(os, "open"), (os, "mkdir"), (os, "chmod"), (os, "fsync"), (os, "replace"), (os, "unlink"), (io, "open")]
@@ -35,17 +32,6 @@ CALLS = [(os, "open"), (os, "mkdir"), (os, "chmod"), (os, "fsync"), (os, "replac
 def _table(folder: Path, version: int) -> None:
     row = Preferred(which="forward", dtype="half", head_dim=64, length=256, causal=True, timings=(Timing("math", 1.0, float(version)),))
     tuning_table.save(TuningTable(architecture="cpu", environment={}, date="2026-01-01", source="", rows=(row,)), folder / "table.json")
-
-
-def _results(folder: Path, version: int) -> Results:
-    row = Row(name="one", case={"N": 64}, values={"ms": float(version)})
-    return Results("counted", machine(CPU), {"size": "small"}, {"a": [row]}, folder / "counted.json")
-
-
-def _report(folder: Path, version: int) -> None:
-    results = _results(folder, version)
-    results.replaced = results.path.read_bytes() if results.path and results.path.exists() else b""
-    runner.write(Counted(), results, folder)
 
 
 def _picture(folder: Path, version: int) -> None:
@@ -58,8 +44,6 @@ def _config(folder: Path, version: int) -> None:
 
 WRITERS: dict[str, Callable[[Path, int], Any]] = {
     "preference table": _table,
-    "results": lambda folder, version: _results(folder, version).save(),
-    "results and Markdown": _report,
     "picture of a pattern": _picture,
     "configuration": _config,
 }
@@ -293,7 +277,7 @@ def test_json_that_cannot_be_read_is_a_value_error_with_its_name(text: bytes, wh
     # the same in each file that the package reads
     path = tmp_path / "some.json"
     path.write_bytes(text)
-    for load in (Results.load, LongNetConfig.load, tuning_table.load):
+    for load in (LongNetConfig.load, tuning_table.load):
         with pytest.raises(ValueError, match=rf"some\.json.*{what}"):
             load(path)
     assert files.parse_json(b'\xef\xbb\xbf{"a": [1]}', "with a byte order mark") == {"a": [1]}

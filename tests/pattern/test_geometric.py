@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dilated_attention.bench.workloads.problem import geometric
 from dilated_attention.pattern import DilatedPattern, geometric_branches
 
 
@@ -41,11 +40,3 @@ def test_what_is_no_context_is_refused() -> None:
             geometric_branches(**wrong)
     with pytest.raises(TypeError, match="expected an integer"):
         geometric_branches(1e6)  # type: ignore[arg-type]
-
-
-def test_benchmarks_keep_rates_that_are_powers_of_four() -> None:
-    """Their results are compared by length: segments of 2048 · 4^i whatever the length, and several of them for short sequences."""
-    assert geometric(2**16) == ((2048, 8192, 32768, 131072), (1, 4, 16, 64))
-    assert geometric(1000) == ((125, 500, 2000), (1, 4, 16))
-    assert geometric(2**15, first=512) == ((512, 2048, 8192, 32768), (1, 4, 16, 64))
-    assert geometric(10) == ((16,), (1,))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench.workloads.standard import standard_attention
 from dilated_attention.factory import create_model
 from dilated_attention.models import loss
 from dilated_attention.models.summary import USABLE
@@ -16,6 +15,7 @@ from dilated_attention.planning.estimate.memory import memory_of
 from dilated_attention.planning.estimate.problem import make_problem
 from dilated_attention.planning.whole_models import model_memory
 from dilated_attention.planning.whole_models.trace import Tape, fake_tensors
+from tests.helpers.standard import standard_attention
 
 ROWS = 2**13
 CASES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,208 @@
+"""Time, memory and failures of calls. Contenders take turns, so that a change of clock rate or load affects all of them equally."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from dilated_attention.backends import BackendUnavailable
+from dilated_attention.engine.blocks.lists import clear_block_lists
+from dilated_attention.profiling import profile_memory
+
+T = TypeVar("T")
+Call = Callable[[], Any]
+# how one call is seen in addition to "ms", the device's median with a cold cache: in a loop without synchronising; until it returns; its
+# kernels alone; as a CUDA graph
+WAYS = ("called", "host", "kernels", "graph")
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
+
+
+class Refused(Exception):
+    """Raised by a contender that cannot run a case; its text becomes the row's note."""
+
+
+def attempt(function: Callable[..., T], *arguments: Any, foreign: bool = False) -> tuple[T | None, str]:
+    """Returns the result and "", or None and a note where memory ran out or the case was refused. Other errors are bugs and propagate.
+
+    Args:
+        foreign: whether third-party code runs inside, all of whose errors are notes, except those after which a GPU cannot compute.
+    """
+    try:
+        return function(*arguments), ""
+    except Refused as refusal:
+        return None, str(refusal)
+    except BackendUnavailable as unavailable:
+        # the second line is why the requested backend cannot run, after its name
+        return None, " ".join(str(unavailable).splitlines()[1:2]).strip().split(": ", 1)[-1][:200] or str(unavailable)[:200]
+    except Exception as error:
+        text = str(error)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY):
+            note = "out of memory"
+        elif foreign and "CUDA error" not in text:
+            note = f"raised {type(error).__name__}: {' '.join(text.split())[:200]}"
+        else:
+            raise
+    # the frames of a caught error keep its tensors alive until here
+    release()
+    return None, note
+
+
+def release() -> None:
+    """Frees what earlier calls left: lists of blocks, cycles, and on a GPU the memory that no tensor holds."""
+    clear_block_lists()
+    gc.collect()
+    if torch.cuda.is_available():
+        settle()
+        # cuBLAS's workspaces may be part of a large block, which cannot be returned as a whole while they exist
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def settle(device: torch.device | None = None) -> None:
+    """Waits until a GPU's autograd thread has freed what the last backward held: it may do so during the next call."""
+    x = torch.zeros((), device=device or "cuda", requires_grad=True)
+    torch.autograd.grad(x * 1, x)
+    torch.cuda.synchronize(device)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Peak:
+    """Most bytes in tensors in a block of code, beyond those before it; known after it."""
+
+    bytes: int = 0
+
+
+@contextlib.contextmanager
+def counted(device: torch.device) -> Iterator[Peak]:
+    """Counts by the allocator's figures on a GPU; on a CPU by ``profile_memory``, which makes calls slower."""
+    peak = Peak()
+    if device.type == "cuda":
+        settle(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with profile_memory(device=device) as profile:
+            yield peak
+        peak.bytes = profile.peak_allocated
+
+
+def loop(function: Call, device: torch.device, calls: int = 1) -> float:
+    """Returns the milliseconds of a call in a loop without synchronising, until the device is done with the last call."""
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    synchronise(device)
+    return 1000 * (time.perf_counter() - start) / calls
+
+
+def host_time(function: Call, device: torch.device, calls: int) -> float:
+    """Returns the median milliseconds until a call returns that finds the queue empty."""
+    times = []
+    for _ in range(calls):
+        synchronise(device)
+        begun = time.perf_counter()
+        function()
+        times.append(1000 * (time.perf_counter() - begun))
+    return statistics.median(times)
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Call]], device: torch.device, *, seconds: float, ways: Sequence[str] = ("called", "host")
+) -> dict[str, dict[str, float]]:
+    """Times calls in turn for about ``seconds`` each and at least three turns. All must have run before: a first call may compile.
+
+    Args:
+        calls: name → a function that makes the call; made for each turn and dropped after it, so that only one holds memory at a time.
+        ways: of ``WAYS``. ``ms`` is always there: on a GPU the device's time with a cold cache, by triton's ``do_bench``.
+    """
+    once = {name: max(loop(make(), device), 1e-3) for name, make in calls.items()}
+    turns = max(3, min(20, int(1000 * seconds / max(once.values(), default=1000.0))))
+    times: dict[str, dict[str, list[float]]] = {name: {"ms": []} for name in calls}
+    for turn in range(turns):
+        for name, make in calls.items():
+            call, found, budget = make(), times[name], 1000 * seconds / turns
+            count = max(1, min(200, int(budget / once[name])))
+            looped = loop(call, device, count)
+            found["ms"] += _device_times(call, once[name], budget) if device.type == "cuda" else [looped]
+            if "called" in ways:
+                found.setdefault("called", []).append(looped)
+            if "host" in ways:
+                found.setdefault("host", []).append(host_time(call, device, min(count, 10)))
+            if device.type == "cuda" and turn == 0:
+                found |= _gpu_figures(call, device, count, ways)
+    return {name: {key: statistics.median(values) for key, values in mine.items()} for name, mine in times.items()}
+
+
+def _device_times(call: Call, once: float, budget: float) -> list[float]:
+    if once < 5:
+        from triton.testing import do_bench
+
+        return list(do_bench(call, warmup=1, rep=max(1, min(100, int(budget))), return_mode="all"))
+    # two events around a call that finds the queue empty: within a hundredth of its time the cache is refilled
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return [float(start.elapsed_time(end))]
+
+
+def _gpu_figures(call: Call, device: torch.device, count: int, ways: Sequence[str]) -> dict[str, list[float]]:
+    figures: dict[str, list[float]] = {}
+    if "kernels" in ways:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        spans = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == on_gpu]
+        figures |= {"kernels": [sum(spans) / 1000], "launches": [len(spans)]}
+    if "graph" in ways:
+        # what reads a number back, as bounds of documents, cannot be captured
+        with contextlib.suppress(RuntimeError):
+            figures["graph"] = [loop(captured(call), device, count)]
+    return figures
+
+
+def captured(step: Call) -> Call:
+    """Returns the replay of ``step`` as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def new_and_again(make: Callable[[int], Call], lengths: Sequence[int], device: torch.device, warm: int = 3) -> dict[str, float]:
+    """Calls lengths that were not before, each twice: ``new_ms`` and ``again_ms``, medians, and ``worst_ms`` of the first of two calls.
+
+    The first ``warm`` lengths are not counted.
+    """
+    pairs = []
+    for length in lengths:
+        call = make(length)
+        pairs.append((loop(call, device), loop(call, device)))
+        del call
+    fresh, again = ([pair[i] for pair in pairs[warm:]] for i in (0, 1))
+    return {"new_ms": statistics.median(fresh), "worst_ms": max(fresh), "again_ms": statistics.median(again)}

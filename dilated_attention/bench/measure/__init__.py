@@ -1,1 +1,0 @@
-"""Time, memory and limits of functions, measured fairly."""

@@ -1,1 +1,0 @@
-"""Rows of results, and tables made from them."""

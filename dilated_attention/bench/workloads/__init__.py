@@ -1,1 +1,0 @@
-"""What benchmarks run: contenders, problems, models."""

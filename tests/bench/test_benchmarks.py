@@ -1,0 +1,271 @@
+"""benchmarks/: who is wrong gets no time, cases and results are what they say, and each suite runs in its smallest form."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import contenders, decode, extreme, slides, speed
+from benchmarks.__main__ import main
+from benchmarks.case import FAMILIES, Case, case_names, dense_pattern, geometric, make_case, new_lengths, padding_mask, pairs, small
+from benchmarks.contenders import Contender, Costs, contender
+from benchmarks.report import Results, Row, markdown, slower, tables
+from benchmarks.timing import Refused, attempt
+from benchmarks.truth import BOUNDS, SEED, Truth, wrong
+from dilated_attention.backends import Dropout
+from dilated_attention.engine.reference import reference_attention
+from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
+from dilated_attention.testing.oracle import keep_mask
+
+CPU = torch.device("cpu")
+PATTERN = DilatedPattern((7, 16, 40), (1, 3, 4))
+BLOCKED = DilatedPattern((7, 16, 40), (1, 3, 4), "blocked", tail="zero_keys")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "detached": {"pattern": BLOCKED, "mixture_grad": "detached"},
+    "zero keys": {"pattern": BLOCKED, "batch_size": 2},
+    "suffix": {"padding": ("suffix", 0.3), "batch_size": 2},
+    "random": {"padding": ("random", 0.3), "pattern": None},
+    "dropout": {"dropout_p": 0.2, "batch_size": 2},
+    "documents": {"bounds": (0, 11, 12, 37), "pattern": BLOCKED},
+    "window": {"window": (5, 0), "pattern": None, "is_causal": True},
+    "both sides": {"window": (5, 2), "pattern": None},
+    "rectangle": {"queries": 9, "is_causal": True},
+    "grouped": {"num_kv_heads": 2, "is_causal": True},
+}
+
+
+def make(**options: Any) -> tuple[Case, str]:
+    mixture = options.pop("mixture_grad", "exact")
+    shape: dict[str, Any] = {"name": "", "num_positions": 37, "num_heads": 6, "head_dim": 4, "dtype": torch.float64, "pattern": PATTERN}
+    return Case(**shape | options), mixture
+
+
+def by_definition(case: Case, mixture: str) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Returns out, lse, and dq, dk, dv."""
+    leaves, keep = case.qkv(7), None
+    if case.dropout_p:
+        torch.manual_seed(SEED)
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        keys = torch.arange(case.num_positions).repeat(case.batch_size, 1)
+        batch, heads = torch.arange(case.batch_size), torch.arange(case.num_heads)
+        keep = keep_mask(Dropout(case.dropout_p, seed, batch, heads, keys, keys), slice(None))
+    bounds = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32)
+    out, lse = reference_attention(
+        *leaves, case.branches, is_causal=case.is_causal, query_offset=case.offset, window=case.window, cu_seqlens=bounds,
+        key_padding_mask=padding_mask(case), mixture_grad=mixture, keep=keep, dropout_p=case.dropout_p,
+    )  # fmt: skip
+    return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves, case.dout(101)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_truth_is_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all rows and in sampled ones; a thousandth off in any result is seen."""
+    case, mixture = make(**OPTIONS[name])
+    out, _, grads = by_definition(case, mixture)
+    leaves, dout = case.qkv(7), case.dout(101)
+    one = contenders.ours("", lambda case: case.pattern, **({"mixture_grad": mixture} if case.pattern else {}))
+    errors = one.errors(case, one.make(case), gradients=True)
+    assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-10, errors
+    for everything in (True, False):
+        if not everything:
+            monkeypatch.setattr("benchmarks.truth.ALL_ROWS", 0)
+        parts = contenders.truth.softmaxes(case, case.branches, mixture)
+        given = []
+        for part in parts:
+            torch.manual_seed(SEED)
+            given.append(contenders.our_call(case, part if case.pattern else None, *leaves, return_lse=True))
+        true = Truth(case, case.branches, leaves, dout, given, mixture_grad=mixture, count=12)
+        assert wrong(true.errors(out, grads), BOUNDS[torch.float64]) == ""
+        for i, which in enumerate(("out", "dq", "dk", "dv")):
+            spoilt = [x.clone() for x in (out, *grads)]
+            spoilt[i] *= 1.001
+            errors = true.errors(spoilt[0], spoilt[1:])
+            assert errors[which] == pytest.approx(0.001, rel=1e-3)
+            assert wrong(errors, BOUNDS[torch.float64]).startswith(f"wrong: {which} off by 1.0e-03")
+    assert wrong({"out": math.nan}, 1e-3).startswith("wrong: out off by nan")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        RandomBlocks(0.5, per_head=True, own_block=True, block_size=64),
+        BigBird(16, 8, random_blocks=1, block_size=64),
+        LocalWindow((20, 3), block_size=64),
+    ],
+)
+def test_the_truth_of_blocks_is_the_masks(pattern: Any, is_causal: bool) -> None:
+    case = Case(name="", num_positions=200, num_heads=3, head_dim=4, dtype=torch.float64, is_causal=is_causal, pattern=pattern)
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        mask = pattern.dense_mask(200, 200, 3).bool()
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~(mask.tril() if is_causal else mask), -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    errors = contender("ours").errors(case, attend, gradients=True)
+    assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-12
+
+
+def test_pairs_are_counted() -> None:
+    case, _ = make(window=(5, 2), pattern=None, batch_size=2)
+    assert pairs(case, dense_pattern(case)) == 2 * 6 * sum(1 for i in range(37) for j in range(37) if i - 5 <= j <= i + 2)
+    case, _ = make(is_causal=True, queries=9)
+    assert pairs(case, PATTERN) == int(PATTERN.dense_mask(37, 37, 6)[:, 28:].tril(28).sum())
+
+
+def test_names_are_cases() -> None:
+    case = make_case("longnet-32768-full-x2-d128", CPU, torch.bfloat16)
+    assert (case.num_positions, case.is_causal, case.batch_size, case.head_dim, case.num_heads) == (32768, False, 2, 128, 12)
+    assert make_case("option-documents", CPU, torch.float32).bounds[-1] == make_case("option-documents", CPU, torch.float32).num_positions
+    assert case_names(["giga*"], [64, 128]) == ["gigapath-64", "gigapath-128"] and "blocks10-32768" in case_names()
+    with pytest.raises(ValueError, match=r"there is no case 'gigapat-10'; expected FAMILY-LENGTH.*gigapath"):
+        make_case("gigapat-10", CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"no contender 'our'; expected one of ours"):
+        contender("our")
+    for name in FAMILIES:
+        # of every family, and every contender of its table
+        small_case = make_case(case_names([f"{name}*"])[0], CPU, torch.float32, is_small=True)
+        assert small_case.num_positions <= 30_000
+        for one in FAMILIES[name].contenders:
+            attempt(contender, one)
+    # rates of all lengths are powers of four, so that results can be compared by length
+    assert geometric(2**16) == DilatedPattern((2048, 8192, 32768, 131072), (1, 4, 16, 64))
+    assert geometric(1000) == DilatedPattern((125, 500, 2000), (1, 4, 16)) and small(None) is None
+    lengths = list(new_lengths(case, 27))
+    assert len(set(lengths)) == 27 and 32768 not in lengths and all(13_000 < n < 52_500 for n in lengths)
+
+
+def test_who_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(case: Case) -> Any:
+        return lambda q, k, v: contenders.our_call(case, case.pattern, q, k, v).roll(1, 1)
+
+    made = contender
+
+    def known(name: str, torchscale: str = "") -> Contender:
+        return Contender(name=name, make=broken, pattern=lambda case: case.pattern) if name == "broken" else made(name, torchscale)
+
+    monkeypatch.setattr(speed, "contender", known)
+    case = make_case("gigapath-5308", CPU, torch.float32, is_small=True)
+    rows = speed.measure(["ours", "broken", "torchscale", "ours flash4"], case, passes=["forward", "both"], seconds=0.001)
+    notes = {row.name: row.note for row in rows if not row.values}
+    assert notes["broken"].startswith("wrong: out off by") and "--torchscale PATH" in notes["torchscale"] and "cuda" in notes["ours flash4"]
+    timed = {(row.name, row.case["pass"]): row.values for row in rows if row.values}
+    assert set(timed) == {("ours", "forward"), ("ours", "both")}
+    for (_, which), values in timed.items():
+        assert all(values[key] > 0 for key in ("ms", "called", "host"))
+        flops = speed.FLOPS[which] * pairs(case, case.branches) * case.head_dim
+        assert values["tflops"] == pytest.approx(flops / values["ms"] / 1e9, rel=1e-6)
+    long = replace(case, num_positions=2**22)
+    assert [row.note for row in speed.measure(["attention"], long, longest=0.1)] == ["longer than 0.1 s a call"]
+
+
+def test_a_new_length_is_new_each_time() -> None:
+    seen: list[int] = []
+
+    def made(case: Case) -> Any:
+        seen.append(case.num_positions)
+        return lambda q, k, v: contenders.our_call(case, case.pattern, q, k, v)
+
+    case = make_case("gigapath-200", CPU, torch.float32, is_small=True)
+    row = speed.new_and_again(lambda n: lambda: made(replace(case, num_positions=n)), list(new_lengths(case, 6)), CPU, 3)
+    assert row["new_ms"] > 0 and row["worst_ms"] >= row["new_ms"] and row["again_ms"] > 0
+    assert len(seen) == 12 and len(set(seen)) == 6
+
+
+def test_results_go_on_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["speed", "--cases", "gigapath-200", "--contenders", "ours", "torch sdpa", "--passes", "forward", "--seconds", "0.001"]
+    assert main([*command, "--output", str(tmp_path / "a")]) == 0
+    text = capsys.readouterr().out
+    assert "gigapath-200" in text or "**forward**" in text
+    path = tmp_path / "a" / "speed.json"
+    first = json.loads(path.read_text())
+    assert main([*command, "--output", str(tmp_path / "a")]) == 0 and json.loads(path.read_text()) == first
+    assert (tmp_path / "a" / "speed.md").read_text().startswith("## speed")
+    assert main([*command, "--output", str(tmp_path / "a"), "--longest", "7"]) == 2
+    assert "made with other settings" in capsys.readouterr().err
+    # what was a thousand times as fast then is slower now; other people's code is not blamed
+    for rows in first["groups"].values():
+        for row in rows:
+            row["values"] = {key: value / 1000 if row["name"] == "ours" else value for key, value in row["values"].items()}
+    path.write_text(json.dumps(first))
+    assert main([*command, "--output", str(tmp_path / "b"), "--against", str(tmp_path / "a")]) == 1
+    assert "ours, forward:" in capsys.readouterr().out
+    path.write_text("{}")
+    assert main([*command, "--output", str(tmp_path / "a")]) == 2
+    assert "is no result of a suite" in capsys.readouterr().err
+
+
+def rows_of(**times: float) -> list[Row]:
+    return [Row(name=name, case={"pass": "forward"}, values={"called": ms}) for name, ms in times.items()]
+
+
+@pytest.mark.parametrize(
+    ("now", "is_slower"),
+    [
+        ({"ours": 13.0, "torch": 4.0}, True),
+        ({"ours": 13.0, "torch": 5.2}, False),
+        ({"ours": 11.0, "torch": 4.0}, False),
+        ({"torch": 4.0}, True),
+    ],
+)
+def test_slower_is_by_itself_and_beside_others(now: dict[str, float], is_slower: bool) -> None:
+    then = Results("speed", {}, {}, {"a": rows_of(ours=10.0, torch=4.0)})
+    assert bool(slower("a", rows_of(**now), then, ["torch"], 0.2)) == is_slower
+
+
+def test_tables_show_what_differs() -> None:
+    rows = [Row(name="ours", case={"N": n, "H": 2, "pass": "forward"}, values={"ms": n / 64}, errors={"out": 1e-3}) for n in (64, 128)]
+    (text,) = tables([*rows, Row(name="a|b", case={"N": 64, "H": 2, "pass": "forward"}, note="refused")])
+    assert text.startswith("**forward** (H 2)") and "1.0e-03" in text and "a\\|b" in text and "refused" in text
+    assert len(markdown(["", "x", "note"], [["a", "–", ""]]).splitlines()) == 3
+
+
+def test_refusals_and_failures_are_notes() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert attempt(fail, Refused("no")) == (None, "no") and attempt(fail, torch.OutOfMemoryError("x")) == (None, "out of memory")
+    assert attempt(fail, KeyError("x"), foreign=True)[1].startswith("raised KeyError")
+    with pytest.raises(KeyError):
+        attempt(fail, KeyError("x"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["accuracy", "--lengths", "64", "--backends", "auto", "math"],
+        ["extreme", "--lengths", "1k", "--heads", "1"],
+        ["train-infer", "--tasks", "decode", "slides", "--slides", "2", "--tiles", "60", "--contexts", "1k"],
+        ["scaling", "--cases", "gigapath-195", "dense-32", "slide*", "--heads", "2", "2", "16", "--lengths-vary"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_suite_runs(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--output", str(tmp_path), "--seconds", "0.001"]) == 0
+    rows = Results.load(tmp_path / f"{command[0]}.json").rows
+    assert rows and not [row for row in rows if row.note.startswith(("wrong", "raised"))]
+    assert {key for row in rows for key in row.values} or command[0] == "accuracy"
+
+
+def test_the_search_ends_by_memory(tmp_path: Path) -> None:
+    assert main(["extreme", "--kinds", "dilated", "--passes", "forward", "--memory-gib", "0.04", "--output", str(tmp_path)]) == 0
+    *fits, last = Results.load(tmp_path / "extreme.json").rows
+    assert fits and last.note == "out of memory" and all(row.values["bytes_per_token"] > 0 for row in fits)
+    assert extreme.PASSES == ("forward", "both")
+
+
+def test_slides_differ_and_decoding_is_right() -> None:
+    lengths = slides.lengths_of_slides(200)
+    assert len(set(lengths)) > 190 and 5000 < sum(lengths) / 200 < 9500 and max(lengths) <= 22_000
+    assert max(decode.errors_of("longnet-125m", "dilated", True, CPU, torch.float32).values()) < 1e-4
+    assert isinstance(contender("floor").make(make_case("gigapath-5308", CPU, torch.float32, is_small=True)), Costs)

@@ -1,0 +1,116 @@
+"""examples/pretrained_patterns.py: equal pairs, patterns that take effect, losses before and after tuning."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from dilated_attention.pattern import TopBlocks
+from tests.helpers.scripts import run_script
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrained_patterns.py"
+LENGTH, HEADS = 512, 4
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrained_patterns", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of bytes with its tokenizer, in a folder."""
+    folder = tmp_path_factory.mktemp("models") / "bytes"
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    bytes_only.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_only).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=2,
+        max_position_embeddings=LENGTH, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "share"), [*((name, 0.25) for name in script.METHODS), ("dilated", 0.4), ("top-blocks", 0.4)])
+def test_patterns_keep_equally_many_pairs(name: str, share: float) -> None:
+    """The counts are those of dense masks, written out."""
+    n, heads = 2048, 2
+    pattern = script.solve(script.METHODS[name], n, heads, share)
+    counted = script.share_of(pattern, n, heads)
+    if isinstance(pattern, TopBlocks):
+        draw = torch.Generator().manual_seed(1)
+        pattern = pattern.choose(*(torch.randn(1, n, heads, 8, generator=draw) for _ in range(2)), is_causal=True)
+    kept = int(pattern.dense_mask(n, n, heads, is_causal=True).sum()) / (heads * n * (n + 1) / 2)
+    assert kept == pytest.approx(share, rel=script.TOLERANCE) and kept == pytest.approx(counted, rel=1e-9)
+
+
+def test_what_cannot_be_equal_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none keeps 5 % of the pairs of 512 positions; the nearest keeps 53\.2 %"):
+        script.solve(script.METHODS["top-blocks"], 512, HEADS, 0.05)
+
+
+@pytest.mark.parametrize("name", script.METHODS)
+def test_no_method_runs_dense_in_silence(name: str, model: Path) -> None:
+    """The losses are those of the pattern's dense mask, and not those of dense attention."""
+    net, _ = script.load(model, "cpu", torch.float32)
+    ids = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    pattern = script.solve(script.METHODS[name], LENGTH, HEADS, 0.6)
+    with torch.no_grad():
+        script.use(net, None)
+        dense = script.bits_of(net, ids)
+        script.use(net, pattern)
+        bits = script.bits_of(net, ids)
+        assert (bits - dense).abs().max() > 0.1
+        if isinstance(pattern, TopBlocks):
+            return
+        net.set_attn_implementation("eager")
+        # a key that counts m times has m times the weight in the softmax
+        mask = pattern.dense_mask(LENGTH, LENGTH, HEADS, is_causal=True).float().log()[None].clamp(min=torch.finfo(torch.float32).min)
+        logits = net(ids, attention_mask=mask).logits[0, :-1]
+    true = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none") / math.log(2)
+    torch.testing.assert_close(bits[0], true, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_script_measures_before_and_after_tuning(model: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(8):
+        words = " ".join(f"word {chr(97 + (i + j) % 26)}" for j in range(400))
+        (texts / f"{i}.txt").write_text(f"Chapter {i} has its own words. {words}")
+    (texts / "table.txt").write_text(" ".join(str(i) for i in range(2000)))
+    output = tmp_path / "quality.json"
+    how = ["--length", str(LENGTH), "--densities", "60", "10", "--methods", "window", "top-blocks", "--tuning", "100", "--lr", "0.003"]
+    result = run_script(SCRIPT, "--model", str(model), "--texts", str(texts), "--output", str(output), *how)
+    assert result.returncode == 0, result.stderr
+    assert "top-blocks 10 %: none keeps 10 % of the pairs of 512 positions" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("done: best at 10 %: window, ")
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["name"], row["density"], row["tuned"]) for row in rows] == [
+        (name, density, tuned)
+        for tuned in (False, True)
+        for name, density in (("dense", 100), ("window", 60), ("top-blocks", 60), ("window", 10))
+    ]
+    for row in rows:
+        assert row["us_per_token"] > 0 and len(row["passages"]) == 3 and 0 <= row["digits_pct"] <= 100
+    for before, after in zip(rows[:4], rows[4:], strict=True):
+        # weights were trained on texts much like those scored
+        assert after["bits_per_byte"] < 0.9 * before["bits_per_byte"], before["name"]
