@@ -26,7 +26,6 @@ import torch
 
 from dilated_attention.backends.hardware import Hardware
 from dilated_attention.files import read_json, write_text
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern.checks import shown
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class TuningTable:
             return max(same, key=lambda row: row.length)
         return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length))
 
-    @cached_property
+    @functools.cached_property
     def _by_kind(self) -> dict[tuple[str, str, bool, bool], list[TuningRow]]:
         kinds: dict[tuple[str, str, bool, bool], list[TuningRow]] = {}
         for row in self.rows:

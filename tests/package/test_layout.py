@@ -31,7 +31,6 @@ KNOWN_UPWARDS = {
 }
 # sibling folders with imports both ways
 KNOWN_PAIRS = {
-    "bench.measure bench.workloads",
     "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",
@@ -39,17 +38,16 @@ KNOWN_PAIRS = {
     "engine.oom engine.ops",
 }
 
-# what each part of the package may import; files, fork, parsing, start and validation are single modules
+# what each part of the package may import; files, parsing, start and validation are single modules
 BELOW: dict[str, set[str]] = {
     "files": set(),
-    "fork": set(),
     "parsing": set(),
     "start": set(),
-    "pattern": {"files", "fork", "parsing"},
+    "pattern": {"files", "parsing"},
     "validation": {"pattern"},
-    "backends": {"files", "fork", "pattern"},
-    "engine": {"fork", "pattern", "backends"},
-    "distributed": {"fork", "pattern", "validation", "backends", "engine"},
+    "backends": {"files", "pattern"},
+    "engine": {"pattern", "backends"},
+    "distributed": {"pattern", "validation", "backends", "engine"},
     "functional": {"pattern", "validation", "backends", "engine", "distributed"},
     "modules": {"pattern", "validation", "backends", "engine", "distributed", "functional"},
     "models": {"files", "pattern", "validation", "backends", "engine", "distributed", "functional", "modules"},
@@ -152,8 +150,8 @@ def test_modules_import_in_no_circle() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    """pattern ← backends ← engine ← distributed ← functional ← modules ← models; only the front, ``cli`` and ``bench`` are above BELOW."""
-    above = {ROOT.name, "__main__", "cli", "bench"}
+    """pattern ← backends ← engine ← distributed ← functional ← modules ← models; only the front and ``cli`` are above BELOW."""
+    above = {ROOT.name, "__main__", "cli"}
     upwards = set()
     for name, others in graph().items():
         part = name.partition(".")[0]
