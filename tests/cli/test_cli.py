@@ -1,4 +1,4 @@
-"""``python -m dilated_attention``: ``info``, ``show`` of models, what ``bench`` refuses, exit codes."""
+"""``python -m dilated_attention``: ``info``, ``show`` of models, exit codes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_info_answers_for_other_machines(machine: str, capsys: pytest.CaptureFix
 
 
 def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--for", "hopper", "--head-dim", "300"]) == 1
+    assert main(["info", "--for", "hopper", "--precision", "fp8", "--dtype", "float32"]) == 1
     captured = capsys.readouterr()
     assert "no backend can compute" in captured.err
-    assert "head_dim is at most 256, not 300" in captured.out
+    assert "takes bfloat16, float16, not float32" in captured.out
 
 
 def test_wrong_usage_exits_with_2() -> None:
@@ -39,14 +39,18 @@ def test_wrong_usage_exits_with_2() -> None:
     assert result.stdout == ""
 
 
-def test_bench_without_a_suite_exits_with_2_and_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["bench"], ["bench", "--tune", "--lengths", "0"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert "tune,speed" in captured.err or "'0' is not a size" in captured.err
+def test_errors_of_functions_are_shown_as_they_are_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["info", "--for", "cpu", "--heads", "8", "--kv-heads", "3"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "error: num_kv_heads is 3; expected a divisor of num_heads = 8" in captured.err
+
+
+def test_bench_says_where_measuring_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["bench"], ["bench", "speed", "--size", "full"]):
+        assert main(arguments) == 0
+        assert "python -m benchmarks speed" in capsys.readouterr().out
 
 
 def test_show_tells_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +69,7 @@ def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as caught:
         main(["info", "--for", "hopper", "--block-masks", "bits"])
     assert caught.value.code == 2
-    assert "give --block-size 128" in capsys.readouterr().err
+    assert "give block_size=128" in capsys.readouterr().err
 
 
 def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,11 +38,11 @@ KNOWN_PAIRS = {
     "engine.oom engine.ops",
 }
 
-# what each part of the package may import; files, parsing, start and validation are single modules
+# what each part of the package may import; files, interrupt, parsing and validation are single modules
 BELOW: dict[str, set[str]] = {
     "files": set(),
     "parsing": set(),
-    "start": set(),
+    "interrupt": set(),
     "pattern": {"files", "parsing"},
     "validation": {"pattern"},
     "backends": {"files", "pattern"},
