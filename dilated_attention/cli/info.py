@@ -12,7 +12,7 @@ import torch
 
 import dilated_attention
 from dilated_attention import factory
-from dilated_attention.backends import PACKAGES, PRECISIONS, tuning_table
+from dilated_attention.backends import PRECISIONS, tuning_table
 from dilated_attention.cli.arguments import DTYPE_NAMES, add_json, count, dtype_of
 from dilated_attention.cli.console import put, put_json
 from dilated_attention.factory import EXAMPLES, Explanation, Hardware, explain_backend
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     is_possible = explanation.forward is not None and (explanation.backward is not None or not explanation.request.needs_grad)
     preference = _preference(hardware)
-    machine = [" · ".join(map(" ".join, versions.items())), _described(hardware, whole=args.all), f"preference: {preference}"]
+    machine = [" · ".join(map(" ".join, versions.items())), _described(hardware), f"preference: {preference}"]
     if args.json:
         put_json({"versions": versions, "preference": preference, **explanation.as_dict()})
     elif args.all or not is_possible:
@@ -113,19 +113,11 @@ def _decode(args: argparse.Namespace, hardware: Hardware, shape: dict[str, Any])
     return 0 if explained.chosen else 1
 
 
-def _described(hardware: Hardware, *, whole: bool) -> str:
-    """``whole``: with the kernel packages that are not installed."""
-    parts = [f"{hardware.name or hardware.device_type}: {hardware.architecture}"]
-    if hardware.cudnn_version is not None:
-        parts.append(f"cuDNN {hardware.cudnn_version}")
-    for package in (*PACKAGES, "flash-attn-3", "flash-attn-3-fp8", "nvidia-cudnn-frontend"):
-        if package in hardware.packages:
-            parts.append(f"{package} installed")
-        elif package in dict(hardware.unusable):
-            parts.append(f"{package} installed, not usable")
-        elif whole:
-            parts.append(f"{package} not installed")
-    return ", ".join(parts)
+def _described(hardware: Hardware) -> str:
+    cudnn = [] if hardware.cudnn_version is None else [f"cuDNN {hardware.cudnn_version}"]
+    packages = [*cudnn, *(f"{name} installed" for name in sorted(hardware.packages))]
+    packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
+    return ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
 
 
 def _preference(hardware: Hardware) -> str:

@@ -104,7 +104,7 @@ def test_a_block_pattern_and_its_wire(capsys: pytest.CaptureFixture[str]) -> Non
         (["dense", "--length", "1k", "--train", "--infer"], 2, "not allowed with"),
         (["dense", "--length", "1k", "--memory", "0"], 2, "is not a memory size"),
         (["dense", "--length", "1k", "--gpu", "H300"], 2, "known are"),
-        (["dense", "--length", "1k", "--head-dim", "512", "--gpu", "h200"], 2, "head_dim is 512; expected at most 256"),
+        (["dense", "--length", "1k", "--head-dim", "512", "--gpu", "h200"], 2, "head_dim is 512; expected an integer ≤ 256"),
     ],
 )
 def test_what_cannot_be_planned_is_told_on_stderr(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
