@@ -111,13 +111,13 @@ def _block_pattern(
     if density is not None:
         if wrong := given.keys() & {"global_tokens", "random_blocks"}:
             raise UsageError(f"--density and {flags(wrong)} are given; expected one way to say what is kept: drop either")
-        return with_sparsity(density, **({"kind": density_kind} if density_kind else {}), **given)
+        return with_sparsity(density, **given | ({} if density_kind is None else {"kind": density_kind}))
     if density_kind is not None:
         raise UsageError("--density-kind is given without --density; e.g. --density 0.1")
     if "seed" in given and "random_blocks" not in given:
         raise UsageError("--seed is given and nothing is drawn; add --random-blocks, or drop it")
     assert window is not None
-    sides = window[0] if len(window) == 1 and window[0] is not None else tuple(window * 2 if len(window) == 1 else window)
+    sides: Any = window[0] if len(window) == 1 and window[0] is not None else tuple(window * 2 if len(window) == 1 else window)
     if "random_blocks" in given:
         return BigBird(sides, given.pop("global_tokens", 0), **given)
     return GlobalLocal(sides, **given) if "global_tokens" in given else LocalWindow(sides, **given)

@@ -126,5 +126,4 @@ def _preference(hardware: Hardware) -> str:
     if here is not None:
         return f"measured here ({here.path}, {here.date})"
     shipped = tuning_table.shipped(hardware.architecture)
-    text = f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"
-    return f"{text}; nothing measured here: {tuning_table.RERUN}" if hardware.versions else text
+    return f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"

@@ -1,4 +1,4 @@
-"""``python -m dilated_attention``: ``info``, ``show`` of models, exit codes."""
+"""``python -m dilated_attention``: ``info``, ``show`` of models, where ``bench`` points, exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_errors_of_functions_are_shown_as_they_are_with_2(capsys: pytest.Capture
 
 
 def test_bench_says_where_measuring_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["bench"], ["bench", "speed", "--size", "full"]):
+    for arguments in (["bench"], ["bench", "speed", "--cases", "longnet-4096"]):
         assert main(arguments) == 0
         assert "python -m benchmarks speed" in capsys.readouterr().out
 

@@ -256,7 +256,7 @@ def test_commands_of_the_package_parse(page: Path, capsys: pytest.CaptureFixture
         # a command spoken of, without what it needs
         words = [*words, "--help"] if len(words) == 1 else words
         try:
-            cli._parser().parse_args(cli._spelled(words))
+            cli._parser().parse_args(words)
         except SystemExit as ended:
             assert ended.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
 
