@@ -5,42 +5,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention import start
+from dilated_attention import interrupt
 
-if TYPE_CHECKING or not start.is_without_torch():
-    from dilated_attention.backends import BackendUnavailable
-    from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
-    from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
-    from dilated_attention.functional import (
-        attention,
-        attention_map,
-        attention_received,
-        block_sparse_attention,
-        block_sparse_dilated_attention,
-        decode_attention,
-        dilated_attention,
-        explain_decode,
-        ring_attention,
-        ring_block_sparse_attention,
-        ring_block_sparse_dilated_attention,
-        ring_dilated_attention,
-    )
-    from dilated_attention.modules import (
-        BlockSparseAttention,
-        BlockSparseDilatedAttention,
-        DilatedAttention,
-        MultiheadBlockSparseAttention,
-        MultiheadBlockSparseDilatedAttention,
-        MultiheadDilatedAttention,
-        RingAttention,
-        RingBlockSparseAttention,
-        RingBlockSparseDilatedAttention,
-        RingDilatedAttention,
-        RingMultiheadBlockSparseAttention,
-        RingMultiheadBlockSparseDilatedAttention,
-        RingMultiheadDilatedAttention,
-    )
-    from dilated_attention.pattern import DilatedPattern
+interrupt.end_at_once()
+
+# ruff: noqa: E402  (torch is imported after the line above)
+from dilated_attention.backends import BackendUnavailable
+from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
+from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
+from dilated_attention.functional import (
+    attention,
+    attention_map,
+    attention_received,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    decode_attention,
+    dilated_attention,
+    explain_decode,
+    ring_attention,
+    ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
+    ring_dilated_attention,
+)
+from dilated_attention.modules import (
+    BlockSparseAttention,
+    BlockSparseDilatedAttention,
+    DilatedAttention,
+    MultiheadBlockSparseAttention,
+    MultiheadBlockSparseDilatedAttention,
+    MultiheadDilatedAttention,
+    RingAttention,
+    RingBlockSparseAttention,
+    RingBlockSparseDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadBlockSparseAttention,
+    RingMultiheadBlockSparseDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
+from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from dilated_attention.planning import plan_attention, plan_model

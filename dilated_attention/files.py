@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# errors of a file system without locks, and of one that cannot flush a folder
+# errors of a file system without locks
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 @contextlib.contextmanager
@@ -26,8 +25,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yields a new file to write, which replaces ``path`` at the end of the block.
 
     The new file has the name and suffix of ``path`` and is in a folder next to it. A reader sees the old file or the new one, never a part
-    of one, even after an exception, a kill or a crash of the machine. The new file has the mode of the old one. Anything that is not a
-    regular file (a pipe, ``/dev/stdout``) is written directly.
+    of one. The new file has the mode of the old one. Anything that is not a regular file (a pipe, ``/dev/stdout``) is written directly.
 
     Raises:
         OSError: as ``open`` does; the old file is untouched.
@@ -42,26 +40,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "may not be written", str(path))
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+        folder = tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    try:
-        new = folder / path.name
+    with folder:
+        new = Path(folder.name, path.name)
         # created for its mode, which depends on the umask
-        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        mode = stat.S_IMODE((path if path.exists() else new).stat().st_mode)
+        new.touch()
+        mode = (path if path.exists() else new).stat().st_mode
         yield new
         flush(new)
-        new.chmod(mode)
+        new.chmod(stat.S_IMODE(mode))
         new.replace(path)
-        try:
-            if os.name != "nt":
-                flush(path.parent, os.O_RDONLY)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -83,13 +73,10 @@ def _prefix(path: Path) -> str:
     return f".{path.name[:40]}.part-"
 
 
-def flush(path: Path, flags: int = os.O_RDWR) -> None:
+def flush(path: Path) -> None:
     """Returns once everything written to ``path`` is on disk."""
-    file = os.open(path, flags)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -29,9 +29,7 @@ def not_a_tensor(name: str, x: Any, expected: str) -> TypeError:
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise not_a_tensor(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")
-        check_plain(name, x)
+        _check_plain(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, sequence, heads, head_dim)")
         if x.dtype not in DTYPES:
@@ -63,9 +61,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 def check_sinks(sinks: Any, q: torch.Tensor) -> None:
     if sinks is None:
         return
-    if not isinstance(sinks, torch.Tensor):
-        raise not_a_tensor("sinks", sinks, f"a tensor with one score per head, of shape ({q.shape[2]},), or None")
-    check_plain("sinks", sinks)
+    _check_plain("sinks", sinks, f"a tensor with one score per head, of shape ({q.shape[2]},), or None")
     if tuple(sinks.shape) != (q.shape[2],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected one score per query head, ({q.shape[2]},)")
     if sinks.dtype not in (torch.float32, q.dtype):
@@ -74,8 +70,10 @@ def check_sinks(sinks: Any, q: torch.Tensor) -> None:
         raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; they must be on one device: move it with .to()")
 
 
-def check_plain(name: str, x: torch.Tensor) -> None:
-    """Checks that x is a plain strided tensor on this process; every other kind of tensor is refused with a way to fix it."""
+def _check_plain(name: str, x: Any, expected: str) -> None:
+    """Checks that x is a plain strided tensor on this process; anything else is refused with a way to fix it."""
+    if not isinstance(x, torch.Tensor):
+        raise not_a_tensor(name, x, expected)
     if x.layout is _STRIDED and not x.is_nested and not x.is_quantized and (type(x) is torch.Tensor or not _is_spread(x)):
         return
     if x.is_nested:
@@ -100,12 +98,16 @@ def _is_spread(x: torch.Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+
+
 def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, *, rotary: bool) -> int:
     """Returns the head dimension of a layer, which must be even with ``rotary``."""
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim is {embed_dim} and num_heads is {num_heads}; embed_dim must be a multiple of num_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    check_kv_heads(num_heads, num_kv_heads)
     head_dim = embed_dim // num_heads
     made = f"embed_dim is {embed_dim} and num_heads is {num_heads}, which makes head_dim {head_dim}"
     if head_dim > MAX_HEAD_DIM:
@@ -115,13 +117,15 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, *, rotary: bo
     return head_dim
 
 
-def check_counts(head_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
-    """Checks the numbers of a call that is asked about and not made, and returns them; ``num_kv_heads`` may be None for num_heads."""
-    head_dim = as_int("head_dim", head_dim, minimum=1)
+def check_counts(head_dim: Any, num_heads: Any, num_kv_heads: Any, *, most: int = MAX_LENGTH) -> tuple[int, int, int]:
+    """Checks the numbers of a call that is asked about and not made, and returns them; ``num_kv_heads`` may be None for num_heads.
+
+    ``most``: the largest head_dim; an explanation says who takes which.
+    """
+    head_dim = as_int("head_dim", head_dim, minimum=1, maximum=most)
     num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
     num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
+    check_kv_heads(num_heads, num_kv_heads)
     return head_dim, num_heads, num_kv_heads
 
 
@@ -207,9 +211,7 @@ def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
 def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
     if mask is None:
         return
-    if not isinstance(mask, torch.Tensor):
-        raise not_a_tensor("key_padding_mask", mask, "a bool tensor of shape (batch, keys), True = padding")
-    check_plain("key_padding_mask", mask)
+    _check_plain("key_padding_mask", mask, "a bool tensor of shape (batch, keys), True = padding")
     if mask.dtype is not torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
     if tuple(mask.shape) != (k.shape[0], k.shape[1]):
@@ -222,9 +224,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     """Checks shape and type only; the values are read during planning, so that a traced graph does not depend on them."""
     if cu_seqlens is None:
         return
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise not_a_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
-    check_plain("cu_seqlens", cu_seqlens)
+    _check_plain("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:

@@ -19,12 +19,11 @@ about 10⁻⁸ of the pairs of rows (by enumeration of words of 8 to 16 bits). 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from dilated_attention.fork import cached_property
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10

@@ -1,8 +1,4 @@
-"""``python -m dilated_attention``, or ``dilated-attention``: the command line.
-
-There is one module per command. Its ``add`` function creates the command's parser and sets the function to run. Only that function imports
-torch, so that help, version and usage errors come at once: modules import what needs torch inside their functions.
-"""
+"""``python -m dilated_attention``, or ``dilated-attention``: the command line, a module a command: ``add`` makes its parser."""
 
 from __future__ import annotations
 
@@ -12,20 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dilated_attention import __version__, start
+from dilated_attention import __version__, interrupt
+from dilated_attention.backends import BackendUnavailable
 from dilated_attention.cli import bench, console, evaluate, generate, info, plan, recommend, show
-from dilated_attention.cli.arguments import as_flags
-from dilated_attention.parsing import UsageError
 
-_COMMANDS = (
-    info,
-    show,
-    plan,
-    recommend,
-    bench,
-    generate,
-    evaluate,
-)
 # exit code that a shell reports for a process ended by SIGINT or SIGPIPE: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
@@ -33,12 +19,17 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code.
 
-    0: done · 1: the request cannot be carried out, with the reason on stderr · 130: interrupted · 141: the reader of a pipe has exited, as
+    0: done · 1: the machine, what is installed or a file does not allow it · 130: interrupted · 141: the reader of a pipe has exited, as
     ``head`` does. Wrong usage, including invalid values, raises ``SystemExit(2)``, as argparse does.
     """
+    interrupt.raise_again()
     console.prepare()
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        try:
+            return _run(_parser().parse_args(arguments))
+        finally:
+            # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -48,28 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
-        args = _parser().parse_args(arguments)
-        start.load()
-        from dilated_attention.backends import BackendUnavailable
-
-        try:
-            code: int = args.run(args)
-        except UsageError as error:
-            args.parser.error(as_flags(str(error)))
-        except (OSError, ModuleNotFoundError, BackendUnavailable) as error:
-            # the cause is the machine, what is installed, or a file: not the current arguments
-            if isinstance(error, BrokenPipeError):
-                raise
-            print(error, file=sys.stderr)
-            return 1
-        except ValueError as error:
-            args.parser.error(as_flags(str(error)))
-        return code
-    finally:
-        # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
-        sys.stdout.flush()
+        code: int = args.run(args)
+    except BrokenPipeError:
+        raise
+    except (OSError, ImportError, BackendUnavailable) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (ValueError, TypeError) as error:
+        args.parser.error(str(error))
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Exact long-sequence attention on PyTorch.")
     parser.add_argument("--version", action="version", version=f"dilated-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in _COMMANDS:
+    for command in (info, show, plan, recommend, bench, generate, evaluate):
         command.add(commands)
     return parser

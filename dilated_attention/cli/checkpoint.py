@@ -1,4 +1,4 @@
-"""The saved model that a command works on: its folder, device, backend and dtype, and errors of one line."""
+"""The saved model that ``generate`` and ``evaluate`` work on."""
 
 from __future__ import annotations
 
@@ -7,71 +7,62 @@ import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from dilated_attention.cli.choices import DTYPES
+import torch
+
+from dilated_attention.backends import BackendUnavailable, registry
+from dilated_attention.cli.arguments import DTYPE_NAMES, device_of
+from dilated_attention.models import LongNetLM, Vocabulary, vocabulary_of
+from dilated_attention.models.checkpoint import find_model
 from dilated_attention.parsing import UsageError
 
-if TYPE_CHECKING:
-    import torch
 
-    from dilated_attention.models import LongNetLM, Vocabulary
+class Checkpoint(NamedTuple):
+    model: LongNetLM
+    vocabulary: Vocabulary
+    folder: Path
+    device: torch.device
+    dtype: str
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Adds ``args.folder``, ``device``, ``backend`` and ``dtype``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="of save_pretrained, or of a run with checkpoint/ in it")
     parser.add_argument("--device", help="cpu, cuda or cuda:<index>; default: the GPU if there is one")
     parser.add_argument("--backend", default="auto", help="of the attention; default: auto")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU that supports it, else float32")
-
-
-def load(args: argparse.Namespace, device: torch.device) -> tuple[LongNetLM, Vocabulary]:
-    """Returns the model in eval mode and the vocabulary of its tokens; ``args.folder`` is then the model's, if it was a run's.
-
-    Raises:
-        UsageError: if there is no such backend.
-        OSError: if the folder holds no language model of bytes or bases, or files are damaged.
-    """
-    from dilated_attention.backends import registry
-    from dilated_attention.models import LongNetLM, vocabulary_of
-    from dilated_attention.models.checkpoint import find_model
-
-    try:
-        registry.check_name(args.backend)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-    args.folder = folder = find_model(args.folder)
-    try:
-        model = LongNetLM.from_pretrained(folder, device=device, backend=args.backend)
-        return model, vocabulary_of(model.config)
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise OSError(f"{folder} cannot be used: {_shortened(error)}") from error
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float32")
 
 
 @contextlib.contextmanager
-def computing(model: LongNetLM, args: argparse.Namespace, device: torch.device, *, autocast: bool) -> Iterator[str]:
-    """Computes in ``args.dtype`` and yields its name.
+def opened(args: argparse.Namespace, *, autocast: bool) -> Iterator[Checkpoint]:
+    """Loads the model of ``add_checkpoint``'s arguments and computes in their dtype.
 
     Args:
         autocast: in 16 bits, cast where torch's autocast does, as in training; else cast the weights themselves.
 
     Raises:
-        OSError: in place of errors of the model and its device, which have no traceback to show.
+        UsageError: if there is no such backend or device.
+        OSError: in place of errors of the files, the model and its device, in one line.
     """
-    import torch
-
-    from dilated_attention.backends import BackendUnavailable
-
+    registry.check_name(args.backend)
+    device = device_of(args.device)
     default = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     dtype: torch.dtype = getattr(torch, args.dtype or default)
-    is_cast = autocast and dtype.itemsize == 2 and model.output_weight.dtype != dtype
-    model.to(torch.float32 if is_cast else dtype)
+    folder = find_model(args.folder)
     try:
+        try:
+            model = LongNetLM.from_pretrained(folder, device=device, backend=args.backend)
+            vocabulary = vocabulary_of(model.config)
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise OSError(f"{folder} cannot be used: {_shortened(error)}") from error
+        is_cast = autocast and dtype.itemsize == 2 and model.output_weight.dtype != dtype
+        model.to(torch.float32 if is_cast else dtype)
         with torch.autocast(device.type, dtype) if is_cast else contextlib.nullcontext():
-            yield args.dtype or default
+            yield Checkpoint(model, vocabulary, folder, device, args.dtype or default)
+    except UsageError:
+        raise
     except (ValueError, torch.OutOfMemoryError, BackendUnavailable) as error:
-        raise error if isinstance(error, UsageError) else OSError(_shortened(error)) from error
+        raise OSError(_shortened(error)) from error
 
 
 def _shortened(error: BaseException) -> str:

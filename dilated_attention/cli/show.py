@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dilated_attention.cli.arguments import add_json, add_pattern, count, gib, pattern_from
-from dilated_attention.cli.choices import MODEL_PRESETS
-from dilated_attention.cli.console import NARROWEST, put, put_answer, put_json, width
+from dilated_attention.cli.arguments import add_json, add_pattern, count, gib, pattern_of
+from dilated_attention.cli.console import put, put_json, width
+from dilated_attention.cli.terminal import NARROWEST, drawing
+from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import UsageError, size
-
-if TYPE_CHECKING:
-    from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern.cells import cell_size, draw_cells
+from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.dilated import pairs_of_at_least
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
 # of a drawing where the output is no terminal
 _WIDTH = 100
-_PICTURED_HEADS = 8
 # limits, because every position and every head is examined
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "show", help="a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
+    text = "a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
+    things = commands.add_parser("show", help=text).add_subparsers(
+        dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:"
     )
-    shown = parser.add_subparsers(dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:")
     for kind, length, usage, text in (
         ("dilated", 64, "--segment-lengths W [W ...] --dilation-rates R [R ...]", "dilated attention, by its branches"),
         ("block_sparse", 1024, "(--window N [N] | --density PART)", "block-sparse attention, by its window or its density"),
     ):
-        parser = shown.add_parser(kind, usage=f"%(prog)s {usage} [options]", help=text)
+        parser = things.add_parser(kind, usage=f"%(prog)s {usage} [options]", help=text)
         add_pattern(parser, kind)
         parser.add_argument("--length", type=size, default=length, help=f"positions of the sequence: 65536, 64k, 1M; default: {length}")
         parser.add_argument("--heads", type=size, default=4, help="query heads; default: 4")
@@ -42,9 +43,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
         parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
         add_json(parser)
-        parser.set_defaults(run=_pattern, kind=kind, parser=parser)
+        parser.set_defaults(run=_pattern, parser=parser)
     for preset in MODEL_PRESETS:
-        model = shown.add_parser(preset, help="a model")
+        model = things.add_parser(preset, help="a model")
         model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
         text = "of the device that it must fit in; default: this machine's GPU, or its RAM"
         model.add_argument("--memory", type=gib, metavar="GIB", help=text)
@@ -53,45 +54,42 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _model(args: argparse.Namespace) -> int:
-    from dilated_attention.factory import create_model
-
     summary = create_model(args.what, device="meta").summary(tuple(args.positions) if args.positions else None, memory=args.memory)
-    put_answer(args, summary.as_dict(), summary)
+    if args.json:
+        put_json(summary.as_dict())
+    else:
+        put(summary)
     return 0
 
 
 def _pattern(args: argparse.Namespace) -> int:
-    from dilated_attention.cli.terminal import drawing
-    from dilated_attention.pattern.checks import as_int
-
     as_int("--length", args.length, maximum=_MOST_LENGTH)
     as_int("--heads", args.heads, maximum=_MOST_HEADS)
-    pattern = pattern_from(args, args.kind)
     heads = tuple(range(args.heads)) if args.head is None else tuple(args.head)
     if any(head >= args.heads for head in heads):
         raise UsageError(f"--head is {' '.join(map(str, heads))}; expected heads below --heads, which is {args.heads}")
-    if args.width is not None and args.width < NARROWEST:
-        raise UsageError(f"--width is {args.width}; expected at least {NARROWEST} characters")
+    if args.width is not None:
+        as_int("--width", args.width, minimum=NARROWEST)
+    if args.image is not None and (args.head is not None or args.width is not None):
+        raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them or --image")
+    pattern = pattern_of(args, args.what)
+    assert pattern is not None
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if args.image is not None:
-        if args.head is not None or args.width is not None:
-            raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them or --image")
-        try:
-            _write_picture(pattern, args)
-        except ImportError as error:
-            print(error, file=sys.stderr)
-            return 1
+        cell = 1 if args.length <= _PIXELS else cell_size(pattern, args.length, _PIXELS)
+        draw = pattern.show if cell == 1 else functools.partial(draw_cells, pattern, cell=cell)
+        draw(args.length, args.heads, is_causal=args.causal, path=str(args.image))
+        told["image"] = str(args.image)
     if args.json:
-        put_json(told | ({} if args.image is None else {"image": str(args.image)}))
+        put_json(told)
         return 0
     if args.image is None:
         columns = args.width or width() or _WIDTH
-        lines = drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=columns)
-        put("\n".join(lines), wrap=args.width is None)
+        put(
+            "\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=columns)), wrap=args.width is None
+        )
         put("")
-    put("\n".join(_lines(told)))
-    if args.image is not None:
-        put(f"picture written to {args.image}")
+    put(_text(told))
     return 0
 
 
@@ -101,39 +99,27 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
     Pairs are counted over all heads. ``density`` and ``coverage`` are relative to dense attention with the same causality;
     ``keys_per_query`` is the mean over heads and queries.
     """
-    from dilated_attention.pattern import DilatedPattern
-    from dilated_attention.pattern.dilated import pairs_of_at_least
-
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads
     dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
     told: dict[str, Any] = {
-        "pattern": repr(pattern),
-        "positions": num_positions,
-        "heads": num_heads,
-        "causal": is_causal,
-        "pairs": pairs,
-        "dense_pairs": dense,
-        "density": pairs / dense,
-        "keys_per_query": pairs / rows,
-    }
+        "pattern": repr(pattern), "positions": num_positions, "heads": num_heads, "causal": is_causal, "pairs": pairs,
+        "dense_pairs": dense, "density": pairs / dense, "keys_per_query": pairs / rows,
+    }  # fmt: skip
     if isinstance(pattern, DilatedPattern):
-        distinct, *more = pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)
-        several = more[0] if more else 0
+        distinct, *several = pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)
         branch_pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
         told |= {
-            "distinct_pairs": distinct,
-            "coverage": distinct / dense,
-            "pairs_of_several_branches": several,
+            "distinct_pairs": distinct, "coverage": distinct / dense, "pairs_of_several_branches": several[0] if several else 0,
             "branches": [
                 {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
                 for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)
             ],
-        }
+        }  # fmt: skip
     return told
 
 
-def _lines(told: dict[str, Any]) -> list[str]:
+def _text(told: dict[str, Any]) -> str:
     heads = f"{told['heads']} head{'s' if told['heads'] > 1 else ''}"
     dense = "causal attention" if told["causal"] else "dense attention"
     lines = [
@@ -151,20 +137,6 @@ def _lines(told: dict[str, Any]) -> list[str]:
             f"{row['keys_per_query']:,.1f} keys per query and head"
             for row in told["branches"]
         ]
-    return lines
-
-
-def _write_picture(pattern: DilatedPattern | BlockPattern, args: argparse.Namespace) -> None:
-    from dilated_attention.pattern.cells import cell_size, draw_cells
-
-    if args.image.suffix.lower() != ".png":
-        raise UsageError(f"--image is {args.image}; expected a file that ends in .png")
-    if not args.image.parent.is_dir():
-        raise UsageError(f"--image is {args.image}; expected a file in a folder that exists: make {args.image.parent} first")
-    if args.heads > _PICTURED_HEADS:
-        raise UsageError(f"--heads is {args.heads}; a picture has at most {_PICTURED_HEADS} panels: give fewer heads")
-    path = str(args.image)
-    if args.length <= _PIXELS:
-        pattern.show(args.length, args.heads, is_causal=args.causal, path=path)
-        return
-    draw_cells(pattern, args.length, args.heads, cell_size(pattern, args.length, _PIXELS), is_causal=args.causal, path=path)
+    if "image" in told:
+        lines.append(f"picture written to {told['image']}")
+    return "\n".join(lines)

@@ -12,8 +12,8 @@ _SHADES = ("·█", "·█", "·▒█", "·░▒█", "·░▒▓█")
 # lower limits of a cell's mean multiplicity for each shade but the first
 _LEVELS = (1e-30, 1 / 8, 1 / 2, 1.0)
 _BETWEEN = "   "
-# a panel of fewer columns shows nothing useful
-_NARROWEST, _WIDEST = 16, 128
+# characters of a line, and of a panel: one of fewer columns shows nothing useful
+NARROWEST, _NARROW_PANEL, _WIDE_PANEL = 24, 16, 128
 
 
 def drawing(
@@ -25,52 +25,48 @@ def drawing(
 
     Args:
         heads: those to draw, of ``num_heads``.
-        width: of the terminal, in characters; at least 24.
+        width: of the terminal, in characters; at least ``NARROWEST``, or what a panel needs.
     """
     margin = len(f"{num_positions - 1} ")
-    cell = cell_size(pattern, num_positions, min(_WIDEST, max(_NARROWEST, width - margin)))
+    cell = cell_size(pattern, num_positions, min(_WIDE_PANEL, max(_NARROW_PANEL, width - margin)))
     pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
     highest = int(pairs.max()) if pairs.numel() else 0
+    shades = _SHADES[-1 if cell > 1 else min(highest, len(_SHADES) - 1)]
     if cell == 1:
-        shades = _SHADES[min(highest, len(_SHADES) - 1)]
         levels = pairs.clamp(max=len(shades) - 1)
     else:
-        shades = _SHADES[-1]
         levels = torch.bucketize(pairs / cell_sizes(num_positions, cell), torch.tensor(_LEVELS), right=True)
-    panels: dict[bytes, list[int]] = {}
+    alike: dict[bytes, list[int]] = {}
     for head in heads:
-        panels.setdefault(pairs[head].numpy().tobytes(), []).append(head)
-    across, gap = pairs.shape[-1], " " * margin
+        alike.setdefault(pairs[head].numpy().tobytes(), []).append(head)
+    across, last = pairs.shape[-1], str(num_positions - 1)
+    room = across - 1 - len(last)
+    axis = f"0{'keys'.center(room) if room > 5 else ' ' * room}{last}"[:across]
+    panels = [
+        [f"head {', '.join(map(str, same))}"[:across].ljust(across), axis]
+        + ["".join(shades[level] for level in row) for row in levels[same[0]].tolist()]
+        for same in alike.values()
+    ]
+    # the query's position, on every eighth line
+    labels = ["", "", *(f"{i * cell} " if i % 8 == 0 else "" for i in range(across))]
     per_row = max(1, (width - margin + len(_BETWEEN)) // (across + len(_BETWEEN)))
-    alike = list(panels.values())
     lines = []
-    for first in range(0, len(alike), per_row):
-        row = alike[first : first + per_row]
-        titles = [f"head {', '.join(map(str, found))}"[:across].ljust(across) for found in row]
-        lines += [gap + _BETWEEN.join(line).rstrip() for line in (titles, [_axis(across, num_positions)] * len(row))]
-        for i in range(across):
-            # the query's position, on every eighth line
-            label = f"{i * cell} ".rjust(margin) if i % 8 == 0 else gap
-            lines.append(label + _BETWEEN.join("".join(shades[m] for m in levels[found[0], i].tolist()) for found in row))
-        lines.append("")
+    for start in range(0, len(panels), per_row):
+        rows = zip(labels, *panels[start : start + per_row], strict=True)
+        lines += [*((label.rjust(margin) + _BETWEEN.join(row)).rstrip() for label, *row in rows), ""]
     return [*lines, *_legend(shades, highest, cell, isinstance(pattern, BlockPattern))]
-
-
-def _axis(across: int, num_positions: int) -> str:
-    last, name = str(num_positions - 1), "keys"
-    if across < len(last) + len(name) + 4:
-        return "0".ljust(across - len(last)) + last if across > len(last) + 1 else "0".ljust(across)
-    return "0" + name.center(across - 1 - len(last)) + last
 
 
 def _legend(shades: str, highest: int, cell: int, is_kept: bool) -> list[str]:
     """``is_kept``: a pair is either kept or not, so there is no multiplicity to explain."""
+    axes = "rows are queries, columns keys;"
     if cell > 1:
-        several = "" if is_kept else ", each as often as branches reach it"
+        several, most = ("", "all") if is_kept else (", each as often as branches reach it", "1 or more")
         return [
-            f"rows are queries, columns keys; a character stands for {cell:,} × {cell:,} positions",
-            f"part of its pairs{several}: · none  ░ below 1/8  ▒ below 1/2  ▓ below 1  █ {'all' if is_kept else '1 or more'}",
+            f"{axes} a character stands for {cell:,} × {cell:,} positions",
+            f"part of its pairs{several}: · none  ░ below 1/8  ▒ below 1/2  ▓ below 1  █ {most}",
         ]
+    if is_kept:
+        return [f"{axes} {shades[0]} dropped  {shades[1]} kept"]
     named = "  ".join(f"{shade} {m}" for m, shade in enumerate(shades)) + (" or more" if highest >= len(shades) else "")
-    named = f"{shades[0]} dropped  {shades[1]} kept" if is_kept else f"branches that reach the pair: {named}"
-    return [f"rows are queries, columns keys; {named}"]
+    return [f"{axes} branches that reach the pair: {named}"]

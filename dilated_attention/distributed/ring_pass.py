@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.fork import cached_property
 
 # what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
 MOST_KNOWN = 8

@@ -66,19 +66,17 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def as_int_tuple(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        # numpy and torch vectors are not a Sequence, but users compute lengths with them
-        if isinstance(values, str) or not hasattr(values, "tolist") or getattr(values, "ndim", 1) != 1:
-            raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
+    # numpy and torch vectors are not a Sequence, but users compute lengths with them
+    if hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         values = values.tolist()
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
     return tuple(as_int(f"{name}[{i}]", value, maximum=None) for i, value in enumerate(values))
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
+    expected = f"expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}"
     if not isinstance(value, str):
-        raise TypeError(
-            f"{name} is {shown(value)} ({type(value).__name__}); expected one of "
-            f"{', '.join(map(repr, allowed))}{' ' + also if also else ''}"
-        )
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); {expected}")
     if value not in allowed:
-        raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, allowed))}{' ' + also if also else ''}")
+        raise ValueError(f"{name} is {shown(value)}; {expected}")

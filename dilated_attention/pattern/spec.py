@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.files import parse_json
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern.base import Pattern
 
 OBJECT = "object:"
@@ -57,7 +56,7 @@ class SpecPattern(Pattern):
         spec: str = self.__dict__["_spec"]
         return spec
 
-    @cached_property
+    @functools.cached_property
     def lives_here(self) -> bool:
         """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
         return OBJECT in self.spec()

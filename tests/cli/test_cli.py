@@ -26,10 +26,10 @@ def test_info_answers_for_other_machines(machine: str, capsys: pytest.CaptureFix
 
 
 def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--for", "hopper", "--head-dim", "300"]) == 1
+    assert main(["info", "--for", "hopper", "--precision", "fp8", "--dtype", "float32"]) == 1
     captured = capsys.readouterr()
     assert "no backend can compute" in captured.err
-    assert "head_dim is at most 256, not 300" in captured.out
+    assert "takes bfloat16, float16, not float32" in captured.out
 
 
 def test_wrong_usage_exits_with_2() -> None:
@@ -37,6 +37,14 @@ def test_wrong_usage_exits_with_2() -> None:
     assert result.returncode == 2
     assert "invalid choice" in result.stderr
     assert result.stdout == ""
+
+
+def test_errors_of_functions_are_shown_as_they_are_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["info", "--for", "cpu", "--heads", "8", "--kv-heads", "3"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "error: num_kv_heads is 3; expected a divisor of num_heads = 8" in captured.err
 
 
 def test_bench_says_where_measuring_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +69,7 @@ def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as caught:
         main(["info", "--for", "hopper", "--block-masks", "bits"])
     assert caught.value.code == 2
-    assert "give --block-size 128" in capsys.readouterr().err
+    assert "give block_size=128" in capsys.readouterr().err
 
 
 def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:

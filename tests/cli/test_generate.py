@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention.cli import generate, main
+from dilated_attention.cli import main
 from dilated_attention.models import BASES, BYTES, kmers
 from tests.cli.checkpoints import saved
 
@@ -74,10 +74,12 @@ def test_characters_are_written_when_they_are_whole(monkeypatch: pytest.MonkeyPa
     assert out.buffer.getvalue().decode() == "aé→b\ufffdc\ufffd"  # type: ignore[attr-defined]
 
 
-def test_output_that_cannot_hold_a_character_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_cannot_hold_a_character_replaces_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved("bytes", tmp_path / "model")
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    generate._write("a→b")
+    monkeypatch.setattr("dilated_attention.models.generate_stream", lambda *_, **__: (torch.tensor([[byte]]) for byte in "a→b".encode()))
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "x", "--device", "cpu"]) == 0
     assert out.buffer.getvalue() == b"a?b"  # type: ignore[attr-defined]
 
 
@@ -95,22 +97,22 @@ def test_runs_without_a_seed_differ(tmp_path: Path, capsys: Capture) -> None:
     [
         ("words", ["--prompt", "x"], 1, "vocab_size is 300; expected 256 (bytes) or 5 (bases A, C, G, T, N)"),
         ("masked bytes", ["--prompt", "x"], 1, "config.is_causal is False"),
-        ("bytes", ["--prompt", ""], 2, "--prompt is empty"),
+        ("bytes", ["--prompt", ""], 2, "the prompt is empty"),
         ("bases", ["--prompt", " \n"], 1, "the prompt has no bases"),
-        ("bytes", ["--prompt-file", "none"], 1, "--prompt-file none does not exist; expected a file"),
-        ("bytes", ["--prompt-file", "."], 1, "--prompt-file . is a folder"),
-        ("bytes", ["--prompt-file", "empty"], 2, "--prompt-file empty is empty"),
+        ("bytes", ["--prompt-file", "none"], 1, "No such file or directory: 'none'"),
+        ("bytes", ["--prompt-file", "."], 1, "Is a directory: '.'"),
+        ("bytes", ["--prompt-file", "empty"], 2, "the prompt is empty"),
         ("bases", ["--prompt-file", "two.fa"], 1, "--prompt-file two.fa holds 2 records; expected one"),
         ("bytes", [], 2, "one of the arguments --prompt --prompt-file is required"),
         ("bytes", ["--prompt", "x", "--prompt-file", "y"], 2, "not allowed with argument --prompt"),
-        ("bytes", ["--prompt", "x", "--temperature", "-1"], 2, "--temperature is -1.0; expected a number from 0, for the likeliest token"),
-        ("bytes", ["--prompt", "x", "--top-p", "2"], 2, "--top-p is 2.0; expected a number in (0, 1]"),
+        ("bytes", ["--prompt", "x", "--temperature", "-1"], 2, "temperature is -1.0; expected a number from 0"),
+        ("bytes", ["--prompt", "x", "--top-p", "2"], 2, "top_p is 2.0; expected a number in (0, 1]"),
         ("bytes", ["--prompt", "x", "--top-k", "0"], 2, "argument --top-k: '0' is not a size"),
         ("bytes", ["--prompt", "x", "--max-new-tokens", "0"], 2, "argument --max-new-tokens: '0' is not a size"),
-        ("bytes", ["--prompt", "x", "--stop", ""], 2, "--stop is empty"),
+        ("bytes", ["--prompt", "x", "--stop", ""], 2, "--stop has no bytes"),
         ("bases", ["--prompt", "A", "--stop", " "], 2, "--stop has no bases"),
         ("bytes", ["--prompt", "x", "--device", "gpu"], 2, "--device is 'gpu', which torch cannot use here"),
-        ("bytes", ["--prompt", "x", "--backend", "flash9"], 2, "--backend is 'flash9'; expected one of auto"),
+        ("bytes", ["--prompt", "x", "--backend", "flash9"], 2, "backend is 'flash9'; expected one of auto"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 
 from dilated_attention import factory
-from dilated_attention.cli import info, main
+from dilated_attention.cli import main
 from dilated_attention.factory import EXAMPLES, explain_backend
 
 HOPPER = EXAMPLES["hopper"]
@@ -25,19 +24,18 @@ def test_on_a_cpu_the_gpu_backends_are_one_line(capsys: pytest.CaptureFixture[st
     explanation = explain_backend(hardware=EXAMPLES["cpu"])
     verdict, faster, empty, *rest = text.splitlines()
     assert "with gradients: forward and backward run on sdpa_cpu, the first that can by " in verdict
-    refused = [line for mark, _, line in explanation.lines() if mark == "✗"]
-    assert faster.startswith(f"faster: a CUDA GPU, which {len(refused)} of the others need")
+    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
+    assert faster == "faster: a CUDA GPU; info --for hopper shows what runs there."
     assert empty == ""
     usable = [line for mark, _, line in explanation.lines() if mark != "✗"]
     assert rest[: len(usable)] == usable
-    assert rest[len(usable)] == f"{len(refused)} others cannot: {len(refused)} need a CUDA GPU; --all shows every reason."
+    assert rest[len(usable)] == f"cannot: {', '.join(refused)}; --all shows every reason."
     assert "✗" not in text and "not installed" not in text
 
 
 def test_all_prints_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--for", "cpu", "--all")
     assert str(explain_backend(hardware=EXAMPLES["cpu"])) in text
-    assert "flash-attn-4 not installed" in text
 
 
 def test_json_does_not_depend_on_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +51,6 @@ def test_packages_that_would_be_preferred_are_named(capsys: pytest.CaptureFixtur
     assert "forward and backward run on sdpa_cudnn, the first that can by the shipped table." in text
     (faster,) = [line for line in text.splitlines() if line.startswith("faster")]
     assert faster == 'faster by the shipped table: flash4; flash-attn-4 is not installed: pip install --pre "flash-attn-4[cu13]"'
-    assert "are not installed" in text
     monkeypatch.setattr(factory, "detect", lambda device=None: HOPPER)
     assert "faster" not in printed(capsys)
 
@@ -61,13 +58,4 @@ def test_packages_that_would_be_preferred_are_named(capsys: pytest.CaptureFixtur
 def test_what_only_one_pass_can_do_is_usable(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--for", "hopper", "--block-size", "64", "--head-dim", "128")
     assert "  → flash4          forward only: its backward with head_dim 128 takes blocks of 64x128 or 128x128, not 64x64" in text
-    assert "1 runs on a CPU only" in text and "compute no block-sparse attention" in text
-
-
-@pytest.mark.parametrize("machine", sorted(EXAMPLES))
-def test_every_other_backend_is_counted_once(machine: str) -> None:
-    explanation = explain_backend(hardware=EXAMPLES[machine], deterministic=True)
-    number = sum(mark == "✗" for mark, _, _ in explanation.lines())
-    (line,) = [line for line in info._usable(explanation) if "cannot: " in line]
-    counts = re.findall(r"(?:cannot: |, )(\d+) ", line)
-    assert line.startswith(f"{number} other") and sum(map(int, counts)) == number, line
+    assert "sdpa_cpu" in text.partition("\ncannot: ")[2]

@@ -149,23 +149,22 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dilated", "--segment-lengths", "16"], "dilated needs --dilation-rates"),
+        (["dilated", "--segment-lengths", "16"], "a dilated pattern needs --segment-lengths and --dilation-rates"),
         (["dilated", "--segment-lengths", "16", "--dilation-rates", "32"], "use a rate ≤ 16"),
         (["dilated", "--window", "16"], "unrecognized arguments"),
         ([*DILATED[1:], "--head-offsets", "0,x"], "expected cyclic, blocked, zero, or for each branch one offset per head"),
-        ([*DILATED[1:], "--head-offsets", "sideways"], "--head-offsets is 'sideways'"),
+        ([*DILATED[1:], "--head-offsets", "sideways"], "head_offsets is 'sideways'"),
         ([*DILATED[1:], "--heads", "2", "--head", "2"], "expected heads below --heads, which is 2"),
-        ([*DILATED[1:], "--width", "8"], "expected at least 24 characters"),
+        ([*DILATED[1:], "--width", "8"], "--width is 8; expected an integer ≥ 24"),
         ([*DILATED[1:], "--length", "0"], "'0' is not a size"),
-        ([*DILATED[1:], "--image", "x.jpg"], "ends in .png"),
-        ([*DILATED[1:], "--image", "nowhere/x.png"], "make nowhere first"),
+        ([*DILATED[1:], "--image", "x.data"], "Format 'data' is not supported"),
         (["longnet-tiny", "--memory", "-5"], "'-5' is not a memory size"),
         ([*DILATED[1:], "--image", "x.png", "--head", "0"], "--head and --width are for the drawing in the terminal"),
-        ([*DILATED[1:], "--image", "x.png", "--heads", "12"], "at most 8 panels"),
-        (["block_sparse"], "block_sparse needs --window or --density"),
-        (["block_sparse", "--window", "1", "--density", "0.5"], "--density and --window are given"),
-        (["block_sparse", "--density-kind", "local"], "--density-kind is given without --density"),
-        (["block_sparse", "--window", "1", "2", "3"], "--window has 3 values"),
+        (["block_sparse"], "a block-sparse pattern needs either --window or --density"),
+        (["block_sparse", "--window", "1", "--density", "0.5"], "needs either --window or --density"),
+        (["block_sparse", "--density", "0.5", "--global-tokens", "8"], "--density and --global-tokens are given"),
+        (["block_sparse", "--window", "1", "--density-kind", "local"], "--density-kind is given without --density"),
+        (["block_sparse", "--window", "1", "2", "3"], "window is (1, 2, 3); expected"),
         (["block_sparse", "--window", "1", "--seed", "1"], "nothing is drawn"),
         (["longnet-tiny", "--length", "64"], "unrecognized arguments"),
     ],
@@ -213,6 +212,13 @@ def test_a_picture_without_matplotlib_names_the_extra(
         captured = capsys.readouterr()
         assert captured.out == "" and 'pip install "dilated-attention[plot]"' in captured.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_in_a_folder_that_is_not_there_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*DILATED, "--image", "nowhere/x.png"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "nowhere/x.png" in captured.err
 
 
 def test_a_cpu_trains_in_float32(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

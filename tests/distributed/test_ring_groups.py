@@ -1,9 +1,14 @@
-"""Rings on many groups at once: first uses from threads at the same time leave torch as it was, and results exact."""
+"""Rings on many groups at once: first uses from threads leave torch as it was, and results exact; a forked child is refused."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +163,57 @@ def test_two_groups_in_turn_and_anew() -> None:
         pool.run(two_groups)
     finally:
         pool.close()
+
+
+_GROUP = """
+import os, sys, time
+import torch, torch.distributed as dist
+import dilated_attention
+from dilated_attention.distributed import RingError
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+q = torch.randn(1, 8, 2, 8)
+codes = []
+# a group that no call has met yet, then the same after one has
+for met in ("new", "met"):
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dilated_attention.ring_attention(q, q, q, timeout=20.0)
+        except RingError as error:
+            print(met, error)
+            ok = "forked" in str(error) and "spawn" in str(error) and time.monotonic() - began < 15
+            sys.stdout.flush()
+            os._exit(0 if ok else 3)
+        except BaseException as error:
+            print(met, type(error), error, flush=True)
+        os._exit(4)
+    codes.append(os.waitpid(pid, 0)[1])
+    # the parents' own group works as before
+    dilated_attention.ring_attention(q, q, q, timeout=20.0)
+dist.destroy_process_group()
+sys.exit(1 if any(codes) else 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_group_of_the_parent_is_refused_in_the_child_at_once(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _GROUP, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        found = [(process.communicate(timeout=90)[0], process.returncode) for process in ranks]
+    except subprocess.TimeoutExpired:
+        for process in ranks:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        pytest.fail("a child of a rank does not end")
+    assert [code for _, code in found] == [0, 0], found

@@ -37,17 +37,16 @@ KNOWN_PAIRS = {
     "engine.oom engine.ops",
 }
 
-# what each part of the package may import; files, fork, parsing, start and validation are single modules
+# what each part of the package may import; files, interrupt, parsing and validation are single modules
 BELOW: dict[str, set[str]] = {
     "files": set(),
-    "fork": set(),
     "parsing": set(),
-    "start": set(),
-    "pattern": {"files", "fork", "parsing"},
+    "interrupt": set(),
+    "pattern": {"files", "parsing"},
     "validation": {"pattern"},
-    "backends": {"files", "fork", "pattern"},
-    "engine": {"fork", "pattern", "backends"},
-    "distributed": {"fork", "pattern", "validation", "backends", "engine"},
+    "backends": {"files", "pattern"},
+    "engine": {"pattern", "backends"},
+    "distributed": {"pattern", "validation", "backends", "engine"},
     "functional": {"pattern", "validation", "backends", "engine", "distributed"},
     "modules": {"pattern", "validation", "backends", "engine", "distributed", "functional"},
     "models": {"files", "pattern", "validation", "backends", "engine", "distributed", "functional", "modules"},

@@ -72,14 +72,13 @@ import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "tqdm", "transformers")))
 from dilated_attention import create_model
 from dilated_attention.cli import main
-bench = ["bench", "extreme", "--kinds", "dilated", "--passes", "forward", "--lengths", "64", "--output", {str(tmp_path)!r}]
 for arguments in (
     ["info"],
     ["show", "longnet-tiny"],
     ["show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32"],
     ["plan", "dense", "--length", "1k"],
     ["recommend", "encoder", "--length", "64k"],
-    bench,
+    ["bench"],
 ):
     assert main(arguments) == 0, arguments
 model = create_model("longnet-tiny")
@@ -88,7 +87,7 @@ type(model).from_pretrained({str(tmp_path / "model")!r})
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    assert "longest sequence" in result.stdout
+    assert "python -m benchmarks" in result.stdout
 
 
 def test_the_description_has_no_link_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,7 +377,7 @@ def test_planned_peaks_of_blocks_on_a_cpu_are_those_of_their_tensors(
     [
         ("flash", {}, "kind is 'flash'; expected"),
         ("dense", {"num_positions": 0}, "num_positions is 0"),
-        ("dense", {"head_dim": 512}, "head_dim is 512; expected at most 256"),
+        ("dense", {"head_dim": 512}, "head_dim is 512; expected an integer ≤ 256"),
         ("dense", {"num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor"),
         ("dense", {"world_size": 2}, "world_size is 2 and kind is 'dense'"),
         ("dense", {"pattern": LocalWindow(4)}, "kind is 'dense', which is dense"),

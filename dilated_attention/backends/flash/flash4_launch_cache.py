@@ -21,24 +21,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention.fork import ForkSafeLock
-
 _MOST_RECORDINGS = 2048
 # the interface's functions whose caches are being watched, with their original caches
 _replaced: list[tuple[Any, Any]] = []
 
 
 def _put_back(all_but: int = 0) -> None:
-    """Restores the original caches, except those of the first ``all_but`` functions.
-
-    A child process that was forked while another thread recorded restores all of them.
-    """
+    """Restores the original caches, except those of the first ``all_but`` functions."""
     while len(_replaced) > all_but:
         owner, cache = _replaced.pop()
         owner.compile_cache = cache
 
 
-_lock = ForkSafeLock(_put_back)
+_lock = threading.RLock()
 
 
 @dataclass(frozen=True)

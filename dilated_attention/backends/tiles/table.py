@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern.blocks.base import expand
 
 Range = tuple[int, int]
@@ -49,11 +48,11 @@ class Walk:
     def num_branches(self) -> int:
         return len(self.branches)
 
-    @cached_property
+    @functools.cached_property
     def document_starts(self) -> Tensor:
         return torch.tensor([start for start, _ in self.documents])
 
-    @cached_property
+    @functools.cached_property
     def document_ends(self) -> Tensor:
         return torch.tensor([end for _, end in self.documents])
 

@@ -8,6 +8,7 @@ store; then all ranks post their last calls, look for the first one that differs
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.comm.session import Session, names, store_call, until
 from dilated_attention.distributed.comm.watchdog import COLLECT, Watched, watch_calls
-from dilated_attention.fork import ForkSafeLock
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +46,7 @@ class Comparison:
         # the number of calls up to which all ranks are known to have made the same, and no more
         self._equal = 0
         self._lost = False
-        self._lock = ForkSafeLock()
+        self._lock = threading.RLock()
         store_call(session, lambda: session.store.set(self._keys[session.rank], "0 0"))
         # a connection of its own, because the calling thread may be waiting inside the other; made now, while the server answers
         clone: Any = getattr(session.store, "clone", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import uuid
 import weakref
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from dilated_attention.distributed.comm.call_order import CallForm, CallOrder
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.errors import RingError, first_line
-from dilated_attention.fork import in_child
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -118,7 +118,9 @@ def _leave_parents_groups() -> None:
         _parents_store = dist.distributed_c10d._get_default_store()
 
 
-in_child(_leave_parents_groups)
+# Windows has no fork
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
 def session_of(members: Members, timeout: float) -> Session:

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dilated_attention.distributed.errors import RingError
-from dilated_attention.fork import ForkSafeLock, in_child
 
 POLL = 0.5
 COLLECT = 2.0
@@ -187,7 +186,7 @@ class Monitor:
     def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
         self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = ForkSafeLock()
+        self._lock = threading.RLock()
         self._leave, self._clock, self._grace = leave, clock, grace
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -348,4 +347,6 @@ def _forget() -> None:
     _monitor = Monitor()
 
 
-in_child(_forget)
+# Windows has no fork
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -22,7 +22,6 @@ from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern import DilatedPattern
 
 # the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted
@@ -60,7 +59,7 @@ class RingSetup:
     query_rows: SparseRows | None = None
     digest: str = ""
 
-    @cached_property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether this rank exchanges nothing and all its keys are read where they are."""
         return self.home is None and len(self.steps) == 1 and self.steps[0].in_place and not self.steps[0].sends

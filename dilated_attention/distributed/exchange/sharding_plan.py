@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dilated_attention.distributed.sharding.layout import Span, joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.fork import cached_property
 
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
 
@@ -30,7 +29,7 @@ class ShardingPlan:
     inner: int
     exchange: str
 
-    @cached_property
+    @functools.cached_property
     def stays(self) -> bool:
         """Whether no rows or heads move between ranks before and after the computation."""
         return self.given == self.used

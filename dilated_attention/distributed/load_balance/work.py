@@ -25,7 +25,6 @@ import torch
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
 from dilated_attention.distributed.exchange.plan import RingProblem, keys_beyond
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.base import Entries
 
@@ -127,12 +126,12 @@ class _Branch:
     rate: int
     below: torch.Tensor
 
-    @cached_property
+    @functools.cached_property
     def causal_pairs(self) -> float:
         """Returns the causal pairs of a whole segment, summed over heads."""
         return float(self.causal(torch.tensor(self.length)))
 
-    @cached_property
+    @functools.cached_property
     def pairs(self) -> float:
         """Returns the pairs of a whole segment, summed over heads."""
         return float(self.product(torch.tensor(self.length), torch.tensor(self.length)))

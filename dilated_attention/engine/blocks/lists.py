@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import replace
@@ -9,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.fork import ForkSafeLock
 from dilated_attention.pattern.blocks.base import BlockPattern, expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
@@ -19,15 +19,7 @@ MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
-
-
-def _forget() -> None:
-    """Resets the cache in a forked child, since another thread may have been changing it at the time of the fork."""
-    global _cache
-    _cache = OrderedDict()
-
-
-_lock = ForkSafeLock(_forget)
+_lock = threading.Lock()
 
 
 def block_lists(

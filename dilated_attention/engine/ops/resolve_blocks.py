@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.oom.requirement import blocks_requirement
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, record_of, with_masks
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.fork import cached_property
 from dilated_attention.pattern import pattern_from_spec
 
 

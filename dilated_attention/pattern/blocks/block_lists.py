@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-from dilated_attention.fork import cached_property
 
 T = TypeVar("T")
 WORD = 32

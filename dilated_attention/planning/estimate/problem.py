@@ -13,7 +13,7 @@ from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.estimate.gpus import Gpu, machine_of
-from dilated_attention.validation import MAX_HEAD_DIM, check_bool
+from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_counts
 
 # a kind, and which kind of attention each process computes
 KINDS = {name: name for name in ("dense", "dilated", "block_sparse")}
@@ -112,17 +112,12 @@ def make_problem(
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "num_heads": num_heads, "batch_size": batch_size, "world_size": world_size}
     checked = {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
-    checked["head_dim"] = as_int("head_dim", head_dim, minimum=1)
-    if checked["head_dim"] > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; expected at most {MAX_HEAD_DIM}: use more heads of a smaller dimension")
-    kv_heads = checked["num_heads"] if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)
+    checked["head_dim"], _, kv_heads = check_counts(head_dim, num_heads, num_kv_heads, most=MAX_HEAD_DIM)
     if math.prod(checked.values()) // checked["world_size"] > MOST_ELEMENTS:
         raise ValueError(
             f"batch_size × num_positions × num_heads × head_dim is {checked['batch_size']:,} × {checked['num_positions']:,} × "
             f"{checked['num_heads']:,} × {checked['head_dim']}; expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
         )
-    if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; expected a divisor of num_heads = {num_heads}")
     for name, flag in (("is_causal", is_causal), ("training", training)):
         check_bool(name, flag)
     if kind not in RINGS and world_size != 1:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.fork import cached_property
 
 # more runs than this are sent as units
 MOST_RUNS = 8
