@@ -153,8 +153,8 @@ def checked_settings(
         blocks.check_batch(q.shape[0])
     if sharding:
         check.check_rows(q, k)
-    if branches is not None:
-        branches = checked_branches((*branches, options.head_offsets, options.branch_heads, options.tail), q.shape[2])
+    of_branches = options.head_offsets, options.branch_heads, options.tail
+    plain = None if branches is None else checked_branches((*branches, *of_branches), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
@@ -172,7 +172,7 @@ def checked_settings(
         )
     registry.check_name(options.backend)
     return CallSettings(
-        branches=branches,
+        branches=plain,
         blocks="" if blocks is None else blocks.spec(),
         window=options.window,
         is_causal=options.is_causal,

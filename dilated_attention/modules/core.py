@@ -75,7 +75,7 @@ class Attention(nn.Module):
             # as the pattern has made them, plain integers
             self._shape = {key: getattr(self._pattern, key) for key in names}
         if blocks:
-            self._blocks = _chosen_pattern(*blocks, given)
+            self._blocks = _chosen_pattern(blocks[0], given)
             self._shape["pattern"] = self._blocks
         one_of("mixture_grad", extra.get("mixture_grad", "exact"), ("exact", "detached"))
         one_of("precision", extra.get("precision", "native"), PRECISIONS)
