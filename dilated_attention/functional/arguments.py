@@ -58,6 +58,12 @@ def attend(
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
+    if op is not None:
+        if isinstance(fixed["layout"], Layout):
+            fixed["layout"] = fixed["layout"].name
+        if fixed["exchange"] == "2d" and fixed["ranks_per_node"] is None:
+            # of the launcher
+            fixed["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
     key, known = None, None
     has_masks = padding is not None or cu_seqlens is not None or sinks is not None
     eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None]] if has_masks else [q, k, v])
@@ -153,8 +159,8 @@ def checked_settings(
         blocks.check_batch(q.shape[0])
     if sharding:
         check.check_rows(q, k)
-    if branches is not None:
-        branches = checked_branches((*branches, options.head_offsets, options.branch_heads, options.tail), q.shape[2])
+    of_branches = options.head_offsets, options.branch_heads, options.tail
+    plain = None if branches is None else checked_branches((*branches, *of_branches), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
@@ -172,7 +178,7 @@ def checked_settings(
         )
     registry.check_name(options.backend)
     return CallSettings(
-        branches=branches,
+        branches=plain,
         blocks="" if blocks is None else blocks.spec(),
         window=options.window,
         is_causal=options.is_causal,
@@ -190,13 +196,6 @@ def checked_settings(
         query_offset=query_offset,
         seq_len=seq_len,
     )
-
-
-def layout_and_ranks(layout: Any, exchange: Any, ranks_per_node: Any) -> dict[str, Any]:
-    """Returns the options of a call with the layout by its name, and the ranks of a node that the launcher has set."""
-    if exchange == "2d" and ranks_per_node is None:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-    return {"layout": layout.name if isinstance(layout, Layout) else layout, "exchange": exchange, "ranks_per_node": ranks_per_node}
 
 
 def place_in(group_name: str) -> tuple[int, int]:

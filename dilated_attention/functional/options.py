@@ -172,7 +172,8 @@ def shows_options(function: Function) -> Function:
     defaults = sys.modules[options.__module__].DEFAULTS
     shown = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        # as the function's own annotations are: text
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint.__forward_arg__)
         for name, hint in options.__annotations__.items()
     ]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]

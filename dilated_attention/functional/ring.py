@@ -14,7 +14,7 @@ from dilated_attention.distributed.op import (
     ring_block_sparse_dilated_attention_op,
 )
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern, layout_and_ranks
+from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
 from dilated_attention.functional.block_sparse import checked_pattern
 from dilated_attention.functional.options import RingBranchOptions, RingOptions, shows_options
 
@@ -63,7 +63,7 @@ def ring_dilated_attention(
     """
     return attend(
         "ring_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), None, ring_attention_op,
-        mixture_grad=mixture_grad, **layout_and_ranks(layout, exchange, ranks_per_node),
+        layout=layout, exchange=exchange, mixture_grad=mixture_grad, ranks_per_node=ranks_per_node,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def ring_attention(
     """
     return attend(
         "ring_attention", options, q, k, v, DENSE, None, ring_attention_op,
-        window=check.check_window(window), head_offsets="zero", **layout_and_ranks(layout, exchange, ranks_per_node),
+        layout=layout, exchange=exchange, window=check.check_window(window), ranks_per_node=ranks_per_node, head_offsets="zero",
     )  # fmt: skip
 
 

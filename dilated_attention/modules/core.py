@@ -66,17 +66,17 @@ class Attention(nn.Module):
             heads = None if num_heads is None else as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
             self.sinks = lazy if heads is None else nn.Parameter(torch.zeros(heads))
             self.register_load_state_dict_pre_hook(_make_loaded_sinks)
-        # the pattern as arguments of ``function``
+        # the pattern as arguments of ``function``, but for defaults
         self._shape: dict[str, Any] = {}
         self._pattern: DilatedPattern | None = None
         self._blocks: BlockPattern | None = None
         if branches is not None:
             self._pattern = DilatedPattern(*branches, **{key: given[key] for key in BranchOptions.__annotations__})
-            names = ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)
             # as the pattern has made them, plain integers
-            self._shape = {key: getattr(self._pattern, key) for key in names}
+            whole = {key: getattr(self._pattern, key) for key in ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)}
+            self._shape = {key: value for key, value in whole.items() if value != DEFAULTS.get(key)}
         if blocks:
-            self._blocks = _chosen_pattern(*blocks, given)
+            self._blocks = _chosen_pattern(blocks[0], given)
             self._shape["pattern"] = self._blocks
         one_of("mixture_grad", extra.get("mixture_grad", "exact"), ("exact", "detached"))
         one_of("precision", extra.get("precision", "native"), PRECISIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class MultiheadAttention(nn.Module):
     k_norm: nn.RMSNorm | None
 
     def __init__(
-        self, name: str, core: type[Attention], embed_dim: int, num_heads: int, patterns: tuple[Any, ...], options: Mapping[str, Any],
-        **extra: Any,
+        self, name: str, core: Callable[..., Attention], embed_dim: int, num_heads: int, patterns: tuple[Any, ...],
+        options: Mapping[str, Any], **extra: Any,
     ) -> None:  # fmt: skip
         check_names(name, options)
         super().__init__()

@@ -150,6 +150,7 @@ def test_options_are_shown_completed_and_refused_by_name(name: str) -> None:
     assert not [parameter for parameter in parameters.values() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
     (options,) = get_type_hints(constructor(name), include_extras=True)["options"].__args__
     assert set(get_type_hints(options)) <= keywords
+    assert all(f"{key}: '" in str(inspect.signature(value)) for key in keywords)
     assert {key for key in keywords if parameters[key].default is inspect.Parameter.empty} <= {"query_rows"}
     needed = {
         key: [4] if key in ("segment_lengths", "dilation_rates") else LocalWindow(4) if key == "pattern" else [0] if key == "query_rows"
