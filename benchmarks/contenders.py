@@ -51,7 +51,9 @@ class Contender:
         trains: whether it has gradients.
         bound: relative error allowed; None for the dtype's bound.
         of: case → the case that it computes instead, as the one without options.
-        is_foreign: whether it is other people's code, to which this library's times are compared.
+        is_foreign: whether it is other people's code.
+        role: over processes, "one process" while the others wait, "kernel" on one process's tokens, "ring", or "foreign".
+        kernel: over processes, the backend that it runs on.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Contender:
     bound: float | None = None
     of: Callable[[Case], Case] = lambda case: case
     is_foreign: bool = False
+    role: str = ""
+    kernel: str = "auto"
 
     def pairs(self, case: Case) -> int | None:
         """Returns the pairs that it computes, where the data does not decide them."""

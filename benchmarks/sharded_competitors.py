@@ -23,14 +23,14 @@ from benchmarks.timing import Refused
 from dilated_attention.backends import AttentionRequest, detect, registry
 
 
-def competitors(case: Case, path: str, kernels: list[str], ranks: Ranks) -> list[tuple[str, Contender]]:
-    """Returns (kernel, contender) of what has a form of dense attention on the case's documents.
+def competitors(case: Case, path: str, kernels: list[str], ranks: Ranks) -> Iterator[Contender]:
+    """Yields what has a form of dense attention on the case's documents.
 
     Args:
         path: the folder of ring-flash-attention's source; empty to leave it out.
         kernels: backends that take the place of flash-attn.
     """
-    made: list[tuple[str, Contender]] = []
+    foreign = functools.partial(Contender, role="foreign", is_foreign=True)
     is_packed, grouped = case.bounds is not None, case.num_heads // case.kv_heads
     # its balance is zigzag; without a causal mask it must be off, and the order natural
     layout = "zigzag" if case.is_causal else "contiguous"
@@ -39,15 +39,14 @@ def competitors(case: Case, path: str, kernels: list[str], ranks: Ranks) -> list
         if not repeats or grouped > 1:
             name = f"torch context_parallel {rotate} ({kernel}{', K and V repeated' if repeats else ''})"
             make = functools.partial(_torch, layout, rotate, kernel, grouped if repeats else 1, ranks)
-            made.append((kernel, Contender(name=name, make=make, is_foreign=True)))
+            yield foreign(name=name, kernel=kernel, make=make)
     for backend in kernels if path else ():
         request = AttentionRequest(hardware=detect(case.device.type), dtype=case.dtype, head_dim=case.head_dim, needs_grad=True)
         kernel = registry.select(request, backend).name
         for schedule in dict.fromkeys(f"llama3 {heads}" for heads in (case.kv_heads, 1)) if is_packed else ("zigzag", "ring"):
             layout = "zigzag" if schedule == "zigzag" else "contiguous"
             make = functools.partial(_ring_flash_attention, layout, schedule, kernel, path, ranks)
-            made.append((kernel, Contender(name=f"ring-flash-attention {schedule} ({kernel})", make=make, is_foreign=True)))
-    return made
+            yield foreign(name=f"ring-flash-attention {schedule} ({kernel})", kernel=kernel, make=make)
 
 
 def _torch(layout: str, rotate: str, kernel: str, repeats: int, ranks: Ranks, case: Case) -> OnShards:

@@ -256,5 +256,5 @@ def test_the_search_ends_by_memory(tmp_path: Path) -> None:
 def test_slides_differ_and_decoding_is_right() -> None:
     lengths = slides.lengths_of_slides(200)
     assert len(set(lengths)) > 190 and 5000 < sum(lengths) / 200 < 9500 and max(lengths) <= 22_000
-    assert max(decode.errors_of("longnet-125m", "dilated", True, CPU, torch.float32).values()) < 1e-4
+    assert max(decode.errors_of("longnet-125m", "dilated", CPU, torch.float32).values()) < 1e-4
     assert isinstance(contender("floor").make(make_case("gigapath-5308", CPU, torch.float32, is_small=True)), Costs)
