@@ -15,17 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 import dilated_attention as da
-from benchmarks import sharded_competitors
-from benchmarks.case import GIGAPATH, LONGNET, Case, Family, Pattern, dense_pattern, documents, geometric, new_lengths, pairs, small
-from benchmarks.contenders import Contender, Costs, ours
-from benchmarks.ranks import OnShards, Ranks, ring
-from benchmarks.report import Row
-from benchmarks.run import Group
-from benchmarks.slides import sharded_step
+from benchmarks.case import GIGAPATH, LONGNET, Case, Family, Pattern, documents, geometric, new_lengths, small
+from benchmarks.contenders import Contender, ours
+from benchmarks.report import Group, Row
+from benchmarks.sharded import OnShards, Ranks, competitors, ring
 from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
 from benchmarks.truth import wrong
-from dilated_attention.distributed import Layout, spans
+from dilated_attention.distributed import Layout
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
@@ -60,7 +57,6 @@ FAMILIES = {
     "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
     "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
                      options=lambda n: {"bounds": documents(n)}),
-    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=functools.partial(_fixed, GIGAPATH), passes=("both",)),
     "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=geometric, passes=("forward",), fits=False),
     "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=geometric, fits=False),
 }  # fmt: skip
@@ -108,11 +104,6 @@ def _cases(options: argparse.Namespace, size: int) -> Iterator[tuple[str, str, i
 
 
 def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[Contender]:
-    if case.name == "slide":
-        yield from (
-            Contender(name=role, role=role, make=functools.partial(_slide_step, role == "ring")) for role in ("one process", "ring")
-        )
-        return
     # without a causal mask, zigzag balances nothing
     layouts = dict.fromkeys("contiguous" if name == "zigzag" and not case.is_causal else name for name in family.layouts)
     for backend in options.backends:
@@ -124,7 +115,7 @@ def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Name
             name = f"ring {layout}{suffix}" if len(layouts) > 1 else f"ring{suffix}"
             yield Contender(name=name, role="ring", kernel=backend, make=make)
     if case.pattern is None and ranks.group is not None:
-        yield from sharded_competitors.competitors(case, options.ring_flash_attention, options.backends, ranks)
+        yield from competitors(case, options.ring_flash_attention, options.backends, ranks)
 
 
 def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnShards:
@@ -133,10 +124,6 @@ def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnS
         about: dict[str, Any] = {"is_causal": case.is_causal, "cu_seqlens": case.bounds, "device": case.device}
         held = da.balanced_layout(case.pattern, case.num_positions, ranks.size, case.num_heads, **about)
     return ring(case, ranks, held, **options)
-
-
-def _slide_step(is_shared: bool, case: Case) -> Costs:
-    return Costs({"both": sharded_step(is_shared, case.num_positions, case.device)})
 
 
 def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks, options: argparse.Namespace) -> list[Row]:
@@ -157,14 +144,13 @@ def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks,
                 attend = one.make(case)
                 context = getattr(attend, "context", contextlib.nullcontext)
                 ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **who)
-                if not isinstance(attend, Costs):
-                    checked = at(min(case.num_positions, _CHECKED))
-                    answers = ranks.everywhere(functools.partial(_errors, one, checked, gradients="both" in family.passes), **who)
-                    # NaN is the largest
-                    errors = {key: max((each[key] for each in answers), key=lambda x: (x != x, x)) for key in answers[0]}
-                    row = replace(row, errors=errors)
-                    if note := wrong(errors, one.allowed(case)):
-                        raise Refused(note)
+                checked = at(min(case.num_positions, _CHECKED))
+                answers = ranks.everywhere(functools.partial(_errors, one, checked, gradients="both" in family.passes), **who)
+                # NaN is the largest
+                errors = {key: max((each[key] for each in answers), key=lambda x: (x != x, x)) for key in answers[0]}
+                row = replace(row, errors=errors)
+                if note := wrong(errors, one.allowed(case)):
+                    raise Refused(note)
                 for which in family.passes:
                     release()
                     values = _timed(one, attend, at, case, ranks, which, options, who)
@@ -208,7 +194,7 @@ def _timed(
         with contextlib.suppress(Refused):
             ranks.everywhere(lambda: calls.append(_captured(calls[0])), **who)
             values["graph"] = ranks.times(lambda: calls[-1](), seconds=options.seconds, **who)["called"]
-    if options.lengths_vary and one.role == "ring" and not isinstance(attend, Costs):
+    if options.lengths_vary and one.role == "ring":
 
         def make(length: int) -> Call:
             new = at(length)
@@ -218,13 +204,9 @@ def _timed(
             make, list(new_lengths(case, WARM + NEW)), lambda call: ranks.slowest(functools.partial(loop, call, case.device))
         )
     values["tokens_per_s"] = 1000 * case.num_positions / values["called"]
-    if not isinstance(attend, Costs) and (count := one.pairs(case)) is not None:
+    if (count := one.pairs(case)) is not None:
         parts = ranks.size if isinstance(attend, OnShards) else 1
         values["tflops"] = FLOPS[which] * count * case.head_dim / parts / values["called"] / 1e9
-        if isinstance(attend, OnShards) and case.bounds is not None and case.is_causal:
-            runs = [spans(case.num_positions, rank, parts, attend.layout) for rank in range(parts)]
-            held = [sum(pairs(case, dense_pattern(case), (start, stop)) or 0 for start, stop, _ in mine) for mine in runs]
-            values["imbalance"] = max(held) * parts / sum(held)
     return values
 
 

@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
-from benchmarks.report import Row
-from benchmarks.run import Group
+from benchmarks.report import Group, Row
 from benchmarks.timing import NEW, WARM, Call, Refused, attempt, counted, in_turns, loop, new_and_again, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size

@@ -14,7 +14,7 @@ import itertools
 from pathlib import Path
 
 from benchmarks import decode, parity, slides
-from benchmarks.run import Group
+from benchmarks.report import Group
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import size
