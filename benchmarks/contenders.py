@@ -202,11 +202,7 @@ def _torchscale(path: str, case: Case) -> Attend:
 
 
 def contender(name: str, torchscale: str = "") -> Contender:
-    """Returns the contender of a name, of which the first word may be followed by a backend: ``"ours flash4"``, ``"floor flash3"``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the contender of a name, of which the first word may be followed by a backend: ``"ours flash4"``, ``"floor flash3"``."""
     kind, _, rest = name.partition(" ")
     if kind in ("ours", "attention"):
         fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}

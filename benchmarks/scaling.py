@@ -127,11 +127,7 @@ def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnS
 
 
 def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks, options: argparse.Namespace) -> list[Row]:
-    """Returns a row for each contender and pass; one with a note where it fails or is wrong.
-
-    Args:
-        at: N → case; ``total`` is N of all processes.
-    """
+    """Returns a row for each contender and pass at ``total`` positions of all processes; with a note where it fails or is wrong."""
     rows = list[Row]()
     for one in _contenders(family, at(total), ranks, options):
         if not _matches(one.name, options.contenders):

@@ -39,11 +39,7 @@ _LOOPS, _MOST_CALLS = 3, 20
 
 
 class Ranks:
-    """The processes that measure together, one or several. All of them make the same calls in the same order.
-
-    Args:
-        timeout: seconds that an exchange of ``group`` may take, in which contenders without a limit of their own exchange.
-    """
+    """The processes that measure together, one or several. All of them make the same calls in the same order."""
 
     def __init__(self, device: torch.device, timeout: float = 60.0) -> None:
         self.device, self.group, self._control = device, None, None
@@ -57,16 +53,9 @@ class Ranks:
             self.group, self._control = dist.new_group(timeout=limit), dist.new_group(backend="gloo", timeout=patience)
 
     def everywhere(self, function: Callable[[], T], *, alone: bool = False, foreign: bool = False) -> list[T]:
-        """Returns ``function()`` of every process, by rank.
+        """Returns ``function()``, plain figures, of every process by rank; ``alone``: of the first, while the others wait.
 
-        Args:
-            function: its results are sent between processes, so they must be plain figures.
-            alone: only the first process calls it, while the others wait.
-            foreign: whether third-party code runs inside, all of whose errors are refusals.
-
-        Raises:
-            Refused: on all processes, if one refused or ran out of memory; names the first that did.
-            RuntimeError: on all processes, if there are several and one raised another error.
+        Raises Refused on all processes if one refused or ran out of memory (``foreign``: or raised anything), and else RuntimeError.
         """
         mine: tuple[Any, str, str] = (None, "", "")
         if self.rank == 0 or not alone:
@@ -141,12 +130,7 @@ def ring(case: Case, ranks: Ranks, layout: str | Layout = "contiguous", **option
 
 
 def competitors(case: Case, path: str, kernels: list[str], ranks: Ranks) -> Iterator[Contender]:
-    """Yields what has a form of dense attention on the case's documents.
-
-    Args:
-        path: the folder of ring-flash-attention's source; empty to leave it out.
-        kernels: backends that take the place of flash-attn.
-    """
+    """Yields what has a form of dense attention on the case's documents; in ring-flash-attention ``kernels`` stand in for flash-attn."""
     foreign = functools.partial(Contender, role="foreign", is_foreign=True)
     is_packed, grouped = case.bounds is not None, case.num_heads // case.kv_heads
     # its balance is zigzag; without a causal mask it must be off, and the order natural
