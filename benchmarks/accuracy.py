@@ -8,8 +8,7 @@ import itertools
 
 from benchmarks.case import Case, geometric
 from benchmarks.contenders import contender
-from benchmarks.report import Row
-from benchmarks.run import Group
+from benchmarks.report import Group, Row
 from benchmarks.timing import attempt
 from benchmarks.truth import wrong
 from dilated_attention.backends import registry

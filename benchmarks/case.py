@@ -29,15 +29,7 @@ _PLAIN: dict[str, Any] = {"queries": None, "window": None, "dropout_p": 0.0, "pa
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Self-attention of B sequences of N positions.
-
-    Args:
-        pattern: branches or blocks; None for dense attention.
-        queries: the last so many positions alone are queries; None for all.
-        window: (left, right) keys of dense attention; None in it for no limit.
-        padding: which share of the keys is padding: ``("suffix", 0.1)`` of each sequence, or ``("random", 0.1)``.
-        bounds: where packed documents begin, and N.
-    """
+    """Self-attention of B sequences of N positions."""
 
     name: str
     num_positions: int
@@ -48,11 +40,16 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_causal: bool = False
+    # None for dense attention
     pattern: Pattern | None = None
+    # the last so many positions alone are queries
     queries: int | None = None
+    # (left, right) keys of dense attention; None in it for no limit
     window: tuple[int | None, int | None] | None = None
     dropout_p: float = 0.0
+    # which share of the keys is padding: ("suffix", 0.1) of each sequence, or ("random", 0.1)
     padding: tuple[str, float] | None = None
+    # where packed documents begin, and N
     bounds: tuple[int, ...] | None = None
 
     @property
@@ -141,10 +138,10 @@ def dense_pattern(case: Case) -> DilatedPattern:
 
 
 @functools.lru_cache(maxsize=512)
-def pairs(case: Case, pattern: Pattern, rows: tuple[int, int] | None = None) -> int | None:
+def pairs(case: Case, pattern: Pattern) -> int | None:
     """Returns the (query, key) pairs of a pattern under the case's options, with multiplicity, over heads and batch.
 
-    None where the data decides, and of a part of the queries without a causal mask. ``rows``: of these queries alone.
+    None where the data decides, and of a part of the queries without a causal mask.
     """
     n, heads = case.num_positions, case.batch_size * case.num_heads
     if isinstance(pattern, TopBlocks):
@@ -160,42 +157,34 @@ def pairs(case: Case, pattern: Pattern, rows: tuple[int, int] | None = None) -> 
         last = (positions + (0 if case.is_causal else right)).clamp(max=n - 1)
         return heads * int((last - (positions - left).clamp(min=0) + 1).sum())
 
-    def before(row: int) -> int:
-        """Counts the rows before this one: as a causal sequence that ends there has them."""
-        sizes = [max(0, min(stop, row) - start) for start, stop in itertools.pairwise(case.bounds or (0, n))]
-        return sum(pattern.pairs(size, case.num_heads, is_causal=case.is_causal) for size in sizes)
-
-    first, stop = rows or (case.offset, n)
-    if first and not case.is_causal:
+    if case.offset and not case.is_causal:
         return None
-    return case.batch_size * (before(stop) - (before(first) if first else 0))
+    # rows before the first query are as those of a causal sequence that ends there
+    sizes = [stop - start for start, stop in itertools.pairwise(case.bounds or (0, n))]
+    total, before = (sum(pattern.pairs(size, case.num_heads, is_causal=case.is_causal) for size in x) for x in (sizes, [case.offset]))
+    return case.batch_size * (total - before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Cases that differ in length, on one process or over several.
+    """Cases that differ in length, on one process or over several."""
 
-    Args:
-        heads: query and key/value heads, head dim.
-        lengths: of the family's named cases; over processes, of each one's part.
-        totals: lengths of whole sequences over processes.
-        pattern: N → branches or blocks; None for dense attention.
-        contenders: compared by default; the first is what the others are compared with.
-        options: N → other fields of ``Case``.
-        by_default: False: only by name.
-        fits: whether one process can compute the whole sequence, to compare with.
-    """
-
+    # query and key/value heads, head dim
     heads: tuple[int, int, int] = (12, 12, 64)
+    # of named cases; over processes, of each one's part
     lengths: tuple[int, ...] = ()
+    # of whole sequences over processes
     totals: tuple[int, ...] = ()
     pattern: Callable[[int], Pattern | None] = lambda n: None
+    # compared by default
     contenders: tuple[str, ...] = ()
     is_causal: bool = False
+    # N → other fields of Case
     options: Callable[[int], dict[str, Any]] = lambda n: {}
     by_default: bool = True
     layouts: tuple[str, ...] = ("contiguous",)
     passes: tuple[str, ...] = ("forward", "both")
+    # whether one process can compute the whole sequence, to compare with
     fits: bool = True
 
     def case(self, name: str, n: int, *, is_small: bool = False, **fields: Any) -> Case:

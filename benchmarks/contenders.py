@@ -42,26 +42,23 @@ def _dense(case: Case) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One implementation.
-
-    Args:
-        make: case → function, or ``Costs``; raises ``Refused`` or ``BackendUnavailable``.
-        pattern: case → the pattern that it computes, None for dense attention, for its pairs and its check.
-        mixture_grad: of branches, ``"exact"`` or ``"detached"``.
-        trains: whether it has gradients.
-        bound: relative error allowed; None for the dtype's bound.
-        of: case → the case that it computes instead, as the one without options.
-        is_foreign: whether it is other people's code, to which this library's times are compared.
-    """
+    """One implementation."""
 
     name: str
+    # raises Refused or BackendUnavailable
     make: Callable[[Case], Any]
+    # what it computes, for its pairs and its check; None for dense attention
     pattern: Callable[[Case], Pattern | None] = _pattern
     mixture_grad: str = "exact"
     trains: bool = True
+    # relative error allowed, if it is not the dtype's
     bound: float | None = None
+    # the case that it computes instead, as the one without options
     of: Callable[[Case], Case] = lambda case: case
     is_foreign: bool = False
+    # over processes, "one process" while the others wait, "kernel" on one process's tokens, "ring" or "foreign"; and on which backend
+    role: str = ""
+    kernel: str = "auto"
 
     def pairs(self, case: Case) -> int | None:
         """Returns the pairs that it computes, where the data does not decide them."""
@@ -205,11 +202,7 @@ def _torchscale(path: str, case: Case) -> Attend:
 
 
 def contender(name: str, torchscale: str = "") -> Contender:
-    """Returns the contender of a name, of which the first word may be followed by a backend: ``"ours flash4"``, ``"floor flash3"``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the contender of a name, of which the first word may be followed by a backend: ``"ours flash4"``, ``"floor flash3"``."""
     kind, _, rest = name.partition(" ")
     if kind in ("ours", "attention"):
         fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}

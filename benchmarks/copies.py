@@ -90,10 +90,16 @@ def load(name: str, kernel: str = "sdpa_cpu") -> Any:
     return module
 
 
-@functools.lru_cache(maxsize=1)
+_tables: dict[tuple[int, int, bool], Any] = {}
+
+
 def _table(make: Any, width: int, side: int, cls_token: bool = False) -> Any:
-    """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, and every model makes one."""
-    return make(width, side, cls_token=cls_token).astype("float32")
+    """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, and every import makes one."""
+    key = width, side, cls_token
+    if key not in _tables:
+        _tables.clear()
+        _tables[key] = make(width, side, cls_token=cls_token).astype("float32")
+    return _tables[key]
 
 
 class _Kernel(torch.autograd.Function):

@@ -5,9 +5,10 @@ The kinds of attention have no parameters of their own, so their models share ev
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,45 +28,44 @@ _LAYERS = 2
 _TURNS, _PLACES, _SPREAD = 5, 4, 32768
 
 
-def model_of(preset: str, kind: str, *, is_small: bool = False, **options: Any) -> LongNetLM:
-    """Creates a preset with a kind of attention; a small one has two narrow layers, short windows and segments."""
-    config = cast(LongNetConfig, MODEL_PRESETS[preset])
-    window, lengths, rates = 256 if is_small else 1024, *geometric_branches(*((4096, 256) if is_small else (2**20, 2048)))
+def model_of(preset: str, kind: str, **options: Any) -> LongNetLM:
+    """Creates a preset with a kind of attention."""
+    lengths, rates = geometric_branches(2**20, 2048)
     kinds: dict[str, dict[str, Any]] = {
         "dense": {"attention": "dense"},
-        "dilated": {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)} if is_small else {},
+        "dilated": {},
         "dilated-1M": {"segment_lengths": lengths, "dilation_rates": rates},
-        "global-local": {"attention": "block_sparse", "block_pattern": GlobalLocal((2 * window - 1, 0), 128)},
-        "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((window - 1, 0), block_size=min(128, window // 4))},
+        "global-local": {"attention": "block_sparse", "block_pattern": GlobalLocal((2047, 0), 128)},
+        "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0), block_size=128)},
     }
     # XPOS overflows bfloat16 in long contexts, and the other positions take the same time
-    options = ({"positions": "rotary"} if getattr(config, "positions", "") == "xpos" else {}) | options
-    if is_small:
-        narrow = {"vocab_size": 1024, "num_layers": 2, "num_heads": 2 if config.head_dim > 64 else 4, "embed_dim": 128, "ffn_dim": None}
-        options = narrow | ({"num_kv_heads": 1} if config.num_kv_heads else {}) | options
-    return cast(LongNetLM, create_model(preset, **kinds[kind] | options))
+    is_xpos = getattr(MODEL_PRESETS[preset], "positions", "") == "xpos"
+    return cast(LongNetLM, create_model(preset, **kinds[kind] | ({"positions": "rotary"} if is_xpos else {}) | options))
+
+
+def _narrow(preset: str) -> dict[str, Any]:
+    """Returns the options of a model of two layers with the preset's head dim, which is compared, and timed in a small run."""
+    config = cast(LongNetConfig, MODEL_PRESETS[preset])
+    width = {"num_heads": 2, "embed_dim": 2 * config.head_dim, "ffn_dim": 256} | ({"num_kv_heads": 1} if config.num_kv_heads else {})
+    return {"vocab_size": 256, "num_layers": _LAYERS} | width
 
 
 @functools.cache
-def errors_of(preset: str, kind: str, is_small: bool, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def errors_of(preset: str, kind: str, device: torch.device, dtype: torch.dtype, length: int = 2560) -> dict[str, float]:
     """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the preset's head dim.
 
     ``"logits"``; ``"decoded"``: logits of tokens decoded with a cache, against those of the whole sequence. The context is longer than
     the window and the first segment.
     """
-    head_dim = cast(LongNetConfig, MODEL_PRESETS[preset]).head_dim
-    narrow: dict[str, Any] = {"vocab_size": 256, "num_layers": _LAYERS, "num_heads": 2, "embed_dim": 2 * head_dim, "ffn_dim": 8 * head_dim}
-    narrow |= {"num_kv_heads": 1} if cast(LongNetConfig, MODEL_PRESETS[preset]).num_kv_heads else {}
+    narrow, new = _narrow(preset), 4
     torch.manual_seed(1)
-    model = model_of(preset, kind, is_small=is_small, **narrow, device=device, dtype=dtype)
-    exact = model_of(preset, kind, is_small=is_small, **narrow, device="cpu", dtype=torch.float64, backend="math")
+    model = model_of(preset, kind, **narrow, device=device, dtype=dtype).eval()
+    exact = model_of(preset, kind, **narrow, device="cpu", dtype=torch.float64, backend="math")
     exact.load_state_dict(model.state_dict())
-    length, new = 600 if is_small else 2560, 4
     tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(2))
     here = tokens.to(device)
-    model.eval()
     with torch.no_grad():
-        logits, true = model(here).cpu(), exact(tokens)
+        logits, true = model(here).cpu(), exact.eval()(tokens)
         cache = KVCache(model.config, 1, length, device=device, dtype=dtype)
         decoded = [prefill(model, here[:, : length - new], cache)]
         step = Stepper(model, cache)
@@ -102,30 +102,27 @@ class _Writer:
                 self.last = self.step(self.last).argmax(-1, keepdim=True)
 
 
-def measure(
-    preset: str, kinds: Sequence[str], context: int, batch: int, device: torch.device, dtype: torch.dtype, *, is_small: bool = False
-) -> list[Row]:
+def measure(preset: str, context: int, batch: int, options: argparse.Namespace) -> list[Row]:
     """Returns a row for each kind: ``called``, a step of all requests, ``tokens_per_s`` of all, ``cache_bytes``."""
+    device, dtype = options.device, options.dtypes[0]
     case = {"task": "decode", "model": preset, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
-    rows, writers, new_tokens = dict[str, Row](), dict[str, _Writer](), 8 if is_small else 16
+    rows, writers, new_tokens = dict[str, Row](), dict[str, _Writer](), 8 if options.is_small else 16
+    sizes = _narrow(preset) if options.is_small else {}
     torch.manual_seed(0)
-    first = model_of(preset, "dense", is_small=is_small, device=device, dtype=dtype)
-    for kind in kinds:
-        errors, note = attempt(errors_of, preset, kind, is_small, device, dtype)
+    weights = model_of(preset, "dense", **sizes, device=device, dtype=dtype).state_dict(keep_vars=True)
+    for kind in options.kinds:
+        errors, note = attempt(errors_of, preset, kind, device, dtype)
         note = note or wrong(errors or {}, _LAYERS * BOUNDS[dtype])
-        rows[kind] = Row(name=kind, case=case, errors=errors or {}, note=note)
         release()
         if not note:
-            model = model_of(preset, kind, is_small=is_small, device="meta", dtype=dtype)
-            model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+            model = model_of(preset, kind, **sizes, device="meta", dtype=dtype)
+            model.load_state_dict(weights, assign=True)
             writer, note = attempt(_Writer, context, new_tokens, batch, model)
-            if writer is None:
-                rows[kind] = Row(name=kind, case=case, errors=errors or {}, note=note)
-            else:
-                writers[kind] = writer
+            writers |= {} if writer is None else {kind: writer}
+        rows[kind] = Row(name=kind, case=case, errors=errors or {}, note=note)
     samples = [{kind: loop(writer.turn, device) for kind, writer in writers.items()} for _ in range(_TURNS)]
     for kind, writer in writers.items():
         ms = statistics.median(took[kind] for took in samples) / new_tokens / len(writer.places)
         values = {"called": ms, "tokens_per_s": 1000 * batch / ms, "cache_bytes": writer.cache.nbytes}
-        rows[kind] = Row(name=kind, case=case, errors=rows[kind].errors, values=values)
+        rows[kind] = replace(rows[kind], values=values)
     return list(rows.values())

@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.case import Case, geometric, our_call
 from benchmarks.contenders import contender
-from benchmarks.report import Row
-from benchmarks.run import Group
+from benchmarks.report import Group, Row
 from benchmarks.timing import attempt, counted, release, synchronise
 from benchmarks.truth import BOUNDS, wrong
 from dilated_attention.parsing import size

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,16 @@ _PACKAGES = ("triton", "flash-attn-4", "flash-attn", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contender in one case.
-
-    Args:
-        case: what identifies the case in addition to the name: ``{"N": 8192, "B": 8, "pass": "forward"}``.
-        values: figures: ``ms`` and other times in milliseconds, ``…_bytes``, ``tflops``, ``tokens_per_s``.
-        errors: relative errors against float64.
-        note: why figures are missing: ``"out of memory"``, ``"wrong: …"``, the reason of a refusal.
-    """
+    """One contender in one case."""
 
     name: str
+    # what identifies the case in addition to the name: {"N": 8192, "B": 8, "pass": "forward"}
     case: dict[str, Any]
+    # times in milliseconds, "…_bytes", "tflops", "tokens_per_s"
     values: dict[str, float] = field(default_factory=dict)
+    # relative, against float64
     errors: dict[str, float] = field(default_factory=dict)
+    # why figures are missing: "out of memory", "wrong: …", the reason of a refusal
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,6 +48,10 @@ class Row:
             if figures := getattr(self, key):
                 row[key] = {name: x if isinstance(x, int) else float(f"{x:.5g}") for name, x in figures.items()}
         return row | ({"note": self.note} if self.note else {})
+
+
+# rows that are measured together, in turns, under a label
+Group = tuple[str, Callable[[], Iterable[Row]]]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

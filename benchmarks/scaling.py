@@ -11,21 +11,18 @@ import contextlib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import dilated_attention as da
-from benchmarks import sharded_competitors
-from benchmarks.case import GIGAPATH, LONGNET, Case, Family, Pattern, dense_pattern, documents, geometric, new_lengths, pairs, small
-from benchmarks.contenders import Contender, Costs, ours
-from benchmarks.ranks import OnShards, Ranks, ring
-from benchmarks.report import Row
-from benchmarks.run import Group
-from benchmarks.slides import sharded_step
+from benchmarks.case import GIGAPATH, LONGNET, Case, Family, Pattern, documents, geometric, new_lengths, small
+from benchmarks.contenders import Contender, ours
+from benchmarks.report import Group, Row
+from benchmarks.sharded import OnShards, Ranks, competitors, ring
 from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
 from benchmarks.truth import wrong
-from dilated_attention.distributed import Layout, spans
+from dilated_attention.distributed import Layout
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
@@ -60,7 +57,6 @@ FAMILIES = {
     "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
     "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
                      options=lambda n: {"bounds": documents(n)}),
-    "slide": Family(heads=(16, 16, 48), totals=(100_000,), pattern=functools.partial(_fixed, GIGAPATH), passes=("both",)),
     "extreme": Family(heads=(1, 1, 64), totals=(2**30,), pattern=geometric, passes=("forward",), fits=False),
     "extreme-training": Family(heads=(1, 1, 64), totals=(2**28,), pattern=geometric, fits=False),
 }  # fmt: skip
@@ -81,37 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=60.0, help="seconds that an exchange may take; default 60")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A contender on one case: as "one process" while the others wait, as "kernel" on one process's tokens, as "ring", or "foreign"."""
-
-    contender: Contender
-    at: Callable[[int], Case]
-    length: int
-    role: str
-    kernel: str
-    family: Family
-
-    @property
-    def who(self) -> dict[str, bool]:
-        return {"alone": self.role == "one process", "foreign": self.contender.is_foreign}
-
-
 def groups(options: argparse.Namespace) -> list[Group]:
     ranks, made = Ranks(options.device, options.timeout), list[Group]()
     for label, name, length, mask in _cases(options, ranks.size):
-        family = FAMILIES[name]
-        heads = {} if options.heads is None else dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
-        fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"} | heads
-        at = functools.partial(family.case, name, **fields)
-        entries = [
-            Entry(
-                contender=one, at=at, length=length // ranks.size if role == "kernel" else length, role=role, kernel=kernel, family=family
-            )
-            for role, kernel, one in _contenders(family, at(length), ranks, options)
-            if _matches(one.name, options.contenders)
-        ]
-        made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, entries, ranks, options)))
+        fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"}
+        fields |= dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads or (), strict=False))
+        at = functools.partial(FAMILIES[name].case, name, **fields)
+        made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, FAMILIES[name], at, length, ranks, options)))
     return made
 
 
@@ -131,25 +103,19 @@ def _cases(options: argparse.Namespace, size: int) -> Iterator[tuple[str, str, i
         yield from ((label, name, n, mask) for label, n in lengths.items() for mask in masks if _matches(label, options.cases))
 
 
-def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[tuple[str, str, Contender]]:
-    """Yields (role, kernel, contender)."""
-    if case.name == "slide":
-        for role in ("one process", "ring"):
-            yield role, "auto", Contender(name=role, make=functools.partial(_slide_step, role == "ring"))
-        return
+def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[Contender]:
     # without a causal mask, zigzag balances nothing
     layouts = dict.fromkeys("contiguous" if name == "zigzag" and not case.is_causal else name for name in family.layouts)
     for backend in options.backends:
         suffix = f" ({backend})" if backend != "auto" else ""
-        roles = (["one process"] if family.fits else []) + (["kernel"] if ranks.size > 1 else [])
-        yield from ((role, backend, ours(f"{role}{suffix}", backend=backend)) for role in roles)
+        for role in [*(["one process"] if family.fits else []), *(["kernel"] if ranks.size > 1 else [])]:
+            yield ours(f"{role}{suffix}", fields={"role": role, "kernel": backend}, backend=backend)
         for layout in layouts:
             make = functools.partial(_ring, ranks, layout, {"backend": backend, "timeout": options.timeout})
             name = f"ring {layout}{suffix}" if len(layouts) > 1 else f"ring{suffix}"
-            yield "ring", backend, Contender(name=name, make=make)
+            yield Contender(name=name, role="ring", kernel=backend, make=make)
     if case.pattern is None and ranks.group is not None:
-        for kernel, one in sharded_competitors.competitors(case, options.ring_flash_attention, options.backends, ranks):
-            yield "foreign", kernel, one
+        yield from competitors(case, options.ring_flash_attention, options.backends, ranks)
 
 
 def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnShards:
@@ -160,49 +126,46 @@ def _ring(ranks: Ranks, layout: str, options: dict[str, Any], case: Case) -> OnS
     return ring(case, ranks, held, **options)
 
 
-def _slide_step(is_shared: bool, case: Case) -> Costs:
-    return Costs({"both": sharded_step(is_shared, case.num_positions, case.device)})
-
-
-def measure(entries: Sequence[Entry], ranks: Ranks, options: argparse.Namespace) -> list[Row]:
-    """Returns a row for each contender and pass; one with a note where it fails or is wrong. Times are compared within the group."""
+def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks, options: argparse.Namespace) -> list[Row]:
+    """Returns a row for each contender and pass at ``total`` positions of all processes; with a note where it fails or is wrong."""
     rows = list[Row]()
-    for entry in entries:
-        case, which = entry.at(entry.length), entry.family.passes[0]
-        about = case.row() | {"W": ranks.size, "kind": entry.role, "kernel": entry.kernel}
-        row = Row(name=entry.contender.name, case=about)
+    for one in _contenders(family, at(total), ranks, options):
+        if not _matches(one.name, options.contenders):
+            continue
+        case, which = at(total // ranks.size if one.role == "kernel" else total), family.passes[0]
+        row = Row(name=one.name, case=case.row() | {"W": ranks.size, "kind": one.role, "kernel": one.kernel})
+        who = {"alone": one.role == "one process", "foreign": one.is_foreign}
         with contextlib.ExitStack() as stack:
             try:
-                attend = entry.contender.make(case)
+                attend = one.make(case)
                 context = getattr(attend, "context", contextlib.nullcontext)
-                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **entry.who)
-                answers = ranks.everywhere(functools.partial(_errors, entry, attend), **entry.who)
+                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **who)
+                checked = at(min(case.num_positions, _CHECKED))
+                answers = ranks.everywhere(functools.partial(_errors, one, checked, gradients="both" in family.passes), **who)
                 # NaN is the largest
-                errors = {key: max((one[key] for one in answers), key=lambda error: (error != error, error)) for key in answers[0]}
+                errors = {key: max((each[key] for each in answers), key=lambda x: (x != x, x)) for key in answers[0]}
                 row = replace(row, errors=errors)
-                if note := wrong(errors, entry.contender.allowed(case)):
+                if note := wrong(errors, one.allowed(case)):
                     raise Refused(note)
-                for which in entry.family.passes:
+                for which in family.passes:
                     release()
-                    values = _timed(entry, attend, case, ranks, which, options)
-                    rows.append(replace(row, case=about | {"pass": which}, values=values))
+                    values = _timed(one, attend, at, case, ranks, which, options, who)
+                    rows.append(replace(row, case=row.case | {"pass": which}, values=values))
             except Refused as refused:
-                rows.append(replace(row, case=about | {"pass": which}, note=str(refused)))
+                rows.append(replace(row, case=row.case | {"pass": which}, note=str(refused)))
         release()
     return _compared(rows)
 
 
-def _errors(entry: Entry, attend: Any) -> dict[str, float]:
-    """Returns the errors of the results, on at most ``_CHECKED`` positions."""
-    if isinstance(attend, Costs):
-        return {}
-    case = entry.at(min(entry.length, _CHECKED))
-    if case.num_positions != entry.length:
-        attend = entry.contender.make(case)
-    return entry.contender.errors(case, getattr(attend, "whole", attend), gradients="both" in entry.family.passes)
+def _errors(one: Contender, case: Case, *, gradients: bool) -> dict[str, float]:
+    attend = one.make(case)
+    return one.errors(case, getattr(attend, "whole", attend), gradients=gradients)
 
 
-def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, options: argparse.Namespace) -> dict[str, float]:
+def _timed(
+    one: Contender, attend: Any, at: Callable[[int], Case], case: Case, ranks: Ranks, which: str, options: argparse.Namespace,
+    who: dict[str, bool],
+) -> dict[str, float]:  # fmt: skip
     calls: list[Call] = []
 
     def prepare() -> dict[str, float]:
@@ -219,31 +182,27 @@ def _timed(entry: Entry, attend: Any, case: Case, ranks: Ranks, which: str, opti
             figures["peak_bytes"] = peak.bytes
         return figures
 
-    answers = ranks.everywhere(prepare, **entry.who)
+    answers = ranks.everywhere(prepare, **who)
     values = {name: max(answer[name] for answer in answers) for name in answers[0]}
-    values |= ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)
-    if options.graphs and case.device.type == "cuda" and not entry.contender.is_foreign:
+    values |= ranks.times(lambda: calls[-1](), seconds=options.seconds, **who)
+    if options.graphs and case.device.type == "cuda" and not one.is_foreign:
         # a call that cannot be captured has the figures of plain calls alone
         with contextlib.suppress(Refused):
-            ranks.everywhere(lambda: calls.append(_captured(calls[0])), **entry.who)
-            values["graph"] = ranks.times(lambda: calls[-1](), seconds=options.seconds, **entry.who)["called"]
-    if options.lengths_vary and entry.role == "ring" and not isinstance(attend, Costs):
+            ranks.everywhere(lambda: calls.append(_captured(calls[0])), **who)
+            values["graph"] = ranks.times(lambda: calls[-1](), seconds=options.seconds, **who)["called"]
+    if options.lengths_vary and one.role == "ring":
 
         def make(length: int) -> Call:
-            at = entry.at(length)
-            return call_of(entry.contender.make(at), at, which)
+            new = at(length)
+            return call_of(one.make(new), new, which)
 
         values |= new_and_again(
             make, list(new_lengths(case, WARM + NEW)), lambda call: ranks.slowest(functools.partial(loop, call, case.device))
         )
     values["tokens_per_s"] = 1000 * case.num_positions / values["called"]
-    if not isinstance(attend, Costs) and (count := entry.contender.pairs(case)) is not None:
+    if (count := one.pairs(case)) is not None:
         parts = ranks.size if isinstance(attend, OnShards) else 1
         values["tflops"] = FLOPS[which] * count * case.head_dim / parts / values["called"] / 1e9
-        if isinstance(attend, OnShards) and case.bounds is not None and case.is_causal:
-            runs = [spans(case.num_positions, rank, parts, attend.layout) for rank in range(parts)]
-            held = [sum(pairs(case, dense_pattern(case), (start, stop)) or 0 for start, stop, _ in mine) for mine in runs]
-            values["imbalance"] = max(held) * parts / sum(held)
     return values
 
 

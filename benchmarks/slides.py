@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.copies import GIGAPATH, find, imported, load
 from benchmarks.report import Row
-from benchmarks.timing import Refused, attempt, captured, counted, loop, release
+from benchmarks.timing import attempt, captured, counted, loop, release
 from benchmarks.truth import BOUNDS, relative, wrong
-from dilated_attention.distributed import shard_sequence
 from dilated_attention.factory import create_model
 from dilated_attention.integrations.torchscale import from_torchscale
-from dilated_attention.models.sharded import average_gradients
 
 _HALF, _AUTOCAST, _LEAN = {"dtype": torch.bfloat16}, {"autocast": torch.bfloat16}, {"checkpoint_activations": True}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -164,31 +161,3 @@ class _Step:
     def __call__(self, x: Slide) -> None:
         self.module.zero_grad(set_to_none=True)
         self.vector(*x).sum().backward()
-
-
-def sharded_step(is_shared: bool, tiles: int, device: torch.device) -> Callable[[], None]:
-    """Returns a training step on one slide over all processes, or on one: without dropout, under bf16 autocast on a GPU.
-
-    The gradients' mean over the processes is part of it. The slide's vector of shared tiles is compared with one process's first.
-
-    Raises:
-        Refused: that vector is off.
-    """
-    settings: dict[str, Any] = {"dropout": 0.0, "drop_path": 0.0, "device": device}
-    # one layer for a try
-    settings |= {"num_layers": 1} if device.type == "cpu" else {}
-    autocast, x = torch.bfloat16 if device.type == "cuda" else None, slide(tiles, device)
-    one = _Step(autocast, **settings)
-    if not (is_shared and dist.is_initialized()):
-        return functools.partial(one, x)
-    shared, shards = _Step(autocast, **settings, group=dist.group.WORLD), shard_sequence(None, x, [1, 1])
-    with torch.no_grad():
-        error = relative(shared.vector(*shards), one.vector(*x).double())
-    if note := wrong({"vector": error}, BOUNDS[autocast or torch.float32]):
-        raise Refused(note)
-
-    def step() -> None:
-        shared(shards)
-        average_gradients(shared.module)
-
-    return step

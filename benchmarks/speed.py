@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
-from benchmarks.report import Row
-from benchmarks.run import Group
+from benchmarks.report import Group, Row
 from benchmarks.timing import NEW, WARM, Call, Refused, attempt, counted, in_turns, loop, new_and_again, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size
@@ -64,10 +63,7 @@ def measure(
 ) -> list[Row]:  # fmt: skip
     """Returns a row for each contender and pass: times, ``tflops``, ``peak_bytes`` without the inputs.
 
-    A contender that refuses, raises, runs out of memory or is wrong has one row with a note and no figures.
-
-    Args:
-        longest: seconds that a call may take, by its FLOPs.
+    A contender that refuses, raises, runs out of memory, is wrong or would take more than ``longest`` seconds has a note and no figures.
     """
     rows, able = list[Row](), list[tuple[Contender, Case, Any, dict[str, float]]]()
     for one in contenders:

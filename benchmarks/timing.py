@@ -31,8 +31,7 @@ class Refused(Exception):
 def attempt(function: Callable[..., T], *arguments: Any, foreign: bool = False) -> tuple[T | None, str]:
     """Returns the result and "", or None and a note where memory ran out or the case was refused. Other errors are bugs and propagate.
 
-    Args:
-        foreign: whether third-party code runs inside, all of whose errors are notes, except those after which a GPU cannot compute.
+    All errors of ``foreign`` code are notes, except those after which a GPU cannot compute.
     """
     try:
         return function(*arguments), ""
@@ -128,10 +127,8 @@ def in_turns(
     """Times calls in turn for about ``seconds`` each and at least three turns. All must have run before: a first call may compile.
 
     ``ms``: on a GPU the device's time with a cold cache, by triton's ``do_bench``; ``called``: in a loop without synchronising; ``host``:
-    until the call returns; with ``graphs`` also ``graph``, as a CUDA graph.
-
-    Args:
-        calls: name → a function that makes the call; made for each turn and dropped after it, so that only one holds memory at a time.
+    until the call returns; with ``graphs`` also ``graph``, as a CUDA graph. Calls are made for each turn and dropped after it, so that
+    only one holds memory at a time.
     """
     once = {name: max(loop(make(), device), 1e-3) for name, make in calls.items()}
     turns = max(3, min(20, int(1000 * seconds / max(once.values(), default=1000.0))))
@@ -181,9 +178,7 @@ def captured(step: Call) -> Call:
 def new_and_again(make: Callable[[int], Call], lengths: Sequence[int], once: Callable[[Call], float], warm: int = WARM) -> dict[str, float]:
     """Calls lengths that were not before, each twice: ``new_ms`` and ``again_ms``, medians, and ``worst_ms`` of the first of two calls.
 
-    Args:
-        once: call → its milliseconds.
-        warm: lengths that are not counted.
+    ``once`` gives the milliseconds of a call; the first ``warm`` lengths are not counted.
     """
     both = []
     for length in lengths:

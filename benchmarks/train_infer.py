@@ -14,7 +14,7 @@ import itertools
 from pathlib import Path
 
 from benchmarks import decode, parity, slides
-from benchmarks.run import Group
+from benchmarks.report import Group
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parsing import size
@@ -45,8 +45,7 @@ def groups(options: argparse.Namespace) -> list[Group]:
     if "decode" in options.tasks:
         contexts = options.contexts or ([2048] if small else [65536, 2**20])
         for preset, context, batch in itertools.product(options.models, contexts, options.batches):
-            how = (preset, options.kinds, context, batch, options.device, options.dtypes[0])
-            made.append((f"decode {preset} N={context} B={batch}", functools.partial(decode.measure, *how, is_small=small)))
+            made.append((f"decode {preset} N={context} B={batch}", functools.partial(decode.measure, preset, context, batch, options)))
     if "slides" in options.tasks:
         for tiles in options.tiles or [300 if small else 10001]:
             label = f"slides L={tiles}{f' and {options.slides} slides' if options.slides else ''}"

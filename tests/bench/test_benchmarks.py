@@ -22,6 +22,7 @@ from dilated_attention.backends import Dropout
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.pattern import BigBird, DilatedPattern, LocalWindow, RandomBlocks
 from dilated_attention.testing.oracle import keep_mask
+from tests.helpers.scripts import run_script
 
 CPU = torch.device("cpu")
 PATTERN = DilatedPattern((7, 16, 40), (1, 3, 4))
@@ -235,15 +236,59 @@ def test_refusals_and_failures_are_notes() -> None:
         ["accuracy", "--lengths", "64", "--backends", "auto", "math"],
         ["extreme", "--lengths", "1k", "--heads", "1"],
         ["train-infer", "--tasks", "decode", "slides", "--slides", "2", "--tiles", "60", "--contexts", "1k"],
-        ["scaling", "--cases", "gigapath-195", "dense-32", "slide*", "--heads", "2", "2", "16", "--lengths-vary"],
+        ["scaling", "--cases", "gigapath-195", "dense-32", "packed-*", "--heads", "2", "2", "16", "--lengths-vary"],
     ],
     ids=lambda command: command[0],
 )
 def test_every_suite_runs(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--output", str(tmp_path), "--seconds", "0.001"]) == 0
+    assert main([*command, "--output", str(tmp_path), "--seconds", "0.001", "--size", "small"]) == 0
     rows = Results.load(tmp_path / f"{command[0]}.json").rows
     assert rows and not [row for row in rows if row.note.startswith(("wrong", "raised"))]
     assert {key for row in rows for key in row.values} or command[0] == "accuracy"
+
+
+def test_suites_of_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["accuracy"]) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
+
+
+PROCESSES = """
+import sys
+import torch
+from benchmarks.__main__ import main
+from benchmarks.sharded import Ranks
+from benchmarks.timing import Refused
+
+ranks = Ranks(torch.device("cpu"))
+
+def refuse(error):
+    if ranks.rank == 1:
+        raise error
+
+for error in (Refused("no"), KeyError("bug")):
+    try:
+        ranks.everywhere(lambda: refuse(error))
+    except (Refused, RuntimeError) as told:
+        print(f"{type(told).__name__}: {told}")
+sys.exit(main(["scaling", "--cases", "gigapath-195", "--heads", "2", "2", "16", "--seconds", "0.001", "--output", sys.argv[1]]))
+"""
+
+
+@pytest.mark.distributed
+def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
+    file = tmp_path / "both.py"
+    file.write_text(PROCESSES)
+    result = run_script(file, str(tmp_path), processes=2)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Refused: process 1: no") == 2 and result.stdout.count("RuntimeError: process 1: KeyError: 'bug'") == 2
+    rows = {(row.name, row.case["pass"]): row for row in Results.load(tmp_path / "scaling.json").rows}
+    assert {name for name, _ in rows} == {"one process", "kernel", "ring"}
+    assert not [row.note for row in rows.values() if row.note]
+    ring = rows["ring", "both"]
+    assert ring.case["N"] == 390 and set(ring.errors) == {"out", "dq", "dk", "dv"}
+    whole = rows["one process", "both"].values["called"]
+    assert ring.values["efficiency"] == pytest.approx(whole / 2 / ring.values["called"], rel=1e-3) and ring.values["received_bytes"] > 0
 
 
 def test_the_search_ends_by_memory(tmp_path: Path) -> None:
@@ -256,5 +301,5 @@ def test_the_search_ends_by_memory(tmp_path: Path) -> None:
 def test_slides_differ_and_decoding_is_right() -> None:
     lengths = slides.lengths_of_slides(200)
     assert len(set(lengths)) > 190 and 5000 < sum(lengths) / 200 < 9500 and max(lengths) <= 22_000
-    assert max(decode.errors_of("longnet-125m", "dilated", True, CPU, torch.float32).values()) < 1e-4
+    assert max(decode.errors_of("longnet-125m", "dilated", CPU, torch.float32).values()) < 1e-4
     assert isinstance(contender("floor").make(make_case("gigapath-5308", CPU, torch.float32, is_small=True)), Costs)

@@ -30,6 +30,9 @@ import pytest
 import torch
 
 import dilated_attention
+from benchmarks import __main__ as benchmarks
+from benchmarks.case import case_names, family_of
+from benchmarks.contenders import contender
 from dilated_attention import cli
 from dilated_attention.backends import registry
 from tests.helpers.scripts import needs_pins
@@ -264,6 +267,18 @@ def test_commands_of_the_package_parse(page: Path, capsys: pytest.CaptureFixture
             cli._parser().parse_args(words)
         except SystemExit as ended:
             assert ended.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
+
+
+def test_commands_of_the_benchmarks_parse(page: Path) -> None:
+    for line in command_lines(page):
+        words = arguments(line)
+        if "benchmarks" not in words or words[0] not in ("python", "torchrun") or "-m" not in words:
+            continue
+        words = words[words.index("benchmarks") + 1 :]
+        options = benchmarks.parser().parse_args(words if len(words) > 1 else [*words, *([] if words else ["speed"])])
+        if options.suite == "speed":
+            assert [family_of(name) for name in case_names(options.cases)], line
+            assert [contender(name) for name in options.contenders or ["ours"]], line
 
 
 def test_scripts_have_the_options_named(page: Path) -> None:
