@@ -484,7 +484,6 @@ def test_calls_are_nn_multihead_attentions() -> None:
     assert list(ours)[:4] == list(theirs)[:4]
 
 
-Bad = tuple[dict[str, Any], type[Exception], str]
 X = make_x()
 BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((X,), {"need_weights": True}, ValueError, "need_weights=True.*never materialised"),
