@@ -94,7 +94,7 @@ _tables: dict[tuple[int, int, bool], Any] = {}
 
 
 def _table(make: Any, width: int, side: int, cls_token: bool = False) -> Any:
-    """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, and every import makes one."""
+    """Returns Prov-GigaPath's own table of positions, made once: at its size of 1000² it takes half a minute, for every import."""
     key = width, side, cls_token
     if key not in _tables:
         _tables.clear()
