@@ -71,8 +71,11 @@ def imported(*folders: Path, stand_ins: Mapping[str, Any] = dict.fromkeys(_REPLA
             yield
     finally:
         sys.path[:] = path
+        # what torch imports meanwhile stays: it registers ops, once in a process
         for name in set(sys.modules) - set(modules):
-            del sys.modules[name]
+            file = getattr(sys.modules[name], "__file__", None)
+            if name in stand_ins or any(Path(file or "").is_relative_to(folder) for folder in folders):
+                del sys.modules[name]
         sys.modules.update(modules)
 
 
