@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dilated_attention.backends import NESTED, NESTED_CAPABILITIES, Capabilities, registry
+from dilated_attention.backends import Capabilities, registry
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -15,8 +15,7 @@ def capabilities() -> str:
         "| backend | device | dtypes | head dim | padding | window | dropout | backward | repeats | blocks |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, declared in [*((name, registry.get(name).capabilities) for name in registry.names()), (NESTED, NESTED_CAPABILITIES)]:
-        rows.append(f"| `{name}` | {' | '.join(_row(declared))} |")
+    rows += [f"| `{name}` | {' | '.join(_row(registry.get(name).capabilities))} |" for name in registry.names()]
     return "\n".join(rows)
 
 

@@ -20,7 +20,7 @@ from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend
 from dilated_attention.backends.flash.flash4 import Flash4Backend
 from dilated_attention.backends.flash.xformers import XformersBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect
-from dilated_attention.backends.selection import NESTED, NESTED_CAPABILITIES, BackendUnavailable, Registry, refresh, registry
+from dilated_attention.backends.selection import BackendUnavailable, Registry, refresh, registry
 from dilated_attention.backends.tiles.backend import TilesBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
 from dilated_attention.backends.torch_ops.math import MathBackend
@@ -66,8 +66,6 @@ registry.set_order("sm6x", ("math",), kind="blocks")
 registry.set_order("rocm", ("math",), kind="blocks")
 
 __all__ = [
-    "NESTED",
-    "NESTED_CAPABILITIES",
     "PACKAGES",
     "PRECISIONS",
     "AttentionRequest",

@@ -164,15 +164,12 @@ class Bounds(NamedTuple):
 
     Args:
         most_queries, most_keys: the most rows of a sequence.
-        used_queries, used_keys: int32 (S,): the rows of each sequence, from its first boundary on; None if it ends where the next begins.
     """
 
     queries: Tensor
     keys: Tensor
     most_queries: int
     most_keys: int
-    used_queries: Tensor | None = None
-    used_keys: Tensor | None = None
 
 
 # which keys a launch's rows may see: those of their sequence, or those that lists keep

@@ -47,15 +47,6 @@ def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
     return (lse - math.log(num_zero_keys)).sigmoid_()
 
 
-def scale_by_zero_keys(out: Tensor, lse: Tensor, log_counts: Tensor) -> None:
-    """Scales out (B, n, H, D) by ``zero_key_share`` of lse (B, H, n) and e^``log_counts`` zero keys, in place; rows of none stay.
-
-    Out in half precision is rounded once more.
-    """
-    share = torch.where(log_counts == -torch.inf, 1.0, (lse - log_counts).sigmoid_())
-    out.mul_(share.transpose(1, 2)[..., None])
-
-
 def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides."""
     if lse.is_cuda and has_kernels(lse):

@@ -12,26 +12,12 @@ from collections.abc import Hashable
 from typing import Any
 
 from dilated_attention.backends import hardware, rates
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities
+from dilated_attention.backends.base import AttentionRequest, Backend
 from dilated_attention.pattern.checks import shown
 
 logger = logging.getLogger("dilated_attention")
 
 _MOST_ANSWERS = 4096
-# a name that ``backend=`` accepts in addition to those of kernel libraries: an engine kernel visits the pairs that nested branches share
-# once; the preferred library computes the rest
-NESTED = "nested"
-# the capabilities of that kernel, declared as for a kernel library
-NESTED_CAPABILITIES = Capabilities(
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    package="triton",
-    install="pip install triton",
-    compute_capabilities=((9, 0), (9, 0)),
-    head_dims=frozenset({64, 128}),
-    backward=False,
-    source="H200, Triton 3.6: 424/569 TFLOP/s on pairs that differ at D = 64/128",
-)
 
 
 class BackendUnavailable(RuntimeError):
@@ -81,7 +67,7 @@ class Registry:
 
     def choices(self) -> tuple[str, ...]:
         """Returns the names that ``backend=`` accepts."""
-        return ("auto", *self._families, *self._backends, NESTED)
+        return ("auto", *self._families, *self._backends)
 
     def get(self, name: str) -> Backend:
         return self._backends[name]
@@ -126,7 +112,7 @@ class Registry:
             return known
         self.check_name(name)
         table = self.table(request)
-        wanted = set(self.names()) if name in ("auto", NESTED) else set(self._families.get(name, (name,)))
+        wanted = set(self.names()) if name == "auto" else set(self._families.get(name, (name,)))
         for candidate, reasons in table:
             if candidate in wanted and not reasons:
                 how = "chosen" if name == "auto" else f"asked for as {name!r}"

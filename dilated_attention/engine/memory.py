@@ -39,7 +39,6 @@ from dilated_attention.engine.branches.launch_views import PART_BYTES
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, make_plan
 from dilated_attention.engine.branches.strategy import has_own_keys, is_fused, is_one_problem
 from dilated_attention.engine.branches.views import key_rows, launches, query_rows
-from dilated_attention.engine.kernels.nested_selection import SequencePiece, make_pieces
 from dilated_attention.engine.kernels.tiles_layout import tiles_scratch
 from dilated_attention.pattern import DilatedPattern
 
@@ -98,7 +97,6 @@ def attention_memory(
     is_causal: bool = False,
     needs_grad: bool = True,
     key_padding_mask: bool = False,
-    nested: bool = False,
     tiles: tuple[bool, bool] = (False, False),
     detached: bool = False,
     dropout: bool = False,
@@ -121,7 +119,6 @@ def attention_memory(
         dtype: dtype of q, k, v.
         device_type: ``"cpu"`` or ``"cuda"``; it determines how much one launch may return.
         is_causal, key_padding_mask: as in the call.
-        nested: the forward visits pairs of nested branches once (``nested_selection.py``) where branches nest, and has no parts for them.
         tiles: whether the forward and the backward run on tiles (``tiles_choice.choices_of``).
         detached, dropout: as in the call. They count where a pass runs on tiles; other estimates are for exact mixing without dropout.
         saved_bytes: bytes of the per-branch outputs that the forward saves for the backward (``prepare.saved_elements``).
@@ -153,8 +150,7 @@ def attention_memory(
         if tiles[0]:
             forward.append(("scratch of the tiles", scratch(is_backward=False)))
         else:
-            pieces = make_pieces(pattern, H, N) if nested else (SequencePiece(0, N, None),)
-            forward.append(("parts", max(_forward_parts(pattern, piece, shape, sizes, a) for piece in pieces)))
+            forward.append(("parts", _parts(pattern, shape, lambda tier: forward_chunk_sizes(tier, sizes), B, D * e, a)))
         if not needs_grad:
             return _estimate(inputs, forward, [])
         if tiles[1]:
@@ -217,19 +213,6 @@ def _layer_bytes(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes,
     layers = make_branch_buffers(pattern, shape.num_heads, first.heads, first.positions[1] - first.positions[0], shape.is_causal)
     rows = layers.rows(with_direct=False) * row_bytes + layers.rows(with_direct=True) * lse_bytes
     return batch * layers.heads * rows
-
-
-def _forward_parts(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, sizes: CallSizes, lse_bytes: int) -> int:
-    """Returns the bytes of a piece's branch buffers. If its nested branches are visited together, only the others have buffers."""
-    positions = (0, piece.length)
-    shape, sizes = replace(whole, queries=positions, keys=positions, documents=(positions,)), sizes._replace(num_positions=piece.length)
-    row_bytes = sizes.head_dim * sizes.itemsize
-    if piece.split is None:
-        return _parts(pattern, shape, lambda tier: forward_chunk_sizes(tier, sizes), sizes.batch, row_bytes, lse_bytes)
-    if piece.split.others is None:
-        return 0
-    chunk_sizes = forward_chunk_sizes(pattern, sizes, waiting=piece.split.layers)
-    return _layer_bytes(piece.split.layers, shape, chunk_sizes, sizes.batch, row_bytes, lse_bytes)
 
 
 def _kernel_sums(pattern: DilatedPattern, shape: Shape, chunk_sizes: ChunkSizes, batch: int, head_dim: int, expanded: int) -> int:

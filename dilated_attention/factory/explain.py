@@ -8,14 +8,11 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import (
-    NESTED,
-    NESTED_CAPABILITIES,
     PRECISIONS,
     AttentionRequest,
     BackendUnavailable,
     Hardware,
     detect,
-    reasons_of,
     registry,
 )
 from dilated_attention.engine.kernels import tiles_choice
@@ -63,7 +60,6 @@ class Explanation:
             requested.
         forward_basis, backward_basis: why it came first: ``shipped table (source, date)``, ``architecture order``,
             ``order of registration`` or ``asked for by name``; empty if no backend can compute the pass.
-        nested_reasons: every reason against ``backend="nested"`` that does not depend on the branches and the length.
         tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
 
@@ -73,7 +69,6 @@ class Explanation:
     backward: str | None
     forward_basis: str = ""
     backward_basis: str = ""
-    nested_reasons: tuple[str, ...] = ()
     tiles: str = ""
 
     @property
@@ -89,7 +84,6 @@ class Explanation:
             "backward": self.backward,
             "forward_basis": self.forward_basis,
             "backward_basis": self.backward_basis,
-            "nested": {"usable": not self.nested_reasons, "reasons": list(self.nested_reasons)},
             "tiles": self.tiles,
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
@@ -101,7 +95,7 @@ class Explanation:
         return replace(self.request, needs_grad=False).describe().replace(", forward", "") + gradients
 
     def lines(self) -> list[tuple[str, tuple[str, ...], str]]:
-        """Returns (mark, reasons against it, line) of each backend and of ``nested``, as ``str()`` prints them.
+        """Returns (mark, reasons against it, line) of each backend, as ``str()`` prints them.
 
         The mark is ``→`` for a backend that is taken, ``·`` for one that can, and ``✗`` for one that cannot.
         """
@@ -114,9 +108,7 @@ class Explanation:
             if passes and row.reasons:
                 text = f"{' and '.join(passes)} only: {text}"
             lines.append((mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
-        can = "can: auto takes it in the forward of long sequences whose branches nest, and visits the pairs they share once"
-        mark, text = ("✗", "; ".join(self.nested_reasons)) if self.nested_reasons else ("·", can)
-        return [*lines, (mark, self.nested_reasons, f"  {mark} {NESTED:<{width}}  {text}")]
+        return lines
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -231,8 +223,7 @@ def explain_backend(
         _basis(replace(request, needs_grad=False), forward, backend),
         _basis(request, backward, backend),
     )
-    nested = tuple(reasons_of(NESTED_CAPABILITIES, replace(request, needs_grad=False)))
-    return Explanation(request, rows, forward, backward, *bases, nested, _tiles(request, backend, pattern, num_positions))
+    return Explanation(request, rows, forward, backward, *bases, _tiles(request, backend, pattern, num_positions))
 
 
 def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:

@@ -135,7 +135,7 @@ def ring_block_sparse_dilated_attention(
 
     All of them must call it. Each process gets the output of its own rows, and in the backward their gradients. It receives every key once
     that its queries keep, in a branch or in a block; both parts are computed on these keys and merged by their log-sum-exps. A named
-    backend computes both parts or is refused; ``"nested"`` applies to the branches alone.
+    backend computes both parts or is refused.
 
     Args:
         segment_lengths, dilation_rates: see ``dilated_attention``; segments are counted in the whole sequence.

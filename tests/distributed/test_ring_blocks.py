@@ -410,7 +410,6 @@ def test_ranks_that_disagree_all_raise_the_same(which: str, words: str) -> None:
         ({"q": torch.zeros(1, 63, 2, 4)}, ValueError, "q has 63 rows and k has 64"),
         ({"pattern": PerHead((LocalWindow(3),) * 3)}, ValueError, "PerHead got 3 patterns for 2 heads"),
         ({"backend": "flash4"}, BackendUnavailable, "flash4"),
-        ({"backend": "nested"}, BackendUnavailable, "visits the pairs of nested branches"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -185,7 +185,6 @@ def test_ranks_that_disagree_all_raise_the_same(which: str, words: str) -> None:
         ({"head_steps": 0}, ValueError, "head_steps is 0; expected an integer ≥ 1"),
         ({"seq_len": 65}, ValueError, r"the group's ranks hold \[64\] positions; a contiguous sequence of 65 has \[65\]"),
         ({"backend": "flash4"}, BackendUnavailable, "flash4"),
-        ({"backend": "nested"}, BackendUnavailable, "nested"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:

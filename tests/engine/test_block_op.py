@@ -456,11 +456,6 @@ def test_what_depends_on_shapes_is_refused_before_results_are_allocated(
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-def test_nested_is_about_branches() -> None:
-    with pytest.raises(BackendUnavailable, match="not lists of blocks"):
-        block_sparse_attention(**tensors(), pattern=WINDOW, backend="nested")
-
-
 # --- launches --------------------------------------------------------------------------------------------------------------------------
 
 

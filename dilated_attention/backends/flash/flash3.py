@@ -55,7 +55,7 @@ class Flash3Backend(Backend):
     ) -> tuple[Tensor, Tensor]:
         where, _ = out
         if isinstance(keys, Bounds):
-            lengths = keys.queries, keys.keys, None, keys.used_queries, keys.used_keys, keys.most_queries, keys.most_keys
+            lengths = keys.queries, keys.keys, None, None, None, keys.most_queries, keys.most_keys
             tensors = q[0], k[0], v[0], options.scale, options.causal
             packed_out, lse = forward(*tensors, out=None if where is None else where[0], lengths=lengths)
             return packed_out[None] if where is None else where, lse[None]
@@ -72,7 +72,7 @@ class Flash3Backend(Backend):
         tensors: tuple[Tensor, ...] = dout, q, k, v, out, lse.contiguous(), *results
         lengths: tuple[Tensor | int | None, ...] = (None,) * 6
         if isinstance(keys, Bounds):
-            lengths = keys.queries, keys.keys, keys.used_queries, keys.used_keys, keys.most_queries, keys.most_keys
+            lengths = keys.queries, keys.keys, None, None, keys.most_queries, keys.most_keys
             tensors, sides = tuple(x[0] for x in tensors), (-1, -1)
         else:
             assert keys is None

@@ -22,10 +22,11 @@ from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, al
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
-from dilated_attention.engine.blocks.documents import request_of, select_backend
+from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.branches.launch_views import Into
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import NESTED
 from dilated_attention.distributed.block_exchange import cost
 from dilated_attention.distributed.block_exchange.parts import BlockPart, BlocksAndBranches, make_block_steps
 from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, needs_of
@@ -49,9 +48,7 @@ def make_block_setup(
     # heads that run different branches are not divided
     forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else settings.sharding[-1]
     way = cost.choose(load, device_memory(device), forced)
-    # "nested" concerns only pairs that branches share, so the blocks use "auto"
-    of_blocks = settings._replace(backend="auto") if branches is not None and settings.backend == NESTED else settings
-    steps, parts, span = make_block_steps(ring_problem, me, way.steps, device, branches, of_blocks)
+    steps, parts, span = make_block_steps(ring_problem, me, way.steps, device, branches, settings)
     for step, some in zip(steps, parts, strict=True):
         for part in some:
             _check_backends(part, step, q, k, padding is not None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable
+from dilated_attention.backends import AttentionRequest
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.plan import Range
@@ -72,13 +72,3 @@ def request_of(lists: BlockLists, views: tuple[Tensor, ...], settings: CallSetti
         blocks=(lists.q_block, lists.k_block),
         block_masks=lists.mask_kind,
     )
-
-
-def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend:
-    """Selects the backend of this pass as ``prepare.select_backend`` does."""
-    if settings.backend == NESTED:
-        raise BackendUnavailable(
-            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: "
-            "visits the pairs of nested branches, not lists of blocks\n  backend='auto' uses the fastest that can"
-        )
-    return prepare.select_backend(request, settings)

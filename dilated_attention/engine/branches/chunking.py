@@ -73,9 +73,9 @@ def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
     return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, waiting: DilatedPattern | None = None) -> ChunkSizes:
-    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse. ``waiting``: see ``make_chunk_sizes``."""
-    return make_chunk_sizes(pattern, sizes, sizes.head_dim * sizes.itemsize + 4, transient_budget(sizes.input_bytes), waiting)
+def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes) -> ChunkSizes:
+    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse."""
+    return make_chunk_sizes(pattern, sizes, sizes.head_dim * sizes.itemsize + 4, transient_budget(sizes.input_bytes))
 
 
 def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, in_buffers: bool = True) -> ChunkSizes:
@@ -91,20 +91,17 @@ def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, in_buffers: 
     return make_chunk_sizes(everything, sizes, 3 * sizes.head_dim * 4, budget)
 
 
-def make_chunk_sizes(
-    pattern: DilatedPattern, sizes: CallSizes, row_bytes: int, budget: int, waiting: DilatedPattern | None = None
-) -> ChunkSizes:
+def make_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, row_bytes: int, budget: int) -> ChunkSizes:
     """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:
         row_bytes: bytes that a part keeps for one position of one head.
-        waiting: branches whose results wait for the merge, if they differ from those of the pattern.
     """
     batch, num_positions, num_heads, num_kv_heads, *_ = sizes
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
-        buffers = make_branch_buffers(waiting or pattern, num_heads, (0, heads), positions, False)
+        buffers = make_branch_buffers(pattern, num_heads, (0, heads), positions, False)
         return batch * heads * buffers.rows(with_direct=False) * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:

@@ -26,22 +26,21 @@ CONCURRENT_LAUNCHES = 3
 
 def forward(
     plan: Plan, buffers: BranchBuffers, tensors: Tensors, results: tuple[Tensor, Tensor], call: Call, *, is_concurrent: bool = False,
-    direct: Callable[[Tensor], None] | None = None, saved_branch_outputs: Tensor | None = None,
+    onto: bool = False, saved_branch_outputs: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out (B, N, H, D) and lse (B, N, H), any views. ``tensors`` are q, k, v of the heads and positions of ``buffers``.
 
     Args:
         is_concurrent: another chunk runs concurrently, so launches run one by one and the merge uses only a small part of the GPU.
-        direct: computes buffer 0, which covers every row, into ``out`` and into the lse (B, H, N) passed to it. The plan's branches
-            are then the buffers from 1 on.
+        onto: buffer 0 is what ``out`` and ``lse`` already hold. The plan's branches are then the buffers from 1 on.
         saved_branch_outputs: flat buffer of all branches, none of them direct. It is left holding the separate output of each branch.
     """
     q, k, v = tensors
     out, lse = results
     k, v = without_padding(k, v, call.padding)
     B, _, H, D = q.shape
-    merged = not plan.single or buffers.zero_keys or direct is not None or saved_branch_outputs is not None
-    first = 0 if direct is None else 1
+    merged = not plan.single or buffers.zero_keys or onto or saved_branch_outputs is not None
+    first = 1 if onto else 0
     if merged:
         flat = saved_branch_outputs if saved_branch_outputs is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
         flat_lse = torch.empty(B * H * buffers.rows(with_direct=True), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -49,10 +48,10 @@ def forward(
         out.zero_()
         lse.fill_(-torch.inf)
 
-    if direct is not None:
-        direct_lse = buffers.split(flat_lse, B, head_dim=0, with_direct=True)[0]
-        assert direct_lse is not None
-        direct(direct_lse[:, 0])
+    if onto:
+        former_lse = buffers.split(flat_lse, B, head_dim=0, with_direct=True)[0]
+        assert former_lse is not None
+        former_lse[:, 0].copy_(lse.transpose(1, 2))
 
     layout = Layout("qkkQQ" if merged else "qkkqq", padding=call.padding is not None, buffers=buffers, first=first)
     given = [q, k, v, out, lse, *((flat, flat_lse) if merged else ()), *masks_of(call, q, k)]
@@ -79,7 +78,7 @@ def backward(
 
     Args:
         is_concurrent: as in ``forward``.
-        onto: buffer 0 is what the gradients already hold. The plan's branches are then the buffers from 1 on.
+        onto: buffer 0 is what the gradients already hold, as in ``forward``.
         own: with detached mixing, the separate output of each branch as the forward saved it, (B, S, L, H, D). If None, it is recomputed.
     """
     dout, q, k, v, out, lse = tensors

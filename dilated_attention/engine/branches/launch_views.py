@@ -61,7 +61,6 @@ class Call:
         dropout_p, seed: probability and seed of position-based dropout.
         detached: whether to use TorchScale's gradient, which does not flow through the mixing weights of the branches.
         is_causal: causality of the whole call; that of a problem is in its ``options``.
-        nested: the forward visits the pairs of nested branches once.
         request: what the backend was chosen for; ``named``: the caller named the backend.
         needs_grad: a backward will follow, or this is one.
         position_offset, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
@@ -77,7 +76,6 @@ class Call:
     seed: int = 0
     detached: bool = False
     is_causal: bool = False
-    nested: bool = False
     request: AttentionRequest | None = None
     named: bool = False
     needs_grad: bool = False

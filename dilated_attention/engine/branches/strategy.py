@@ -27,8 +27,6 @@ from dilated_attention.engine.branches.launch_views import Call, Into, copied_in
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.sequential import run_backward
 from dilated_attention.engine.branches.views import extent
-from dilated_attention.engine.kernels.nested import NestedFamily
-from dilated_attention.engine.kernels.nested_selection import SequencePiece, chunk_family, make_pieces
 from dilated_attention.engine.kernels.tiles_choice import runs_on_tiles
 from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.pattern import DilatedPattern
@@ -71,8 +69,8 @@ def _choose(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call,
         return functools.partial(tiles.backward if is_backward else tiles.forward, shares)
     if not is_saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
         return functools.partial(sequential.backward_at_once if is_backward else sequential.forward_at_once, options)
-    if not is_saved and (launches := packed.packed_launches(pattern, shape, q, call, is_backward)) is not None:
-        return functools.partial(packed.backward if is_backward else packed.forward, launches)
+    if not is_saved and (launch := packed.packed_launch(pattern, shape, q, call)) is not None:
+        return functools.partial(packed.backward if is_backward else packed.forward, launch)
     if not _is_fused(shape, q, call):
         return functools.partial(sequential.backward if is_backward else sequential.forward, make_plan(pattern, shape))
     return functools.partial(_fused_backward if is_backward else _fused_forward, pattern, shape)
@@ -86,7 +84,6 @@ def _fused_forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
     if saved_branch_outputs is not None:
-        # also for nested branches, without sharing pairs: otherwise the backward would have to recompute the per-branch outputs
         fused_merge.forward(
             make_plan(pattern, shape),
             _saved_buffers(pattern, shape),
@@ -96,10 +93,19 @@ def _fused_forward(
             saved_branch_outputs=saved_branch_outputs,
         )
         return out if into is None else copied_into((out,), into)[0], lse
-    for piece in make_pieces(pattern, H, N) if call.nested else (SequencePiece(0, N, None),):
-        where = slice(piece.start, piece.start + piece.length)
-        tensors = tuple(x[:, where] for x in (q, k, v, out)) if piece.length < N else (q, k, v, out)
-        _forward_piece(pattern, piece, shape, tensors, lse[:, :, where].transpose(1, 2), call)
+    sizes = sizes_of(q, k)
+
+    def run(chunk: Chunk, is_concurrent: bool, branches: DilatedPattern, onto: bool) -> None:
+        part = _shape_of(shape, chunk)
+        views = *_narrow(shape, chunk, q, k, v), *_narrow(shape, chunk, out, lse.transpose(1, 2))
+        buffers = _buffers_of(branches, part, chunk, onto)
+        fused_merge.forward(
+            make_plan(branches, part), buffers, views[:3], views[3:], _call_of(call, chunk), is_concurrent=is_concurrent, onto=onto
+        )
+
+    for tier, branches in enumerate(make_tiers(pattern, H, lambda tier: forward_chunk_sizes(tier, sizes))):
+        run_tier = functools.partial(run, branches=branches, onto=tier > 0)
+        _in_chunks(forward_chunk_sizes(branches, sizes), shape, q.device, call, run_tier)
     return out if into is None else copied_into((out,), into)[0], lse
 
 
@@ -136,45 +142,6 @@ def saved_elements_of_documents(pattern: DilatedPattern, shape: Shape, q: Tensor
     return elements if elements * q.element_size() <= saved_budget() else 0
 
 
-def _forward_piece(pattern: DilatedPattern, piece: SequencePiece, whole: Shape, tensors: Tensors, lse: Tensor, call: Call) -> None:
-    """Computes a piece of the sequence: q, k, v → out (B, N, H, D) and lse (B, N, H), all views.
-
-    Nested branches are visited together, each pair once; the other branches are merged into their result.
-    """
-    shape, split = _shape_of(whole, Chunk((0, whole.num_heads), (0, piece.length))), piece.split
-    q, k, v, out = tensors
-
-    def run(chunk: Chunk, is_concurrent: bool, branches: DilatedPattern, onto: bool) -> None:
-        part = _shape_of(shape, chunk)
-        views, (out_, lse_) = _narrow(shape, chunk, q, k, v), _narrow(shape, chunk, out, lse)
-        buffers = _buffers_of(branches, part, chunk, onto)
-
-        def direct(direct_lse: Tensor) -> None:
-            if split is None:
-                # the result so far
-                direct_lse.copy_(lse_.transpose(1, 2))
-            else:
-                _nested_forward(chunk_family(pattern, split, chunk.heads, shape.num_heads, part.queries[1]), views, out_, direct_lse, call)
-
-        results, first = (out_, lse_), direct if onto else None
-        fused_merge.forward(
-            make_plan(branches, part), buffers, views, results, _call_of(call, chunk), is_concurrent=is_concurrent, direct=first
-        )
-
-    sizes = sizes_of(q, k)
-    if split is None:
-        for tier, branches in enumerate(make_tiers(pattern, shape.num_heads, lambda tier: forward_chunk_sizes(tier, sizes))):
-            run_tier = functools.partial(run, branches=branches, onto=tier > 0)
-            _in_chunks(forward_chunk_sizes(branches, sizes), shape, q.device, call, run_tier)
-    elif split.others is None:
-        family = chunk_family(pattern, split, (0, shape.num_heads), shape.num_heads, piece.length)
-        _nested_forward(family, (q, k, v), out, lse.transpose(1, 2), call)
-    else:
-        # chunks begin with a segment of every branch, but only the results of the other branches wait in memory
-        chunk_sizes = forward_chunk_sizes(pattern, sizes, waiting=split.layers)
-        _in_chunks(chunk_sizes, shape, q.device, call, functools.partial(run, branches=split.others, onto=True))
-
-
 def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool) -> BranchBuffers:
     """Returns the branch buffers of a chunk. With ``onto``, buffer 0 is the result so far, which covers every row."""
     if onto:
@@ -185,13 +152,6 @@ def _buffers_of(branches: DilatedPattern, part: Shape, chunk: Chunk, onto: bool)
 def _saved_buffers(pattern: DilatedPattern, shape: Shape) -> BranchBuffers:
     """Returns the buffers of the whole call without a direct branch, since the merge must not overwrite the output of any branch."""
     return replace(make_branch_buffers(pattern, shape.num_heads, (0, shape.num_heads), shape.queries[1], shape.is_causal), direct=None)
-
-
-def _nested_forward(family: NestedFamily, tensors: Tensors, out: Tensor, lse: Tensor, call: Call) -> None:
-    from dilated_attention.engine.kernels.nested_hopper import nested_forward
-
-    q, k, v = tensors
-    nested_forward(family, q, k, v, call.is_causal, call.options.scale, out, lse)
 
 
 def _fused_backward(

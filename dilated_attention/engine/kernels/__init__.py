@@ -1,1 +1,1 @@
-"""Calls on this project's own kernels: tables of tiles, and nested branches whose pairs are visited once."""
+"""Whole calls on this project's own kernels over tables of tiles."""

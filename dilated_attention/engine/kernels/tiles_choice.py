@@ -15,7 +15,7 @@ from torch import Tensor
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, rates, registry
 from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
-from dilated_attention.engine.branches.packed import is_packed, reads_in_place
+from dilated_attention.engine.branches.packed import is_packed
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.kernels.tiles_layout import fits
 from dilated_attention.pattern import DilatedPattern
@@ -34,18 +34,12 @@ _CAUSAL = 1.3
 # TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
 _TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
 _LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
-# pairs that a nested forward computes, as a fraction of those of its branches
-_NESTED = 0.75
 # bytes per element of a problem's results that are read and written to sum them, forward and backward; bytes/s of such sums
 _SUM_BYTES = {False: 12, True: 36}
 _MEMORY = 2e12
 # measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
 # on H200s (benchmarks/results/2026-11-23-h200x2/rings.md)
 _CUT = 1.6
-# the same where all segments are gathered into one launch (engine/branches/packed.py): GigaPath's and LongNet's segments, 25,000 to
-# 131,072 queries, on an H200; and host time of such a call in ms
-_GATHERED = 1.45
-_PACKED_MS = {False: 0.3, True: 0.5}
 # kernels that are slower than the tiles at every length; those of the second set only in half precision
 _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
@@ -65,8 +59,7 @@ def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call, 
         return False
     request = replace(call.request, extent=0)
     library = None if both else call.backend.name
-    nested = call.nested and not both
-    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, nested, call.host_ms)
+    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.host_ms)
 
 
 class Choice(NamedTuple):
@@ -91,8 +84,8 @@ def choices_of(pattern: DilatedPattern, shape: Shape, request: AttentionRequest,
         if asked.hardware.device_type != "cuda" or chosen.capabilities.whole_calls:
             found.append(Choice(chosen.name, chosen.capabilities.whole_calls))
             continue
-        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward, False)
-        times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name, False)
+        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward)
+        times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name)
         found.append(Choice(chosen.name, is_faster, *times))
     return tuple(found)
 
@@ -122,10 +115,10 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
     if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not (shape.is_cut or len(shape.documents) > 1):
         return preferred
     for name in registry.order(request):
-        backend, size = registry.get(name), (batch, request.head_dim, request.dtype, request.needs_grad)
-        if not is_packed(pattern, shape, backend.capabilities, *size) or backend.reasons_against(request):
+        backend = registry.get(name)
+        if not is_packed(pattern, shape, backend.capabilities, batch) or backend.reasons_against(request):
             continue
-        mine, theirs = (_library_ms(pattern, shape, request, batch, which, False) for which in (name, preferred))
+        mine, theirs = (_library_ms(pattern, shape, request, batch, which) for which in (name, preferred))
         if name == preferred or mine > theirs:
             return preferred
         registry.tell_once(f"backend {name} (in place of {preferred}, estimated to take longer or as long) for {request.describe()}")
@@ -134,12 +127,12 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
 
 
 def _is_faster(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool,
     host_ms: float = 0.0,
 ) -> bool:  # fmt: skip
     """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
     # remembered where another order of backends forgets it
-    call = pattern, shape, request, batch, library, is_backward, nested, host_ms
+    call = pattern, shape, request, batch, library, is_backward, host_ms
     known: bool | None = registry.cached.get((NAME, call))
     if known is None:
         known = _compare(*call)
@@ -148,7 +141,7 @@ def _is_faster(
 
 
 def _compare(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool, nested: bool,
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool,
     host_ms: float,
 ) -> bool:  # fmt: skip
     tiles = registry.get(NAME)
@@ -164,7 +157,7 @@ def _compare(
             return True
         own = _tiles_ms(pattern, shape, request, batch, host_ms)
         mine += own
-        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, nested, host_ms)
+        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, host_ms)
     return mine <= theirs
 
 
@@ -190,17 +183,12 @@ def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
 
 
-def _library_ms(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, nested: bool, host_ms: float = 0.0
-) -> float:
+def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
     rate = rates.rate_of(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    kernels = _operations(pattern, shape, request, batch) / rate / 1e9 * (_NESTED if nested else 1)
-    capabilities, size = registry.get(library).capabilities, (batch, request.head_dim, request.dtype)
+    kernels = _operations(pattern, shape, request, batch) / rate / 1e9
     masked = request.key_mask or request.dropout
-    if not masked and is_packed(pattern, shape, capabilities, *size, request.needs_grad):
-        if reads_in_place(pattern, shape):
-            return max(kernels, _LAUNCH_MS + host_ms)
-        return max(kernels * _GATHERED, _PACKED_MS[request.needs_grad] + host_ms)
+    if not masked and is_packed(pattern, shape, registry.get(library).capabilities, batch):
+        return max(kernels, _LAUNCH_MS + host_ms)
     launches = _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches

@@ -6,18 +6,16 @@ Both the single-process op and the distributed op use it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.backends import NESTED, AttentionRequest, Backend, BackendUnavailable, Options, detect, registry
+from dilated_attention.backends import AttentionRequest, Backend, Options, detect, registry
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.kernels.tiles_choice import packed_library
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
@@ -79,7 +77,6 @@ def prepare(
         seed=int(seed.item()) if seed is not None else 0,
         detached=settings.detached,
         is_causal=settings.is_causal,
-        nested=not is_backward and is_nested(request, pattern, views, shape, settings),
         request=request,
         named=settings.backend != "auto",
         needs_grad=settings.needs_grad or is_backward,
@@ -120,32 +117,6 @@ def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend
     return chosen
 
 
-def is_nested(
-    request: AttentionRequest, pattern: DilatedPattern, views: tuple[torch.Tensor, ...], shape: Shape, settings: CallSettings
-) -> bool:
-    """Whether the forward visits each pair that nested branches share only once: it does where it can, unless another kernel was named."""
-    q, k, v = views[:3]
-    backend = settings.backend
-    if backend != NESTED and (backend != "auto" or not strategy.is_fused(q.device.type, settings.strategy)):
-        return False
-    reasons = nested_selection.reasons_against(request, pattern, (q, k, v), len(shape.documents), settings.scale)
-    if reasons and backend == NESTED:
-        raise BackendUnavailable(
-            f"backend={NESTED!r} cannot compute {request.describe()}\n  {NESTED}: {'; '.join(reasons)}\n"
-            "  backend='auto' uses it wherever possible, and other kernels elsewhere"
-        )
-    if reasons or (backend == "auto" and not nested_selection.is_worth_it(pattern, q, shape.is_causal)):
-        return False
-    _tell_nested(request)
-    return True
-
-
-@functools.lru_cache(maxsize=256)
-def _tell_nested(request: AttentionRequest) -> None:
-    """Reports the choice once per kind of call, since training repeats the same calls."""
-    registry.tell_once(f"forward: pairs that nested branches share are visited once (kernel {NESTED!r}), for {request.describe()}")
-
-
 def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_seqlens: torch.Tensor | None) -> Any:
     """Number of elements of per-branch outputs that the forward saves for a detached backward; 0 where the backward recomputes them.
 
@@ -156,8 +127,7 @@ def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_
         return 0
     if not strategy.is_fused(q.device.type, settings.strategy) or (q.device.type == "cuda" and not has_kernels(q)):
         return 0
-    # the nested kernel has no per-branch outputs; such calls use it only if it was named
-    if cu_seqlens is not None or settings.dropout_p or settings.window or settings.backend == NESTED:
+    if cu_seqlens is not None or settings.dropout_p or settings.window:
         return 0
     if settings.query_offset != 0 or k.shape[1] != q.shape[1]:
         return 0

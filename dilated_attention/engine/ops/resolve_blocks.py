@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import NESTED, Backend, Dropout, Mask, Options
+from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import Capabilities, accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.engine.blocks.documents import pieces_of, request_of, select_backend
+from dilated_attention.engine.blocks.documents import pieces_of, request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
 from dilated_attention.engine.oom.requirement import blocks_requirement
+from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, record_of, with_masks
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
@@ -146,9 +147,8 @@ class ResolvedUnion(LocalCall):
 
     @cached_property
     def parts(self) -> tuple[ResolvedDilated, ResolvedBlocks]:
-        # "nested" concerns only pairs that branches share
-        blocks = self.settings._replace(backend="auto") if self.settings.backend == NESTED else self.settings
-        return ResolvedDilated(self.settings, self.device_type, self.documents), ResolvedBlocks(blocks, self.device_type, self.documents)
+        of_both = self.settings, self.device_type, self.documents
+        return ResolvedDilated(*of_both), ResolvedBlocks(*of_both)
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, BlockPass]:
         """Returns how both parts run. It is not kept here, since each part keeps its own."""

@@ -48,8 +48,7 @@ _USUAL: dict[str, Any] = {
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
     """Returns branches with segments of 2048, 8192, … up to the whole sequence; rates 1, 4, … are limited so that heads cover every offset.
 
-    Each length and rate divides the next, so a pair that several branches share can be identified by its position; see
-    ``engine/kernels/nested.py``.
+    Each length and rate divides the next.
 
     Args:
         longest: the longest segment, if not the whole sequence.
@@ -171,7 +170,6 @@ def facts_of(case: Case, chosen: dict[str, Any]) -> dict[str, Any]:
         "forward": explained.forward, "backward": explained.backward, "described": explained.request.describe(),
         "basis": " · ".join(dict.fromkeys(filter(None, (explained.forward_basis, explained.backward_basis)))),
         "extras": ",".join(dict.fromkeys(_EXTRAS[x] for x in (explained.forward, explained.backward) if x in _EXTRAS)),
-        "nested": base == "dilated" and not is_slides and not explained.nested_reasons,
         "SHORT": SHORT, "LONG": LONG, "TOKENS_PER_GPU": TOKENS_PER_GPU,
     }  # fmt: skip
     if not case.here and facts["cuda"]:

@@ -15,7 +15,6 @@ from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU, pieces
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.strategy import is_fused
-from dilated_attention.engine.kernels import nested_selection
 from dilated_attention.engine.kernels.tiles_choice import tiles_passes
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -43,7 +42,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
     if problem.world_size > 1:
         return _ring(problem)
     pattern = WHOLE if problem.kind == "sdpa" else problem.pattern
-    return _engine(problem, pattern, problem.num_positions, nested=is_nested(problem), tiles=on_tiles(problem))
+    return _engine(problem, pattern, problem.num_positions, tiles=on_tiles(problem))
 
 
 def _engine(
@@ -64,13 +63,6 @@ def on_tiles(problem: Problem) -> tuple[bool, bool]:
         return False, False
     request = problem.request(backward=False, length=0)
     return tiles_passes(pattern, request, problem.batch_size, problem.num_positions, problem.training)
-
-
-def is_nested(problem: Problem) -> bool:
-    """Whether the forward visits pairs shared by nested branches only once, following the choice of ``backend="auto"``."""
-    if (pattern := _fused_branches(problem)) is None:
-        return False
-    return nested_selection.is_chosen(pattern, problem.request(backward=False, length=0), problem.batch_size, problem.num_positions)
 
 
 def _fused_branches(problem: Problem) -> DilatedPattern | None:

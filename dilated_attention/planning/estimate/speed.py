@@ -18,19 +18,15 @@ from typing import NamedTuple
 from dilated_attention.backends import BackendUnavailable, rates, registry
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.kernels.nested_selection import chunk_family, make_pieces
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.estimate.gpus import GPUS
-from dilated_attention.planning.estimate.memory import counts_of, is_nested
+from dilated_attention.planning.estimate.memory import counts_of
 from dilated_attention.planning.estimate.problem import Problem
 from dilated_attention.planning.estimate.ring_estimate import Exchange, local_rows
 
 # measured on an H200, docs/performance.md: share of the kernels' own rate that the engine reaches with several branches, (forward,
 # backward)
 _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
-# FLOP/s of its kernel that visits shared pairs once, on the distinct pairs, by head dim, full and causal
-# (benchmarks/results/2026-11-21-h200/nested-forward.json)
-_NESTED_RATE = {(64, False): 424e12, (64, True): 321e12, (128, False): 569e12, (128, True): 410e12}
 # share of the rates in tables of dense problems, timed in short bursts, that long runs sustain
 # (benchmarks/results/2026-11-21-h200/block-sparse.jsonl, dense)
 _SUSTAINED = 0.92
@@ -108,7 +104,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     rates = [rate for _, rate in work]
     seconds = sum(each / rate.rate for each, rate in zip(flops, rates, strict=True))
     several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
-    if several and not any(rate.backend == "nested" for rate in rates):
+    if several:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
     links = exposed = 0.0
     if W > 1:
@@ -145,24 +141,9 @@ def _work(problem: Problem, backward: bool) -> list[tuple[int, _Rate]]:
         return [(computed, _rate_of(problem, max(1, computed // (N * H)), backward))]
     assert isinstance(pattern, DilatedPattern)
 
-    def branches(pattern: DilatedPattern, length: int) -> list[tuple[int, _Rate]]:
-        pairs = pattern.branch_pairs(length, H, is_causal=is_causal)
-        rows = (-(-min(w, length) // r) for w, r in pattern.branches)
-        return [(n, _rate_of(problem, count, backward)) for n, count in zip(pairs, rows, strict=True)]
-
-    if backward or problem.world_size > 1 or not is_nested(problem):
-        return branches(pattern, N)
-    work: list[tuple[int, _Rate]] = []
-    for piece in make_pieces(pattern, H, N):
-        others: DilatedPattern | None = pattern
-        if piece.split is not None:
-            pairs = chunk_family(pattern, piece.split, (0, H), H, piece.length).pairs() * H
-            scale, where = _scale(problem, "NVIDIA H200")
-            rate = _NESTED_RATE[problem.head_dim, is_causal] * scale
-            work.append((pairs // 2 if is_causal else pairs, _Rate("nested", rate, f"the nested kernel as measured on an H200{where}")))
-            others = piece.split.others
-        work += branches(others, piece.length) if others is not None else []
-    return work
+    pairs = pattern.branch_pairs(N, H, is_causal=is_causal)
+    rows = (-(-min(w, N) // r) for w, r in pattern.branches)
+    return [(n, _rate_of(problem, count, backward)) for n, count in zip(pairs, rows, strict=True)]
 
 
 def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
