@@ -46,6 +46,8 @@ class AttentionRequest:
     lse_grad: bool = False
     # torch.use_deterministic_algorithms(True) is on; some torch ops have no determinism argument of their own
     torch_deterministic: bool = False
+    # torch.backends.cudnn.benchmark is on: the same shapes come again and again, so that a plan for each shape pays
+    shapes_repeat: bool = False
     # the largest span in elements, from first to last, of a single segment in any tensor
     extent: int = 0
     # rows of a typical problem, used to look up rates; 0 if unknown
@@ -56,6 +58,11 @@ class AttentionRequest:
     blocks: tuple[int, int] | None = None
     # form of the masks of single pairs inside blocks: "none" · "interval" · "bits"
     block_masks: str = "none"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a typical problem of all heads; 0 if its length is unknown."""
+        return (10 if self.needs_grad else 4) * self.head_dim * self.num_heads * self.length**2 / (2 if self.causal else 1)
 
     @property
     def kind(self) -> str:
@@ -116,6 +123,8 @@ class Capabilities:
     block_sizes: frozenset[tuple[int, int]] = frozenset()
     block_masks: frozenset[str] = frozenset({"none"})
     blocks_only: bool = False
+    # makes a plan for every new shape, which takes as long as hundreds of calls: "auto" prefers it only where shapes repeat
+    plans_shapes: bool = False
     # its launches may run concurrently on several streams
     concurrent: bool = True
     # where these capabilities were read or measured

@@ -18,6 +18,8 @@ from dilated_attention.pattern.checks import shown
 logger = logging.getLogger("dilated_attention")
 
 _MOST_ANSWERS = 4096
+# work of a problem from which a plan for its shape (about 70 ms on an H100) takes less time than its kernels save in one call
+_PLAN_FLOPS = 5e13
 
 
 class BackendUnavailable(RuntimeError):
@@ -89,7 +91,10 @@ class Registry:
         for listed, reason in groups:
             # a shipped table may name backends that a custom registry does not have
             reasons |= {name: reason for name in listed if name in self._backends and name not in reasons}
-        return reasons
+        if request.shapes_repeat or request.flops >= _PLAN_FLOPS:
+            return reasons
+        planners = [name for name in reasons if self._backends[name].capabilities.plans_shapes]
+        return {name: reasons[name] for name in reasons if name not in planners} | dict.fromkeys(planners, "plans every new shape")
 
     def table(self, request: AttentionRequest) -> list[tuple[str, list[str]]]:
         """Returns (name, reasons against it) in order of preference."""

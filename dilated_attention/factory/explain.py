@@ -200,6 +200,7 @@ def explain_backend(
         softcap=cap > 0,
         deterministic=deterministic,
         torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        shapes_repeat=torch.backends.cudnn.benchmark,
         precision=precision,
         length=length,
         blocks=None if block_size is None else checked_block_size(block_size),

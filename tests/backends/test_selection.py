@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ EXPECTED = [
     ("ada", False, HALF, 128, {"window": True}, "sdpa_flash", "sdpa_flash"),
     ("hopper", True, BF16, 64, {}, "flash4", "flash4"),
     ("hopper", True, BF16, 48, {}, "flash4", "flash3"),
-    ("hopper", False, BF16, 48, {}, "sdpa_cudnn", "sdpa_cudnn"),
+    ("hopper", False, BF16, 48, {"shapes_repeat": True}, "sdpa_cudnn", "sdpa_cudnn"),
+    ("hopper", False, BF16, 48, {}, "sdpa_flash", "sdpa_flash"),
     ("hopper", False, BF16, 256, {}, "sdpa_flash", "sdpa_flash"),
     ("hopper", True, BF16, 64, {"deterministic": True}, "flash4", "flash4"),
     ("ampere", True, BF16, 64, {"key_mask": True}, "tiles", "tiles"),
@@ -106,7 +108,11 @@ def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could(
 
 
 def test_sdpa_means_the_best_of_torchs_own() -> None:
-    assert registry.select(AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=64), "sdpa").name == "sdpa_cudnn"
+    asked = AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=64)
+    # cuDNN plans every shape: where shapes repeat, or where one problem is as long as this
+    assert registry.select(asked, "sdpa").name == registry.select(replace(asked, length=2**18), "sdpa").name == "sdpa_flash"
+    assert registry.select(replace(asked, shapes_repeat=True), "sdpa").name == "sdpa_cudnn"
+    assert registry.select(replace(asked, length=2**18, num_heads=16), "sdpa").name == "sdpa_cudnn"
     assert registry.select(AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=256), "sdpa").name == "sdpa_flash"
     assert registry.select(AttentionRequest(hardware=BARE["cpu"], dtype=F32, head_dim=64), "sdpa").name == "sdpa_cpu"
     with pytest.raises(BackendUnavailable, match="sdpa_efficient: takes"):

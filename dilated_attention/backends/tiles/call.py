@@ -16,7 +16,7 @@ from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, make_table, spans_on
+from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, constants_of, make_spans, make_table
 
 # compute capabilities with 163 KiB of shared memory per program, or more
 _LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
@@ -70,10 +70,9 @@ class Prepared:
             )
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
-        self.offsets = torch.tensor(call.offsets, dtype=torch.int32, device=device)
-        self.spans, self.starts, self.rates = spans_on(device, walk, False)
-        self.key_spans = spans_on(device, walk, True)[0]
-        self._shared = [self.offsets, self.spans, self.starts, self.rates, self.key_spans]
+        self.offsets, self.rates, self.starts, self.spans, self.key_spans = constants_of(walk, call.offsets, device)
+        # one allocation holds all of them
+        self._shared = [self.offsets]
         self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
@@ -100,7 +99,7 @@ class Prepared:
         if key not in self.launches:
             blocks = -(-self.words // pad.WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
-            self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}),)
+            self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}, dtypes=()),)
         tensors = padding, self.rates, words
         with on_device(self.device):
             self.here()
@@ -136,7 +135,7 @@ class Prepared:
         """Returns the table of tiles of ``rows`` queries, or keys, on the device."""
         found = self._tables.get((of_keys, rows))
         if found is None:
-            found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0).to(self.device)
+            found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0, self.device)
             self._shared.append(found)
             if self._copied is not None:
                 self._stream = torch._C._cuda_getCurrentRawStream(self.index)

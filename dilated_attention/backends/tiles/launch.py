@@ -5,7 +5,8 @@ From the second call on they skip Triton's binding of arguments, which takes mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
 # releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding
 _KNOWN = ("3.6.", "3.7.")
+# compiled kernels by all that Triton selects them by: a new length finds its kernels here
+_compiled: dict[Hashable, Any] = {}
+
+
+@functools.cache
+def _specialised(kernel: Any) -> tuple[bool, ...]:
+    """Returns for each argument of a kernel whether Triton compiles another variant for 1 and for multiples of 16."""
+    return tuple([not argument.do_not_specialize for argument in kernel.params])
 
 
 class KernelLaunch:
@@ -27,22 +36,26 @@ class KernelLaunch:
     make the launch with which Triton's JITFunction.run ends.
 
     Args:
+        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths;
+            None for a launch that shares none.
         table: the table that the programs process, if any; it is one of the tensors.
     """
 
     def __init__(
         self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], warps: int = 4, stages: int = 1, *,
-        table: Tensor | None = None,
+        dtypes: Hashable = None, table: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.programs, self.table = kernel, programs, table
         self.numbers, self.constants = tuple(numbers), constants
-        self.options = {"num_warps": warps, "num_stages": stages}
+        self.options, self.dtypes = {"num_warps": warps, "num_stages": stages}, dtypes
         self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[Any]], device: int) -> None:
         """Launches the kernel. ``pointers`` are those of ``tensors()``, on the current device; 0 for a tensor that is None."""
         aligned, compiled = all_aligned(pointers), self._compiled
+        if compiled is None and aligned and self.dtypes is not None:
+            compiled = self._keep(_compiled.get(self._variant(len(pointers), device)), len(pointers))
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
@@ -52,9 +65,30 @@ class KernelLaunch:
             compiled = self.kernel[(self.programs,)](*given, *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
         if compiled is not None and aligned and triton.__version__.startswith(_KNOWN):
-            names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
+            self._keep(compiled, len(pointers))
+            if self.dtypes is not None:
+                _compiled[self._variant(len(pointers), device)] = compiled
+
+    def _keep(self, compiled: Any, num_tensors: int) -> Any:
+        if compiled is not None:
+            names = self.kernel.arg_names[num_tensors + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             self._compiled = compiled
+        return compiled
+
+    def _variant(self, num_tensors: int, device: int) -> Hashable:
+        """Returns all that Triton selects a compiled kernel by, for aligned tensors."""
+        if not hasattr(self.kernel, "params"):
+            # the interpreter's
+            return None
+        specialised = _specialised(self.kernel)[num_tensors:]
+        kinds = tuple(
+            [
+                (-(2**31) <= x < 2**31, is_special and x == 1, is_special and x % 16 == 0) if isinstance(x, int) else None
+                for x, is_special in zip(self.numbers, specialised, strict=False)
+            ]
+        )
+        return self.kernel, device, self.dtypes, tuple(self.constants.items()), *self.options.values(), kinds
 
 
 class Workspace:

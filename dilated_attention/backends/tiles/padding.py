@@ -22,7 +22,7 @@ def words_of(rate: int, num_keys: int) -> int:
     return rate * (((num_keys + rate - 1) // rate + 31) // 32 + 2)
 
 
-@triton.jit(do_not_specialize=["num_branches", "num_keys", "blocks"])
+@triton.jit(do_not_specialize=["pad_b", "num_branches", "num_keys", "words", "blocks"])
 def pack_kernel(padding_ptr, rates_ptr, words_ptr, pad_b, num_branches, num_keys, words, blocks, WORDS: tl.constexpr):
     """Packs WORDS words of one branch and batch entry. ``words`` is the stride between branches: the words of the longest branch."""
     pid = tl.program_id(0)

@@ -54,7 +54,7 @@ def _tile_launch(
     table = p.table(of_keys, size.rows)
     blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages}
     constants = {**p.constants, **flags, **masks, **blocks}
-    return KernelLaunch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, table=table)
+    return KernelLaunch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype, table=table)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -132,6 +132,7 @@ def merge_launch(p: Prepared, out: Tensor) -> KernelLaunch:
         programs,
         (*out.stride()[:3], p.batch, H, H, p.q_first, p.num_queries, p.part_rows, walk.steps),
         {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "DIRECT": walk.direct},
+        dtypes=p.dtype,
     )
 
 
@@ -227,4 +228,4 @@ def sum_launch(p: Prepared, strides: tuple[tuple[int, ...], ...]) -> KernelLaunc
         "D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "Q_DIRECT": walk.direct,
         "K_DIRECT": walk.key_direct, "SHARED": p.shared, "QUERIES": p.part_rows > 0, "KEYS": p.key_part_rows > 0,
     }  # fmt: skip
-    return KernelLaunch(combine.sum_kernel, q_tiles + k_tiles, (*dq, *dk, *dv, *numbers), constants)
+    return KernelLaunch(combine.sum_kernel, q_tiles + k_tiles, (*dq, *dk, *dv, *numbers), constants, dtypes=p.dtype)

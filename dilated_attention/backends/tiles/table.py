@@ -1,4 +1,4 @@
-"""A pattern on documents as one flat table of tiles, built once per shape.
+"""A pattern on documents as one flat table of tiles, which a kernel writes on the device from a few integers a branch.
 
 A segment of branch (w, r) is split into tiles of ``tile`` selected positions; one table row describes this tile for every head. The results
 of a branch are stored at *places*: the selected positions of its segments in order, ceil(w/r) places per segment, one document after the
@@ -6,22 +6,29 @@ other.
 
 A row holds: branch, rate, first position of the segment, its length, tile, place of the segment's first result, ceil(w'/r) with
 w' = min(w, document), and place of the segment's first query (in the table of keys).
+
+The host names *runs*: equal tiles of equal segments. One document has at most six a branch, so a new length costs no tensor operation on
+the host and one small copy, for which nothing waits.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import expand
+from dilated_attention.backends.hardware import on_device
 
 Range = tuple[int, int]
 # positions and places are counted in 32 bits
 MAX_PLACES = 2**31 - 2**20
-_WIDTH = 8
+_LAST = 2**31 - 1
+# rows that a program writes
+_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,6 @@ class Walk:
     def num_branches(self) -> int:
         return len(self.branches)
 
-    @functools.cached_property
-    def document_starts(self) -> Tensor:
-        return torch.tensor([start for start, _ in self.documents])
-
-    @functools.cached_property
-    def document_ends(self) -> Tensor:
-        return torch.tensor([end for _, end in self.documents])
-
     @property
     def keys(self) -> Range:
         return 0, self.documents[-1][1] if self.num_keys is None else self.num_keys
@@ -72,85 +71,155 @@ class Walk:
         return (len(self.documents) - 1).bit_length()
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """Where the results of each document and branch are stored.
+class Span(NamedTuple):
+    """Where the results of one document and branch are stored.
 
     Args:
-        lengths, places, bases, first, counts: (documents, branches) int64: segment length, places per segment, place of segment 0,
-            index of the first segment with positions in the range, and the number of such segments.
-        num_places, all_places: number of places in all branches except the direct one, and in all branches.
+        length, places: segment length, and places per segment.
+        base: place of segment 0.
+        first, count: index of the first segment with positions in the range, and the number of such segments.
     """
 
-    lengths: Tensor
-    places: Tensor
-    bases: Tensor
-    first: Tensor
-    counts: Tensor
+    length: int
+    places: int
+    base: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The spans of each branch, one a document, and the number of places in all branches except the direct one, and in all branches."""
+
+    of_branch: tuple[tuple[Span, ...], ...]
     num_places: int
     all_places: int
-
-    def flat(self, device: torch.device) -> Tensor:
-        """Returns (documents, branches, 4) int32, the form that kernels read."""
-        return torch.stack([self.lengths, self.places, self.bases, self.bases], -1).int().to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
     """Returns the spans of the results at the queries' positions, or at the positions of all keys."""
-    positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
-    starts, ends = walk.document_starts[:, None], walk.document_ends[:, None]
-    w = torch.tensor([min(w, 2**31 - 1) for w, _ in walk.branches])
-    r = torch.tensor([r for _, r in walk.branches])
-    lengths = torch.minimum(w[None], ends - starts)
-    places = (lengths + r - 1) // r
-    low, high = starts.clamp(min=positions[0]), ends.clamp(max=positions[1])
-    first = (low - starts) // lengths
-    counts = torch.where(low < high, (high - 1 - starts) // lengths - first + 1, 0)
-    sizes = counts * places
-    order = [b for b in range(walk.num_branches) if b != direct] + [direct] * (direct >= 0)
-    # ordered by branch, then by document
-    flat = sizes[:, order].T.flatten()
-    before = (flat.cumsum(0) - flat).view(len(order), -1).T
-    bases = torch.empty_like(sizes)
-    bases[:, order] = before
-    total = int(flat.sum())
-    apart = int(sizes[:, direct].sum()) if direct >= 0 else 0
-    return Spans(lengths, places, bases - first * places, first, counts, total - apart, total)
+    (first_position, last_position), direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
+    spans: dict[int, tuple[Span, ...]] = {}
+    base = apart = 0
+    for branch in sorted(range(walk.num_branches), key=lambda b: b == direct):
+        w, rate = walk.branches[branch]
+        apart = base if branch == direct else apart
+        of_documents = []
+        for start, end in walk.documents:
+            length = min(w, end - start)
+            places = -(-length // rate)
+            low, high = max(start, first_position), min(end, last_position)
+            first = (low - start) // length
+            count = (high - 1 - start) // length - first + 1 if low < high else 0
+            of_documents.append(Span(length, places, base - first * places, first, count))
+            base += count * places
+        spans[branch] = tuple(of_documents)
+    return Spans(tuple(spans[b] for b in range(walk.num_branches)), apart if direct >= 0 else base, base)
 
 
-def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Tensor:
-    """Returns tiles of queries, or of keys, as (tiles, 8) int32 on the CPU; tiles with the most pairs come first."""
-    positions = walk.keys if of_keys else walk.queries
+class _Run(NamedTuple):
+    """``tiles`` tiles from ``tile`` on of each of ``segments`` segments, which begin ``stride`` positions and ``places`` places apart."""
+
+    segments: int
+    tiles: int
+    tile: int
+    branch: int
+    rate: int
+    start: int
+    stride: int
+    length: int
+    place: int
+    places: int
+    query_place: int
+    # tiles of all segments in turn, the last ones first, in place of one segment after the other
+    backwards: int
+
+
+def _runs(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Iterator[tuple[int, _Run]]:
+    """Yields (pairs of the run's largest tile, run)."""
+    first_position, last_position = walk.keys if of_keys else walk.queries
     spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
-    tables, costs = [], []
     for branch, (_, rate) in enumerate(walk.branches):
-        document, segment = expand(spans.first[:, branch], spans.first[:, branch] + spans.counts[:, branch])
-        length = spans.lengths[document, branch]
-        start = walk.document_starts[document] + segment * length
-        size = torch.minimum(length, walk.document_ends[document] - start)
-        low = start.clamp(min=positions[0])
-        rows = ((start + size).clamp(max=positions[1]) - low + rate - 1) // rate
-        tiles = (rows + tile - 1) // tile
-        owner, index = expand(torch.zeros_like(tiles), tiles)
-        place = spans.bases[document, branch] + segment * spans.places[document, branch]
-        query_place = by_query.bases[document, branch] + segment * by_query.places[document, branch]
-        columns = (torch.full_like(size, branch), torch.full_like(size, rate), start, size)
-        owned = (place, spans.places[document, branch], query_place)
-        tables.append(torch.stack([*(x[owner] for x in columns), index, *(x[owner] for x in owned)], -1))
-        keys = (size + rate - 1) // rate
-        seen = keys[owner]
-        if is_causal:
-            before = (low - start)[owner] // rate + index * tile
-            seen = (seen - before).clamp(min=1) if of_keys else torch.minimum(seen, before + tile)
-        costs.append(torch.minimum(rows[owner] - index * tile, torch.tensor(tile)) * seen)
-    order = torch.cat(costs).argsort(descending=True, stable=True)
-    return torch.cat(tables)[order].int().contiguous()
+        for (start, end), span, of_queries in zip(walk.documents, spans.of_branch[branch], by_query.of_branch[branch], strict=True):
+            length, last = span.length, span.first + span.count - 1
+            # segments between the first and the last one are whole
+            edges = {span.first, last} if span.count else set()
+            groups = [(segment, 1) for segment in sorted(edges)]
+            if last - span.first > 1:
+                groups.append((span.first + 1, last - span.first - 1))
+            for segment, count in groups:
+                begin = start + segment * length
+                size = min(length, end - begin)
+                rows = -(-(min(begin + size, last_position) - max(begin, first_position)) // rate)
+                keys = -(-size // rate)
+                whole, rest = divmod(rows, tile)
+                # causality makes each tile of a segment another one; otherwise a last part is apart
+                parts = [(whole + (rest > 0), 0)] if is_causal else [(whole, 0), (min(rest, 1), whole)]
+                for tiles, index in parts:
+                    places = span.base + segment * span.places, span.places, of_queries.base + segment * of_queries.places
+                    run = _Run(count, tiles, index, branch, rate, begin, length, size, *places, is_causal and not of_keys)
+                    if tiles:
+                        yield min(rows - index * tile, tile) * keys, run
 
 
-def spans_on(device: torch.device, walk: Walk, of_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (spans, document starts padded to a power of two, rates), int32, on ``device``."""
-    starts = torch.full((2**walk.steps,), 2**31 - 1)
-    starts[: len(walk.documents)] = walk.document_starts
-    rates = torch.tensor([rate for _, rate in walk.branches], dtype=torch.int32)
-    return make_spans(walk, of_keys).flat(device), starts.int().to(device), rates.to(device)
+def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Returns tiles of queries, or of keys, as (tiles, 8) int32 on ``device``; runs with the most pairs a tile come first."""
+    # the kernel needs Triton; spans alone are also for plans
+    from dilated_attention.backends.tiles.launch import KernelLaunch
+    from dilated_attention.backends.tiles.rows import table_kernel
+
+    runs = [run for _, run in sorted(_runs(walk, of_keys, tile, is_causal), key=lambda costed: -costed[0])]
+    rows: list[int] = []
+    first = 0
+    for run in runs:
+        rows += first, *run
+        first += run.segments * run.tiles
+    steps = (len(runs) - 1).bit_length()
+    rows += [_LAST] * ((2**steps - len(runs)) * 13)
+    table, of_runs = torch.empty((first, 8), dtype=torch.int32, device=device), integers(rows, device)
+    launch = KernelLaunch(table_kernel, -(-first // _ROWS), (first, steps), {"ROWS": _ROWS}, dtypes=())
+    with on_device(device):
+        launch([table.data_ptr(), of_runs.data_ptr()], lambda: (table, of_runs), device.index or 0)
+    return table
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Returns int32 values on ``device``. The copy comes from pinned memory, so nothing waits for it."""
+    x = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return x.to(device, non_blocking=True)
+
+
+class Constants(NamedTuple):
+    """What kernels read of a walk and its heads, int32 on the device.
+
+    Args:
+        offsets: (branches, H) of each branch and head.
+        rates: (branches,).
+        starts: of the documents, padded to a power of two.
+        spans, key_spans: (documents, branches, 4): segment length, places per segment, place of segment 0, unused; of queries and of keys.
+    """
+
+    offsets: Tensor
+    rates: Tensor
+    starts: Tensor
+    spans: Tensor
+    key_spans: Tensor
+
+
+def constants_of(walk: Walk, offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Constants:
+    """Returns the constants, which one copy brings to the device."""
+    starts = [start for start, _ in walk.documents]
+    parts = [[x for row in offsets for x in row], [rate for _, rate in walk.branches], starts + [_LAST] * (2**walk.steps - len(starts))]
+    for of_keys in (False, True):
+        of_documents = zip(*make_spans(walk, of_keys).of_branch, strict=True)
+        parts.append([x for document in of_documents for span in document for x in (span.length, span.places, span.base, 0)])
+    # each part begins at 16 bytes
+    flat: list[int] = []
+    for part in parts:
+        flat += part + [0] * (-len(part) % 4)
+    memory, found, at = integers(flat, device), [], 0
+    for part in parts:
+        found.append(memory[at : at + len(part)])
+        at += len(part) + -len(part) % 4
+    return Constants(*found)

@@ -6,6 +6,7 @@ short lengths. So both times are estimated from the shipped rates and the plan's
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ from dilated_attention.backends import AttentionRequest, BackendUnavailable, rat
 from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
 from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
 from dilated_attention.engine.branches.packed import is_packed
-from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.plan import Shape
 from dilated_attention.engine.kernels.tiles_layout import fits
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 NAME = "tiles"
 # Host time in ms, forward and backward, of one launch of a library (its views and kernels), and of the rest of a call, on H200s. The
@@ -162,6 +163,11 @@ def _compare(
 
 
 def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
+    return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(pattern: DilatedPattern, shape: Shape) -> int:
     pairs = sum(pattern.pairs(end - start, shape.num_heads, is_causal=shape.is_causal) for start, end in shape.documents)
     (first, last), num_keys = shape.queries, max(1, shape.keys[1])
     if shape.is_causal and len(shape.documents) == 1 and min(pattern.segment_lengths) >= num_keys:
@@ -173,7 +179,7 @@ def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
         left, right = shape.window
         assert left is not None and right is not None
         pairs = min(pairs, (left + right + 1) * (shape.queries[1] - shape.queries[0]) * shape.num_heads)
-    return (10 if request.needs_grad else 4) * request.head_dim * pairs * batch
+    return pairs
 
 
 def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
@@ -201,16 +207,35 @@ def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest
 
 
 def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> int:
-    """Estimates the number of kernel launches of a library."""
-    if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
-        # every document has separate launches, and planning many documents takes longer than the estimate is worth
-        few = len(shape.documents) <= 8
-        return len(make_plan(pattern, shape).problems) if few else len(shape.documents) * pattern.num_branches
-    # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
+    """Estimates the number of kernel launches of a library, from a few integers a branch."""
+    groups = _head_groups(pattern, shape.num_heads)
     N, H, D = shape.queries[1], shape.num_heads, request.head_dim
+    if not request.needs_grad or len(shape.documents) > 1 or shape.queries != shape.keys:
+        # every document has separate launches
+        return sum(
+            count * _runs(w, start, end) for (w, _), count in zip(pattern.branches, groups, strict=True) for start, end in shape.documents
+        )
+    # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
     cut = backward_chunk_sizes(pattern, CallSizes(batch, N, H, shape.num_kv_heads, D, request.dtype.itemsize))
-    chunk = (0, min(cut.positions, N))
-    part = replace(shape, queries=chunk, keys=chunk, documents=(chunk,), heads=(0, min(cut.heads, H)))
-    accumulated = [4 * D * batch * p.segments * p.q_len * p.heads.count for p in make_plan(pattern, part).problems]
-    of_chunk = sum(-(-size // PART_BYTES["cuda"]) for size in accumulated)
-    return of_chunk * -(-N // chunk[1]) * -(-H // cut.heads)
+    positions, heads = min(cut.positions, N), min(cut.heads, H)
+    of_chunk = 0
+    for (w, rate), count in zip(pattern.branches, groups, strict=True):
+        accumulated = 4 * D * batch * heads * -(-positions // rate)
+        of_chunk += max(min(count, heads) * _runs(w, 0, positions), -(-accumulated // PART_BYTES["cuda"]))
+    return of_chunk * -(-N // positions) * -(-H // heads)
+
+
+@functools.lru_cache(maxsize=64)
+def _head_groups(pattern: DilatedPattern, num_heads: int) -> tuple[int, ...]:
+    """Returns the number of groups of heads of each branch that are one view: heads of one offset, or of offsets that grow evenly."""
+    counts = []
+    for row in pattern.offsets(num_heads):
+        offsets = [offset for offset in row if offset != NOT_IN_BRANCH]
+        different = len(set(offsets))
+        counts.append(min(different, -(-len(offsets) // different)) if offsets else 0)
+    return tuple(counts)
+
+
+def _runs(length: int, start: int, end: int) -> int:
+    """Returns the number of different lengths of the segments of a document: that of the last one differs."""
+    return 1 + (end - start > length and (end - start) % length > 0)

@@ -6,6 +6,7 @@ Both the single-process op and the distributed op use it.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +86,15 @@ def prepare(
     return shape, call
 
 
-def request_of(views: tuple[torch.Tensor, ...], settings: CallSettings, is_backward: bool, span: int, **more: Any) -> AttentionRequest:
-    """Builds the request to a backend for ``views`` (q, k and the other tensors it reads), whose problems span up to ``span`` positions."""
+def request_of(
+    views: tuple[torch.Tensor, ...], settings: CallSettings, is_backward: bool, span: int, length: int, **more: Any
+) -> AttentionRequest:
+    """Builds the request to a backend for ``views`` (q, k and the other tensors it reads), whose problems span up to ``span`` positions.
+
+    Lengths are rounded, so that the answer to one request holds for calls of nearly all lengths.
+    """
     q, k = views[:2]
+    extent = max(segment_extent(x, span) for x in views)
     torch_deterministic = torch.are_deterministic_algorithms_enabled()
     return AttentionRequest(
         hardware=detect(q.device),
@@ -101,7 +108,10 @@ def request_of(views: tuple[torch.Tensor, ...], settings: CallSettings, is_backw
         softcap=settings.softcap > 0,
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
-        extent=max(segment_extent(x, span) for x in views),
+        shapes_repeat=torch.backends.cudnn.benchmark,
+        # spans within 32 bits suit every backend
+        extent=extent if extent >= 2**31 else 0,
+        length=2 ** round(math.log2(max(1, length))),
         **more,
     )
 

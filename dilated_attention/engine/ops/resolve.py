@@ -317,7 +317,7 @@ def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:
 def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-    state = torch.are_deterministic_algorithms_enabled(), products
+    state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
     return key, state
 
 

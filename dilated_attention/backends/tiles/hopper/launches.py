@@ -48,7 +48,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
     total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
-    return KernelLaunch(_KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, table=table)
+    return KernelLaunch(_KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype, table=table)
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
