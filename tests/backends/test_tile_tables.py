@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dilated_attention.backends.tiles.combine import _document_of, _place
 from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
-from dilated_attention.backends.tiles.table import Walk, constants_of, make_spans, make_table
+from dilated_attention.backends.tiles.table import Walk, constants_of, make_spans, runs_of, to_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # (branch, offset, position) → place
@@ -51,13 +51,19 @@ def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
     return found
 
 
+def table_of(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> list[list[int]]:
+    other = runs_of(walk, not of_keys, 5, False)
+    # two tables in one go
+    _, (_, table) = to_device((), (other, runs_of(walk, of_keys, tile, is_causal)), torch.device(DEVICE))
+    found: list[list[int]] = table.tolist()
+    return found
+
+
 def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
     """What programs write, read from their rows as the kernels do; that no two rows write one result is asserted."""
     low, high = walk.keys if of_keys else walk.queries
     places: Places = {}
-    for branch, rate, start, length, index, place, _, query_place in make_table(
-        walk, of_keys, tile, is_causal, torch.device(DEVICE)
-    ).tolist():
+    for branch, rate, start, length, index, place, _, query_place in table_of(walk, of_keys, tile, is_causal):
         w, r = walk.branches[branch]
         assert rate == r and length <= w and index >= 0
         for offset in range(rate):
@@ -96,7 +102,7 @@ def test_tiles_with_most_pairs_come_first(seed: int) -> None:
         walk = Walk(walk.branches, walk.documents, (0, walk.documents[-1][1]))
     for of_keys in (False, True):
         pairs = []
-        for _, rate, _, length, index, *_ in make_table(walk, of_keys, tile, False, torch.device(DEVICE)).tolist():
+        for _, rate, _, length, index, *_ in table_of(walk, of_keys, tile, False):
             rows = -(-length // rate)
             pairs.append(min(tile, rows - index * tile) * rows)
         assert pairs == sorted(pairs, reverse=True)
@@ -106,7 +112,7 @@ def test_tables_of_keys_know_where_statistics_of_queries_lie() -> None:
     for seed in range(60):
         walk = random_walk(seed)
         of_queries = by_table(walk, False, 16, False)
-        for branch, rate, start, length, _, _, _, query_place in make_table(walk, True, 16, False, torch.device(DEVICE)).tolist():
+        for branch, rate, start, length, _, _, _, query_place in table_of(walk, True, 16, False):
             for offset in range(rate):
                 run = [p for p in range(start + offset, start + length, rate) if walk.queries[0] <= p < walk.queries[1]]
                 assert [query_place + t for t in range(len(run))] == [of_queries[branch, offset, p] for p in run]
@@ -134,16 +140,15 @@ def test_merge_and_sum_find_the_places_by_bisection(seed: int) -> None:
     device = torch.device(DEVICE)
     for of_keys in (False, True):
         places = by_table(walk, of_keys, 16, False)
-        constants = constants_of(walk, ((0,),) * walk.num_branches, device)
-        spans = constants.key_spans if of_keys else constants.spans
+        constants, _ = to_device(constants_of(walk, ((0,),) * walk.num_branches), (), device)
+        _, rates, starts, *both = constants
+        spans = both[of_keys]
         first, last = walk.keys if of_keys else walk.queries
         for branch, (_, rate) in enumerate(walk.branches):
             # −1: a head that does not run the branch
             for offset in {-1, 0, rate - 1}:
                 out = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
-                places_kernel[(1,)](
-                    out, constants.starts, spans, constants.rates, first, walk.steps, offset, branch, walk.num_branches, rows
-                )
+                places_kernel[(1,)](out, starts, spans, rates, first, walk.steps, offset, branch, walk.num_branches, rows)
                 for position, (document, found, place) in zip(range(first, last), out.tolist(), strict=False):
                     start, end = walk.documents[document]
                     assert start <= position < end

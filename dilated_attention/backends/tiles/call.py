@@ -16,7 +16,7 @@ from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, constants_of, make_spans, make_table
+from dilated_attention.backends.tiles.table import MAX_PLACES, Run, Walk, constants_of, make_spans, num_rows, runs_of, to_device
 
 # compute capabilities with 163 KiB of shared memory per program, or more
 _LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
@@ -70,9 +70,11 @@ class Prepared:
             )
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
-        self.offsets, self.rates, self.starts, self.spans, self.key_spans = constants_of(walk, call.offsets, device)
-        # one allocation holds all of them
-        self._shared = [self.offsets]
+        self._tables: dict[Hashable, Tensor] = {}
+        # runs of tables that are not yet on the device
+        self._waiting: dict[Hashable, list[Run]] = {}
+        self._constants: tuple[Tensor, ...] = ()
+        self._shared: list[Tensor] = []
         self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
         D0, D1 = head_blocks(head_dim)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
@@ -86,8 +88,27 @@ class Prepared:
         self.index = device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
         self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
-        self._tables: dict[tuple[bool, int], Tensor] = {}
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
+
+    @property
+    def offsets(self) -> Tensor:
+        return self._constants[0]
+
+    @property
+    def rates(self) -> Tensor:
+        return self._constants[1]
+
+    @property
+    def starts(self) -> Tensor:
+        return self._constants[2]
+
+    @property
+    def spans(self) -> Tensor:
+        return self._constants[3]
+
+    @property
+    def key_spans(self) -> Tensor:
+        return self._constants[4]
 
     def packed(self, padding: Tensor | None) -> Tensor | None:
         """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
@@ -100,47 +121,55 @@ class Prepared:
             blocks = -(-self.words // pad.WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
             self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}, dtypes=()),)
-        tensors = padding, self.rates, words
         with on_device(self.device):
             self.here()
+            tensors = padding, self.rates, words
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
 
-    def tables(self, rows: Tensor | None, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
+    def tables(self, table: Hashable, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
         """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
+            table: which tiles, as ``num_tiles`` was asked for them.
             padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
         """
-        assert rows is not None
         nothing = self.offsets
-        return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
+        return self._tables[table], nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
     def here(self) -> None:
-        """Prepares the current stream for launches.
+        """Prepares the current stream for launches: makes tables that are not yet on the device, all at once.
 
-        If it is not the stream that copied the tables, it waits for the copies, and the tables' memory is marked as used by it.
+        If another stream made the ones that are there, it waits for them, and their memory is marked as used by it.
         """
-        if self._copied is None or torch._C._cuda_getCurrentRawStream(self.index) == self._stream:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
-            return
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self._copied)
-        for table in self._shared:
-            table.record_stream(stream)
-
-    def table(self, of_keys: bool, rows: int) -> Tensor:
-        """Returns the table of tiles of ``rows`` queries, or keys, on the device."""
-        found = self._tables.get((of_keys, rows))
-        if found is None:
-            found = self._tables[of_keys, rows] = make_table(self.call.walk, of_keys, rows, self.call.right == 0, self.device)
-            self._shared.append(found)
+        is_missing = bool(self._waiting) or not self._constants
+        if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
+            if torch.cuda.is_current_stream_capturing() and not is_missing:
+                # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
+                return
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self._copied)
+            for table in self._shared:
+                table.record_stream(current)
+        if is_missing:
+            parts = () if self._constants else constants_of(self.call.walk, self.call.offsets)
+            constants, tables = to_device(parts, list(self._waiting.values()), self.device)
+            self._constants = self._constants or constants
+            self._tables |= zip(self._waiting, tables, strict=True)
+            self._shared += [*constants[:1], *tables[:1]]
+            self._waiting.clear()
             if self._copied is not None:
-                self._stream = torch._C._cuda_getCurrentRawStream(self.index)
+                self._stream = stream
                 self._copied.record(torch.cuda.current_stream(self.device))
-        return found
+
+    def num_tiles(self, of_keys: bool, rows: int) -> int:
+        """Returns the number of tiles of ``rows`` queries, or keys, whose table will be there after ``here``."""
+        key = of_keys, rows
+        if key in self._tables:
+            return len(self._tables[key])
+        if key not in self._waiting:
+            self._waiting[key] = runs_of(self.call.walk, of_keys, rows, self.call.right == 0)
+        return num_rows(self._waiting[key])
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""

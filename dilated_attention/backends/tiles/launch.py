@@ -6,6 +6,7 @@ From the second call on they skip Triton's binding of arguments, which takes mos
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -38,12 +39,12 @@ class KernelLaunch:
     Args:
         dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths;
             None for a launch that shares none.
-        table: the table that the programs process, if any; it is one of the tensors.
+        table: which table the programs process (``Prepared.tables``), if any; it is one of the tensors.
     """
 
     def __init__(
         self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], warps: int = 4, stages: int = 1, *,
-        dtypes: Hashable = None, table: Tensor | None = None,
+        dtypes: Hashable = None, table: Hashable = None,
     ) -> None:  # fmt: skip
         self.kernel, self.programs, self.table = kernel, programs, table
         self.numbers, self.constants = tuple(numbers), constants
@@ -81,14 +82,11 @@ class KernelLaunch:
         if not hasattr(self.kernel, "params"):
             # the interpreter's
             return None
-        specialised = _specialised(self.kernel)[num_tensors:]
-        kinds = tuple(
-            [
-                (-(2**31) <= x < 2**31, is_special and x == 1, is_special and x % 16 == 0) if isinstance(x, int) else None
-                for x, is_special in zip(self.numbers, specialised, strict=False)
-            ]
-        )
-        return self.kernel, device, self.dtypes, tuple(self.constants.items()), *self.options.values(), kinds
+        specialised = itertools.compress(self.numbers, _specialised(self.kernel)[num_tensors:])
+        kinds = tuple([16 if x % 16 == 0 else x == 1 for x in specialised])
+        # numbers beyond 32 bits are compiled in 64
+        wide = tuple([i for i, x in enumerate(self.numbers) if x >= 2**31 or x < -(2**31)])
+        return self.kernel, device, self.dtypes, tuple(self.constants.items()), *self.options.values(), kinds, wide
 
 
 class Workspace:

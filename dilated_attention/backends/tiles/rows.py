@@ -27,7 +27,7 @@ VARYING = [
 
 @triton.jit(do_not_specialize=["num_rows", "steps"])
 def table_kernel(table_ptr, runs_ptr, num_rows, steps, ROWS: tl.constexpr):
-    """Writes ROWS rows of the table. A run of ``runs_ptr`` is its first row and the fields of ``table._Run``."""
+    """Writes ROWS rows of the table. A run of ``runs_ptr`` is its first row and the fields of ``table.Run``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     run = row * 0

@@ -51,10 +51,12 @@ def _tile_launch(
     if hopper is not None:
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
-    table = p.table(of_keys, size.rows)
+    tiles = p.num_tiles(of_keys, size.rows)
     blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages}
     constants = {**p.constants, **flags, **masks, **blocks}
-    return KernelLaunch(kernel, len(table) * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype, table=table)
+    return KernelLaunch(
+        kernel, tiles * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype, table=(of_keys, size.rows)
+    )  # fmt: skip
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -80,6 +82,8 @@ def forward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
+    with on_device(q.device):
+        p.here()
     tables = p.tables(launches[0].table, p.packed(padding), words)
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
@@ -93,7 +97,6 @@ def forward(
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
-        p.here()
         launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
             tables = p.spans, p.starts, p.rates, p.offsets
@@ -173,13 +176,14 @@ def backward(
         stats, _, k_parts, v_parts = waiting()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
+    with on_device(q.device):
+        p.here()
     tables, key_tables = p.tables(launches[0].table, p.packed(padding), words), p.tables(launches[1].table, padding, words)
     # the key kernel reads the queries' words from the statistics
     key_tables = *key_tables[:3], key_tables[-1]
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        p.here()
         launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
         launches[1](pointers, keys, p.index)

@@ -14,14 +14,13 @@ the host and one small copy, for which nothing waits.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from dilated_attention.backends.hardware import on_device
 
 Range = tuple[int, int]
 # positions and places are counted in 32 bits
@@ -118,7 +117,7 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
     return Spans(tuple(spans[b] for b in range(walk.num_branches)), apart if direct >= 0 else base, base)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """``tiles`` tiles from ``tile`` on of each of ``segments`` segments, which begin ``stride`` positions and ``places`` places apart."""
 
     segments: int
@@ -136,7 +135,7 @@ class _Run(NamedTuple):
     backwards: int
 
 
-def _runs(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Iterator[tuple[int, _Run]]:
+def _runs(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Iterator[tuple[int, Run]]:
     """Yields (pairs of the run's largest tile, run)."""
     first_position, last_position = walk.keys if of_keys else walk.queries
     spans, by_query = make_spans(walk, of_keys), make_spans(walk, False)
@@ -158,68 +157,66 @@ def _runs(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Iterator[tup
                 parts = [(whole + (rest > 0), 0)] if is_causal else [(whole, 0), (min(rest, 1), whole)]
                 for tiles, index in parts:
                     places = span.base + segment * span.places, span.places, of_queries.base + segment * of_queries.places
-                    run = _Run(count, tiles, index, branch, rate, begin, length, size, *places, is_causal and not of_keys)
+                    run = Run(count, tiles, index, branch, rate, begin, length, size, *places, is_causal and not of_keys)
                     if tiles:
                         yield min(rows - index * tile, tile) * keys, run
 
 
-def make_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Returns tiles of queries, or of keys, as (tiles, 8) int32 on ``device``; runs with the most pairs a tile come first."""
-    # the kernel needs Triton; spans alone are also for plans
-    from dilated_attention.backends.tiles.launch import KernelLaunch
-    from dilated_attention.backends.tiles.rows import table_kernel
-
-    runs = [run for _, run in sorted(_runs(walk, of_keys, tile, is_causal), key=lambda costed: -costed[0])]
-    rows: list[int] = []
-    first = 0
-    for run in runs:
-        rows += first, *run
-        first += run.segments * run.tiles
-    steps = (len(runs) - 1).bit_length()
-    rows += [_LAST] * ((2**steps - len(runs)) * 13)
-    table, of_runs = torch.empty((first, 8), dtype=torch.int32, device=device), integers(rows, device)
-    launch = KernelLaunch(table_kernel, -(-first // _ROWS), (first, steps), {"ROWS": _ROWS}, dtypes=())
-    with on_device(device):
-        launch([table.data_ptr(), of_runs.data_ptr()], lambda: (table, of_runs), device.index or 0)
-    return table
+def runs_of(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> list[Run]:
+    """Returns the runs of tiles of ``tile`` queries, or keys; those with the most pairs a tile come first."""
+    return [run for _, run in sorted(_runs(walk, of_keys, tile, is_causal), key=lambda costed: -costed[0])]
 
 
-def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Returns int32 values on ``device``. The copy comes from pinned memory, so nothing waits for it."""
-    x = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return x.to(device, non_blocking=True)
+def num_rows(runs: list[Run]) -> int:
+    return sum([run.segments * run.tiles for run in runs])
 
 
-class Constants(NamedTuple):
-    """What kernels read of a walk and its heads, int32 on the device.
+def constants_of(walk: Walk, offsets: tuple[tuple[int, ...], ...]) -> tuple[list[int], ...]:
+    """Returns what kernels read of a walk and its heads.
 
-    Args:
-        offsets: (branches, H) of each branch and head.
-        rates: (branches,).
-        starts: of the documents, padded to a power of two.
-        spans, key_spans: (documents, branches, 4): segment length, places per segment, place of segment 0, unused; of queries and of keys.
+    These are offsets (branches, H) of each branch and head; rates (branches,); starts of the documents, padded to a power of two; and spans
+    of queries and of keys, (documents, branches, 4): segment length, places per segment, place of segment 0, unused.
     """
-
-    offsets: Tensor
-    rates: Tensor
-    starts: Tensor
-    spans: Tensor
-    key_spans: Tensor
-
-
-def constants_of(walk: Walk, offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Constants:
-    """Returns the constants, which one copy brings to the device."""
     starts = [start for start, _ in walk.documents]
-    parts = [[x for row in offsets for x in row], [rate for _, rate in walk.branches], starts + [_LAST] * (2**walk.steps - len(starts))]
+    starts += [_LAST] * (2**walk.steps - len(starts))
+    spans = []
     for of_keys in (False, True):
         of_documents = zip(*make_spans(walk, of_keys).of_branch, strict=True)
-        parts.append([x for document in of_documents for span in document for x in (span.length, span.places, span.base, 0)])
-    # each part begins at 16 bytes
+        spans.append([x for document in of_documents for span in document for x in (span.length, span.places, span.base, 0)])
+    return [x for row in offsets for x in row], [rate for _, rate in walk.branches], starts, *spans
+
+
+def to_device(
+    parts: Sequence[list[int]], tables: Sequence[list[Run]], device: torch.device
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns integers as int32 on ``device``, and tables of runs as (tiles, 8) int32.
+
+    One copy brings all of it, from pinned memory, so that nothing waits for it; then one kernel writes the tables.
+    """
     flat: list[int] = []
+    places = []
     for part in parts:
-        flat += part + [0] * (-len(part) % 4)
-    memory, found, at = integers(flat, device), [], 0
-    for part in parts:
-        found.append(memory[at : at + len(part)])
-        at += len(part) + -len(part) % 4
-    return Constants(*found)
+        # each begins at 16 bytes
+        flat += [0] * (-len(flat) % 4)
+        places.append((len(flat), len(flat) + len(part)))
+        flat += part
+    flat += [0] * (-len(flat) % 4)
+    at, first, ends = len(flat), 0, [0]
+    runs = [run for table in tables for run in table]
+    for run in runs:
+        flat += first, *run
+        first += run.segments * run.tiles
+    for table in tables:
+        ends.append(ends[-1] + num_rows(table))
+    steps = max(0, len(runs) - 1).bit_length()
+    flat += [_LAST] * ((2**steps - len(runs)) * 13)
+    memory = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    rows = torch.empty((first, 8), dtype=torch.int32, device=device)
+    if first:
+        # the kernel needs Triton; spans and runs alone are also for plans
+        from dilated_attention.backends.tiles.launch import KernelLaunch
+        from dilated_attention.backends.tiles.rows import table_kernel
+
+        launch = KernelLaunch(table_kernel, -(-first // _ROWS), (first, steps), {"ROWS": _ROWS}, dtypes=())
+        launch([rows.data_ptr(), memory.data_ptr() + 4 * at], lambda: (rows, memory[at:]), device.index or 0)
+    return tuple([memory[a:b] for a, b in places]), tuple([rows[a:b] for a, b in itertools.pairwise(ends)])

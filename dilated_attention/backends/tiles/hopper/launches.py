@@ -44,11 +44,12 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
         flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
     """
     of_keys = which == "key"
-    table = p.table(of_keys, _ROWS)
-    total = len(table) * p.batch * (p.key_heads if of_keys else p.num_heads)
+    total = p.num_tiles(of_keys, _ROWS) * p.batch * (p.key_heads if of_keys else p.num_heads)
     kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
     constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
-    return KernelLaunch(_KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype, table=table)
+    return KernelLaunch(
+        _KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype, table=(of_keys, _ROWS)
+    )
 
 
 def sizes(which: str, head_dim: int) -> HopperSizes | None:
