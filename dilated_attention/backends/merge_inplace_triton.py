@@ -24,7 +24,11 @@ def merged_weights(lse, part_lse):  # type: ignore[no-untyped-def]
     return merged, weight / total, part_weight / total
 
 
-@triton.jit
+# lse and part_lse have one row a head, so their strides follow the length
+_VARYING = ["num_rows", *(f"{x}_stride_{axis}" for x in ("lse", "part_lse") for axis in "plg")]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _onto_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows,
     out_stride_p, out_stride_l, out_stride_g, lse_stride_p, lse_stride_l, lse_stride_g,

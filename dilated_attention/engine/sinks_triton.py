@@ -21,7 +21,7 @@ def _place(num_rows, num_heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-
     return (tile // tiles).to(tl.int64), (tile % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0) % num_heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _add_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, sinks_ptr, num_rows, num_heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -39,7 +39,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse_at, merged, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     dout_ptr, dlse_ptr, out_ptr, lse_ptr, sinks_ptr, partial_ptr, num_rows, num_heads, dout_stride_b, dout_stride_n, dout_stride_h,
     dout_stride_d, dlse_stride_b, dlse_stride_h, dlse_stride_n,

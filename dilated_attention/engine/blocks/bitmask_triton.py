@@ -11,6 +11,7 @@ from dilated_attention.pattern.blocks.block_lists import checked_total
 
 # columns per warp
 _WARP_COLUMNS = 1024
+_VARYING = ["num_rows", "total_rows", "stride_g", "stride_r", "num_words", "query_offset"]
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _row_bits(kept, row, num_rows, stride_g, stride_r, num_words, WORDS: tl.cons
     return tl.reshape((words[:, None] >> tl.arange(0, 32)[None, :]) & 1, (WORDS * 32,))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _count_kernel(  # type: ignore[no-untyped-def]
     kept, counts, num_rows, total_rows, stride_g, stride_r, num_words, query_offset,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WORDS: tl.constexpr,
@@ -38,7 +39,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + total_rows + row, cut)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _write_kernel(  # type: ignore[no-untyped-def]
     kept, row_starts, entries, masks, num_rows, stride_g, stride_r, num_words, query_offset,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, MASKS: tl.constexpr, WORDS: tl.constexpr,

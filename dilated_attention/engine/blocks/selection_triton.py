@@ -23,7 +23,7 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 _NAN_KEY = tl.constexpr(0x7F800001)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "padding_stride"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
     x, ranges, padding, means, num_rows, num_heads, stride_b, stride_n, stride_h, padding_stride,
     PADDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
@@ -53,7 +53,13 @@ def _has_bit(words, at, column, inside):  # type: ignore[no-untyped-def]
     return ((tl.load(words + at + column // 32, mask=inside, other=0) >> (column % 32)) & 1) > 0
 
 
-@triton.jit
+_VARYING = [
+    "num_rows", "num_heads", "width", "num_words", "kept_stride_g", "kept_stride_r", "budget_stride_b", "budget_stride_h", "always_stride",
+    "within_stride", "bits_stride", "share",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _choose_kernel(  # type: ignore[no-untyped-def]
     kept, scores, weights, own_low, own_high, scored, seen, budget, always, within, real,
     num_rows, num_heads, width, num_words, kept_stride_g, kept_stride_r, budget_stride_b, budget_stride_h, always_stride, within_stride,

@@ -22,6 +22,8 @@ _MERGE_SIZES, _SUM_SIZES = ((8192, 4), (8192, 8)), ((4096, 8), (8192, 8))
 # number of programs that reach half the memory bandwidth on a fraction of the multiprocessors
 _PROGRAMS_ASIDE = 96
 _NO_END = 2**30
+# integers that follow the length are not specialised: one compiled kernel serves all lengths
+_VARYING = ["num_rows", "num_heads", "num_batches", "num_tiles", "lse_stride_b", "lse_stride_n", "lse_stride_h"]
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _place(table_ptr, branch, head, num_heads, rows, num_rows, LENGTH: tl.conste
     return taken, segment, place, places, segments, tl.where(taken, zeros, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, table_ptr, num_rows, num_heads,
     out_stride_b, out_stride_n, out_stride_h, lse_stride_b, lse_stride_n, lse_stride_h, num_batches, num_tiles,
@@ -143,7 +145,7 @@ def _offset_of_others(table_ptr, head, num_heads, DIRECT: tl.constexpr):  # type
     return tl.load(table_ptr + (1 if DIRECT == 0 else 0) * num_heads + head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _sum_kernel(  # type: ignore[no-untyped-def]
     dq_ptr, dk_ptr, dv_ptr, dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, table_ptr, num_rows, num_heads,
     stride_b, stride_n, stride_h, num_batches, num_tiles,

@@ -18,9 +18,11 @@ from dilated_attention.distributed.exchange.rows.messages import StepPlan
 
 # numbers of one program
 _BLOCK = 4096
+# integers that follow the length are not specialised: one compiled kernel serves all lengths
+_VARYING = ["total", "own", "peers", "every", "rows", "whole"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _gather_kernel(  # type: ignore[no-untyped-def]
     to, k, v, units, k_batch, k_row, k_head, v_batch, v_row, v_head, total, heads, batch, D: tl.constexpr, D_BLOCK: tl.constexpr,
     U: tl.constexpr,
@@ -37,7 +39,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(place + D, tl.load(v + (entry * v_batch + row * v_row + head * v_head)[:, None] + column[None], mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _assemble_kernel(  # type: ignore[no-untyped-def]
     memory, k, v, came, source, k_batch, k_row, k_head, v_batch, v_row, v_head, total, own, heads, batch, D: tl.constexpr,
     D_BLOCK: tl.constexpr, U: tl.constexpr,
@@ -63,7 +65,7 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]
     tl.store(place + D, values, mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _add_kernel(  # type: ignore[no-untyped-def]
     dk, dv, own_k, own_v, came, places, returned, offsets, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, k_batch, k_row, k_head,
     v_batch, v_row, v_head, total, peers, heads, batch, every, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, ONTO: tl.constexpr,
@@ -116,7 +118,9 @@ def launch(
         width = triton.next_power_of_2(D)
         rows = max(1, _BLOCK // (2 * width))
         sizes = {"D": D, "D_BLOCK": width, "U": rows}
-        found = remembered[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, sizes | constants)
+        found = remembered[key] = KernelLaunch(
+            kernel, triton.cdiv(total, rows), numbers, sizes | constants, dtypes=tuple(x.dtype for x in tensors)
+        )  # fmt: skip
     device = tensors[0].device
     found([x.data_ptr() for x in tensors], lambda: tensors, device.index or 0)
 

@@ -30,7 +30,7 @@ def _unit(offsets, rows, heads, every, total, U: tl.constexpr):  # type: ignore[
     return at, inside, entry, row, row * every + tl.load(offsets + head, mask=inside, other=0), head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "every", "whole", "total"])
 def _take_kernel(  # type: ignore[no-untyped-def]
     to0, to1, to2, to_stat0, to_stat1, x0, x1, x2, stat0, stat1, offsets, batch0, row0, head0, batch1, row1, head1, batch2, row2, head2,
     rows, heads, every, whole, total, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, TENSORS: tl.constexpr, STATS: tl.constexpr,
@@ -52,7 +52,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_stat1 + line * rows + row, tl.load(stat1 + line * whole + there, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "every", "whole", "total"])
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out, lse, part, part_lse, offsets, rows, heads, every, whole, total, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + line * whole + there, merged, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "every", "whole", "total"])
 def _add_kernel(  # type: ignore[no-untyped-def]
     x, part, offsets, rows, heads, every, whole, total, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr
 ):  # fmt: skip
