@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.tiles.call import Prepared, TileCall
 from dilated_attention.backends.tiles.combine import _document_of, _place
 from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
-from dilated_attention.backends.tiles.table import Walk, constants_of, make_spans, runs_of, to_device
+from dilated_attention.backends.tiles.table import Walk, make_spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # (branch, offset, position) → place
@@ -51,11 +52,14 @@ def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
     return found
 
 
+def prepared_of(walk: Walk, is_causal: bool = False) -> Prepared:
+    call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=0 if is_causal else None)
+    return Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE))
+
+
 def table_of(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> list[list[int]]:
-    other = runs_of(walk, not of_keys, 5, False)
-    # two tables in one go
-    _, (_, table) = to_device((), (other, runs_of(walk, of_keys, tile, is_causal)), torch.device(DEVICE))
-    found: list[list[int]] = table.tolist()
+    tables = prepared_of(walk, is_causal).tables((False, 5 if of_keys else tile), (True, tile if of_keys else 5))
+    found: list[list[int]] = tables.rows[of_keys].tolist()
     return found
 
 
@@ -76,9 +80,9 @@ def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
     return places
 
 
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("first", range(0, 48, 12))
 def test_every_result_has_one_place_and_one_tile(first: int) -> None:
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 12):
         walk = random_walk(seed)
         for of_keys, tile, is_causal in ((False, 16, False), (True, 2, True), (False, 3, True), (True, 16, False)):
             spans, direct = make_spans(walk, of_keys), walk.key_direct if of_keys else walk.direct
@@ -97,19 +101,30 @@ def test_every_result_has_one_place_and_one_tile(first: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_with_most_pairs_come_first(seed: int) -> None:
-    walk, tile = random_walk(seed), 4
+    """Branches by their longest rows, and in each branch the longest documents."""
+    walk = random_walk(seed)
     if walk.is_cut:
         walk = Walk(walk.branches, walk.documents, (0, walk.documents[-1][1]))
+    longest = max(end - start for start, end in walk.documents)
     for of_keys in (False, True):
-        pairs = []
-        for _, rate, _, length, index, *_ in table_of(walk, of_keys, tile, False):
-            rows = -(-length // rate)
-            pairs.append(min(tile, rows - index * tile) * rows)
-        assert pairs == sorted(pairs, reverse=True)
+        rows = table_of(walk, of_keys, 4, False)
+        order = [(-(-min(walk.branches[row[0]][0], longest) // row[1]), -row[0]) for row in rows]
+        assert order == sorted(order, reverse=True)
+        for branch in range(walk.num_branches):
+            documents = [next(end - start for start, end in walk.documents if start <= row[2] < end) for row in rows if row[0] == branch]
+            assert documents == sorted(documents, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_last_tiles_of_causal_queries_come_first(seed: int) -> None:
+    length, tile = 7 + 5 * seed, 4
+    walk = Walk(((length, 1),), ((0, 4 * length + seed),), (0, 4 * length + seed))
+    tiles = [row[4] for row in table_of(walk, False, tile, True) if row[2] > 0 and row[2] + 2 * length <= 4 * length + seed]
+    assert tiles == sorted(tiles, reverse=True) and len(tiles) == tiles.count(0) * -(-length // tile)
 
 
 def test_tables_of_keys_know_where_statistics_of_queries_lie() -> None:
-    for seed in range(60):
+    for seed in range(20):
         walk = random_walk(seed)
         of_queries = by_table(walk, False, 16, False)
         for branch, rate, start, length, _, _, _, query_place in table_of(walk, True, 16, False):
@@ -134,15 +149,15 @@ def places_kernel(
     tl.store(out_ptr + rows * 3 + 2, place)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_merge_and_sum_find_the_places_by_bisection(seed: int) -> None:
     walk, rows = random_walk(seed), 64
     device = torch.device(DEVICE)
+    p = prepared_of(walk)
+    tables = p.tables((False, 16), (True, 16))
     for of_keys in (False, True):
         places = by_table(walk, of_keys, 16, False)
-        constants, _ = to_device(constants_of(walk, ((0,),) * walk.num_branches), (), device)
-        _, rates, starts, *both = constants
-        spans = both[of_keys]
+        spans, starts, rates = tables[1 + of_keys], p.starts, p.rates
         first, last = walk.keys if of_keys else walk.queries
         for branch, (_, rate) in enumerate(walk.branches):
             # −1: a head that does not run the branch
@@ -204,7 +219,7 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
         # the first pointers were not aligned, so that their kernel may not serve others
         assert len(kernel.bound) == len(made) == bound
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 8, "num_stages": 3}
-    assert all(grid == (7,) and args == (x, y, 5) and named == options for grid, args, named in kernel.bound)
+    assert all(grid == (7, 1) and args == (x, y, 5) and named == options for grid, args, named in kernel.bound)
     first, second, third = (compiled.runs for compiled in kernel.compiled)
     assert not first and not third
     # constants in the order of the kernel's own signature

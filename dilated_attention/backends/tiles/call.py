@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Run, Walk, constants_of, make_spans, num_rows, runs_of, to_device
+from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
+from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 # compute capabilities with 163 KiB of shared memory per program, or more
 _LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+# rows of a table that a program writes, and documents that it takes at a time
+_ROWS, _DOCUMENTS = 128, 512
+# a table: whether of keys, and the positions of a tile
+TableKey = tuple[bool, int]
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,34 @@ class TileCall:
         return len(self.offsets[0])
 
 
+class Tables(NamedTuple):
+    """What the launches of a pass read, int32 on the device.
+
+    Args:
+        rows: (tiles, 8) of each table.
+        spans, key_spans: (documents, branches, 4) of queries and of keys: segment length, places per segment, place of segment 0, unused.
+    """
+
+    rows: tuple[Tensor, ...]
+    spans: Tensor
+    key_spans: Tensor
+
+
+class Constants(NamedTuple):
+    """What does not depend on the length: offset of each branch and head (branches, H), segment length and rate of each branch, int32."""
+
+    offsets: Tensor
+    lengths: Tensor
+    rates: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def constants_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Constants:
+    lengths, rates = zip(*branches, strict=True)
+    parts = offsets, [min(w, 2**31 - 1) for w in lengths], rates
+    return Constants(*(torch.tensor(part, dtype=torch.int32, device=device) for part in parts))
+
+
 class Prepared:
     """What all launches of a call on one device share: tables, constants and grids. It is built once."""
 
@@ -70,13 +103,14 @@ class Prepared:
             )
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
-        self._tables: dict[Hashable, Tensor] = {}
-        # runs of tables that are not yet on the device
-        self._waiting: dict[Hashable, list[Run]] = {}
-        self._constants: tuple[Tensor, ...] = ()
-        self._shared: list[Tensor] = []
+        self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
+        self._made: dict[tuple[TableKey, ...], Tables] = {}
+        self._counts: dict[TableKey, int] = {}
+        self._starts: Tensor | None = None
         self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
         D0, D1 = head_blocks(head_dim)
+        # the longest document, and the most positions that a segment takes
+        self.longest_document = max(end - start for start, end in walk.documents)
         self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
@@ -90,26 +124,6 @@ class Prepared:
         self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
-    @property
-    def offsets(self) -> Tensor:
-        return self._constants[0]
-
-    @property
-    def rates(self) -> Tensor:
-        return self._constants[1]
-
-    @property
-    def starts(self) -> Tensor:
-        return self._constants[2]
-
-    @property
-    def spans(self) -> Tensor:
-        return self._constants[3]
-
-    @property
-    def key_spans(self) -> Tensor:
-        return self._constants[4]
-
     def packed(self, padding: Tensor | None) -> Tensor | None:
         """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
         if padding is None:
@@ -121,60 +135,103 @@ class Prepared:
             blocks = -(-self.words // pad.WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
             self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}, dtypes=()),)
+        tensors = padding, self.rates, words
         with on_device(self.device):
-            self.here()
-            tensors = padding, self.rates, words
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
 
-    def tables(self, table: Hashable, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
+    def read_with(self, rows: Tensor, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
         """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
-            table: which tiles, as ``num_tiles`` was asked for them.
+            rows: the table.
             padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
         """
         nothing = self.offsets
-        return self._tables[table], nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
+        return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
 
-    def here(self) -> None:
-        """Prepares the current stream for launches: makes tables that are not yet on the device, all at once.
+    def num_tiles(self, of_keys: bool, rows: int) -> int:
+        """Returns the number of tiles of ``rows`` queries, or keys."""
+        key = of_keys, rows
+        if key not in self._counts:
+            self._counts[key] = num_tiles(self.call.walk, of_keys, rows)
+        return self._counts[key]
 
-        If another stream made the ones that are there, it waits for them, and their memory is marked as used by it.
+    def tables(self, *which: TableKey) -> Tables:
+        """Returns the tables of a pass, of queries and of keys, which are made once. The current device is theirs.
+
+        If another stream made what is there, the current one waits for it, and its memory is marked as used by this stream.
         """
-        is_missing = bool(self._waiting) or not self._constants
+        found = self._made.get(which)
         if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
-            if torch.cuda.is_current_stream_capturing() and not is_missing:
-                # a graph cannot wait for events outside it; the call was run before its capture, and the copies with it
-                return
+            if found is not None and torch.cuda.is_current_stream_capturing():
+                # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
+                return found
             current = torch.cuda.current_stream(self.device)
             current.wait_event(self._copied)
-            for table in self._shared:
-                table.record_stream(current)
-        if is_missing:
-            parts = () if self._constants else constants_of(self.call.walk, self.call.offsets)
-            constants, tables = to_device(parts, list(self._waiting.values()), self.device)
-            self._constants = self._constants or constants
-            self._tables |= zip(self._waiting, tables, strict=True)
-            self._shared += [*constants[:1], *tables[:1]]
-            self._waiting.clear()
+            for made in self._made.values():
+                # one allocation holds all of it
+                made.spans.record_stream(current)
+        if found is None:
+            found = self._made[which] = self._make(which)
             if self._copied is not None:
                 self._stream = stream
                 self._copied.record(torch.cuda.current_stream(self.device))
+        return found
 
-    def num_tiles(self, of_keys: bool, rows: int) -> int:
-        """Returns the number of tiles of ``rows`` queries, or keys, whose table will be there after ``here``."""
-        key = of_keys, rows
-        if key in self._tables:
-            return len(self._tables[key])
-        if key not in self._waiting:
-            self._waiting[key] = runs_of(self.call.walk, of_keys, rows, self.call.right == 0)
-        return num_rows(self._waiting[key])
+    @property
+    def starts(self) -> Tensor:
+        """The documents' starts, then the last one's end, up to a power of two and one more, int32; of one document a 0.
+
+        The documents from the longest to the shortest follow, for the order of tiles.
+        """
+        walk = self.call.walk
+        if self._starts is None:
+            if len(walk.documents) == 1:
+                self._starts = _zero(self.device)
+            else:
+                starts = [start for start, _ in walk.documents]
+                starts += [walk.documents[-1][1]] * (2**walk.steps + 1 - len(starts))
+                starts += sorted(range(len(walk.documents)), key=lambda i: walk.documents[i][0] - walk.documents[i][1])
+                # from pinned memory, so that nothing waits for the copy
+                pinned = torch.tensor(starts, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+                self._starts = pinned.to(self.device, non_blocking=True)
+        return self._starts
+
+    def _make(self, which: tuple[TableKey, ...]) -> Tables:
+        walk, starts = self.call.walk, self.starts
+        documents, branches, is_one = len(walk.documents), walk.num_branches, len(walk.documents) == 1
+        counts = [self.num_tiles(*key) for key in which]
+        (_, tile0), (_, tile1) = which[0], which[-1]
+        of_spans, of_counts, num_rows = 4 * documents * branches, 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
+        memory = torch.empty(2 * of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
+        spans, before, rows = memory.split((2 * of_spans, of_counts, 8 * num_rows))
+        ends = documents, walk.documents[-1][1], *walk.queries, walk.keys[1]
+        given = spans, before, starts, self.lengths, self.rates
+        sizes, order = {"BRANCHES": branches, "ONE": is_one}, 2**walk.steps + 1
+        make_spans = KernelLaunch(
+            spans_kernel, (branches, len(which)), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
+            {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
+        )  # fmt: skip
+        make_rows = KernelLaunch(
+            table_kernel, -(-num_rows // _ROWS), (*ends, tile0, tile1, order, counts[0], num_rows, self.longest_document, walk.steps),
+            {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one, "ROWS": _ROWS}, dtypes=(),
+        )  # fmt: skip
+        pointers = [x.data_ptr() for x in given]
+        make_spans(pointers, lambda: given, self.index)
+        if num_rows:
+            make_rows([rows.data_ptr(), *pointers], lambda: (rows, *given), self.index)
+        return Tables(rows.view(-1, 8).split(counts), spans[:of_spans], spans[of_spans:])
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""
         size = max(8, elements // self.columns)
         return size, -(-rows // size) * heads * self.batch
+
+
+@functools.lru_cache(maxsize=8)
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=512)

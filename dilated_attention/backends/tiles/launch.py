@@ -43,10 +43,11 @@ class KernelLaunch:
     """
 
     def __init__(
-        self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], warps: int = 4, stages: int = 1, *,
-        dtypes: Hashable = None, table: Hashable = None,
+        self, kernel: Any, programs: int | tuple[int, int], numbers: Sequence[float], constants: dict[str, Any], warps: int = 4,
+        stages: int = 1, *, dtypes: Hashable = None, table: Any = None,
     ) -> None:  # fmt: skip
-        self.kernel, self.programs, self.table = kernel, programs, table
+        self.kernel, self.table = kernel, table
+        self.programs = programs if isinstance(programs, tuple) else (programs, 1)
         self.numbers, self.constants = tuple(numbers), constants
         self.options, self.dtypes = {"num_warps": warps, "num_stages": stages}, dtypes
         self._compiled: Any = None
@@ -59,11 +60,11 @@ class KernelLaunch:
             compiled = self._keep(_compiled.get(self._variant(len(pointers), device)), len(pointers))
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled.run(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
+            compiled.run(*self.programs, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
             return
         given = tensors()
         with on_device(given[0].device):
-            compiled = self.kernel[(self.programs,)](*given, *self.numbers, **self.constants, **self.options)
+            compiled = self.kernel[self.programs](*given, *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing
         if compiled is not None and aligned and triton.__version__.startswith(_KNOWN):
             self._keep(compiled, len(pointers))

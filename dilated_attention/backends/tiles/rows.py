@@ -15,7 +15,6 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WIDTH = tl.constexpr(8)
-RUN = tl.constexpr(13)
 # integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
     "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
@@ -23,35 +22,6 @@ VARYING = [
     "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch", "dlse_b", "dlse_n",
     "dlse_h",
 ]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows", "steps"])
-def table_kernel(table_ptr, runs_ptr, num_rows, steps, ROWS: tl.constexpr):
-    """Writes ROWS rows of the table. A run of ``runs_ptr`` is its first row and the fields of ``table.Run``."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    run = row * 0
-    size = 1 << steps
-    for _ in range(steps):
-        size = size // 2
-        run = tl.where(tl.load(runs_ptr + (run + size) * RUN) <= row, run + size, run)
-    at = runs_ptr + run * RUN
-    index = row - tl.load(at)
-    segments, tiles, first_tile = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    branch, rate, start, stride = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-    length, place, places, query_place = tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11)
-    backwards = tl.load(at + 12) != 0
-    segment = tl.where(backwards, index % segments, index // tiles)
-    tile = tl.where(backwards, tiles - 1 - index // segments, index % tiles)
-    to = table_ptr + row.to(tl.int64) * WIDTH
-    tl.store(to, branch, mask=inside)
-    tl.store(to + 1, rate, mask=inside)
-    tl.store(to + 2, start + segment * stride, mask=inside)
-    tl.store(to + 3, length, mask=inside)
-    tl.store(to + 4, first_tile + tile, mask=inside)
-    tl.store(to + 5, place + segment * places, mask=inside)
-    tl.store(to + 6, places, mask=inside)
-    tl.store(to + 7, query_place + segment * places, mask=inside)
 
 
 @triton.jit

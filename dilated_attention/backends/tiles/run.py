@@ -83,8 +83,8 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
     with on_device(q.device):
-        p.here()
-    tables = p.tables(launches[0].table, p.packed(padding), words)
+        made = p.tables(launches[0].table)
+    tables = p.read_with(made.rows[0], p.packed(padding), words)
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
     def waiting() -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def forward(
     with on_device(q.device):
         launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
-            tables = p.spans, p.starts, p.rates, p.offsets
+            tables = made.spans, p.starts, p.rates, p.offsets
             pointers = [*addresses[3:], own, part_lse, *(x.data_ptr() for x in tables)]
             launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
@@ -177,8 +177,8 @@ def backward(
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
 
     with on_device(q.device):
-        p.here()
-    tables, key_tables = p.tables(launches[0].table, p.packed(padding), words), p.tables(launches[1].table, padding, words)
+        made = p.tables(launches[0].table, launches[1].table)
+    tables, key_tables = p.read_with(made.rows[0], p.packed(padding), words), p.read_with(made.rows[1], padding, words)
     # the key kernel reads the queries' words from the statistics
     key_tables = *key_tables[:3], key_tables[-1]
     stats_at, *sums = space.pointers
@@ -188,7 +188,7 @@ def backward(
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
         launches[1](pointers, keys, p.index)
         if q_size or k_size:
-            spans = p.spans, p.key_spans, p.starts, p.rates, p.offsets
+            spans = made.spans, made.key_spans, p.starts, p.rates, p.offsets
             launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
 
 
