@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dilated_attention.files import parse_json, write_text
+from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.pattern.spec import OBJECT
@@ -73,21 +73,13 @@ class ModelConfig:
             )
         return cls(**values)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the configuration as JSON, atomically: a reader sees either the old file or the new one."""
-        write_text(path, config_text(self))
+    def to_json(self) -> str:
+        """Returns the configuration as JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
-    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        """Loads the configuration from a file that ``save`` wrote.
-
-        Raises:
-            ValueError: if the file is not JSON or not a configuration of this class; the message names the file.
-        """
-        return cls._read(Path(path).read_bytes(), str(path))
-
-    @classmethod
-    def _read(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+    def from_json(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+        """The inverse of ``to_json``. Raises ValueError, which begins with ``name``, for what is no JSON or no configuration of this class."""
         values = parse_json(text, name)
         try:
             return cls.from_dict(values)
@@ -95,10 +87,15 @@ class ModelConfig:
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{name} is not a {cls.__name__}: {error}") from error
 
+    def save(self, path: str | Path) -> None:
+        """Writes the configuration as JSON: a reader sees either the old file or the new one."""
+        with replacing(path) as new:
+            new.write_text(self.to_json(), encoding="utf-8")
 
-def config_text(config: ModelConfig) -> str:
-    """Returns the text of ``config.json``."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+    @classmethod
+    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
+        """Loads the configuration from a file that ``save`` wrote. Raises ValueError like ``from_json``, with the file's name."""
+        return cls.from_json(Path(path).read_bytes(), str(path))
 
 
 def _plain(name: str, value: Any) -> Any:
