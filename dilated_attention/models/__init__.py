@@ -8,8 +8,7 @@ from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.slides import collate_slides, tile_step
 from dilated_attention.models.images.vision import LongViT, VisionConfig
-from dilated_attention.models.kv_cache.cache import KVCache
-from dilated_attention.models.kv_cache.paged import PagedKVCache
+from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.language_model import LongNetLM
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.functional.fused_norm_linear import compute_dtype
-from dilated_attention.models.kv_cache.cache import Cache, KVCache
-from dilated_attention.models.kv_cache.paged import PagedKVCache
+from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.text.kmer_embedding import following_codes
 from dilated_attention.models.tokens import check_ids, check_tokens
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
@@ -103,7 +102,7 @@ class Stepper:
     >>> logits = step(tokens)  # (B, 1) → (B, V); overwritten by the next call
     """
 
-    def __init__(self, model: LanguageModel, cache: Cache, *, cuda_graph: bool = True) -> None:
+    def __init__(self, model: LanguageModel, cache: KVCache, *, cuda_graph: bool = True) -> None:
         self.model, self.cache = model, cache
         self.uses_graph = cuda_graph and cache.device.type == "cuda"
         self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
@@ -155,16 +154,15 @@ class Stepper:
 
 
 @torch.no_grad()
-def prefill(model: LanguageModel, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
+def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk: int = 8192) -> torch.Tensor:
     """Returns logits (B, V) of the token after ``tokens`` (B, N).
 
-    The tokens enter the cache ``chunk`` at a time, and either all of them or none.
+    The tokens enter the cache ``chunk`` at a time.
 
     Args:
         model: the model, in eval mode.
-        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, so you can
-            try again with a smaller ``chunk``. If it had positions before and chunks have overwritten their slots, the request is refused
-            until it is freed.
+        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, call ``cache.free(i)`` and try
+            again with a smaller ``chunk``: the request is refused until it is freed.
     """
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
@@ -275,7 +273,6 @@ def _steps(
         lengths = [len(row) for row in rows]
         place: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight, weight)}
         longest = max(lengths) + max_new_tokens
-        cache: Cache
         if len(set(lengths)) == 1:
             cache = KVCache(model.config, len(rows), longest, **place)
             logits = prefill(model, torch.stack(rows), cache, chunk=prefill_chunk)

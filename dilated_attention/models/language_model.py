@@ -11,8 +11,7 @@ from torch import nn
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
-from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import CachePass
+from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.sharded import sharded_cross_entropy
@@ -131,7 +130,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
 
@@ -184,7 +183,7 @@ class LongNetLM(Pretrained):
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
         check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)

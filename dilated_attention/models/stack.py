@@ -12,8 +12,7 @@ from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import CachePass
+from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
 
@@ -59,7 +58,7 @@ class LongNetStack(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
         all_layers: bool = False,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> Any:
         """Computes the hidden states.
 
@@ -99,7 +98,7 @@ class LongNetStack(nn.Module):
             cache_pass.end()
         return (x, states) if all_layers else x
 
-    def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
+    def begin(self, batch: int, num_tokens: int, cache: KVCache | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
         """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
@@ -109,7 +108,7 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
-        made_for = (cache if isinstance(cache, Cache) else cache.cache).config
+        made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "pattern", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
         if other:

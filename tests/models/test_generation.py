@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -228,10 +229,10 @@ def test_only_a_window_is_read_as_a_whole_stretch() -> None:
     """A single branch of rate 1 has as many keys at most, and reads its own segment."""
     lm = model("longnet", segment_lengths=(8,), dilation_rates=(1,))
     cache = KVCache(lm.config, 1, 30)
-    cache.advance(slice(0, 1), 10)
+    cache.advance(range(1), 10)
     assert cache.step().runs.dense is None
     window = KVCache(model("window").config, 1, 30)
-    window.advance(slice(0, 1), 10)
+    window.advance(range(1), 10)
     assert window.step().runs.dense is not None
 
 
@@ -335,3 +336,126 @@ def test_a_chunk_takes_along_no_more_keys_than_its_rows_can_read(name: str, befo
     # of LongNet's branches, segments of 24 begin at 144
     assert lengths[0] == 16 and lengths[-1] == before + 16
     torch.testing.assert_close(found, lm(tokens)[:, -1], atol=1e-5, rtol=0)
+
+
+def _fails(*_: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory, by a test")
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+@pytest.mark.parametrize("name", ["longnet", "window", "global", "llama"])
+def test_a_chunk_that_failed_is_refused_until_the_request_is_freed_and_the_others_go_on(name: str, kind: type) -> None:
+    lm, n = model(name).requires_grad_(False), 90
+    tokens = torch.randint(50, (2, n))
+    full = lm(tokens)
+    cache = kind(lm.config, 2, n, **({"page_size": 4} if kind is PagedKVCache else {}))
+    for i in range(2):
+        prefill(lm, tokens[i : i + 1, :37], cache.of(i), chunk=16)
+    for what in ("a chunk", "a later chunk of a prompt", "between chunks"):
+        seen: list[None] = []
+
+        def fail(*_: Any, what: str = what, seen: list[None] = seen) -> None:
+            seen.append(None)
+            if what == "a chunk" or len(seen) == 2:
+                _fails()
+
+        hook = (lm.embedding if what == "between chunks" else lm.decoder.blocks[1]).register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            prefill(lm, tokens[:1, 37:60], cache.of(0), chunk=23 if what == "a chunk" else 10)
+        hook.remove()
+        for call in (lambda: lm(tokens[:1, 37:38], cache=cache.of(0)), lambda: Stepper(lm, cache)(tokens[:, :1])):
+            with pytest.raises(RuntimeError, match=r"request 0 has a pass that failed .* call free\(0\)"):
+                call()
+        at = cache.lengths[1]
+        torch.testing.assert_close(lm(tokens[1:, at : at + 5], cache=cache.of(1))[0], full[1, at : at + 5], atol=1e-5, rtol=0)
+        cache.free(0)
+        torch.testing.assert_close(prefill(lm, tokens[:1, :37], cache.of(0), chunk=16)[0], full[0, 36], atol=1e-5, rtol=0)
+    # what is refused before anything is computed leaves the request
+    with pytest.raises(ValueError, match="larger max_length"):
+        lm(tokens[:1, :60], cache=cache.of(0))
+    torch.testing.assert_close(prefill(lm, tokens[:1, 37:60], cache.of(0))[0], full[0, 59], atol=1e-5, rtol=0)
+    if isinstance(cache, PagedKVCache):
+        for i in range(2):
+            cache.free(i)
+        assert cache.pages_in_use == 0 and len(set(cache._free)) == cache.num_pages and not cache.table.any()
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_a_step_that_failed_may_be_repeated(kind: type) -> None:
+    for name in ("longnet", "window", "blocks"):
+        lm = model(name).requires_grad_(False)
+        tokens = torch.randint(50, (2, 60))
+        cache = kind(lm.config, 2, 60)
+        full, step = lm(tokens), Stepper(lm, cache)
+        prefill(lm, tokens[:, :37], cache)
+        for at in range(37, 60):
+            hook = lm.decoder.blocks[1].register_forward_pre_hook(_fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                step(tokens[:, at : at + 1])
+            hook.remove()
+            torch.testing.assert_close(step(tokens[:, at : at + 1]), full[:, at], atol=1e-5, rtol=0)
+
+
+def test_a_pass_of_another_size_or_that_has_ended_is_refused() -> None:
+    lm = model("window").requires_grad_(False)
+    tokens = torch.randint(50, (2, 60))
+    full, cache = lm(tokens), KVCache(lm.config, 2, 60)
+    chunk = cache.begin(2, 6)
+    with pytest.raises(ValueError, match=r"x has \(batch, positions\) \(2, 1\) and this pass was begun for \(2, 6\); begin one"):
+        lm(tokens[:, :1], cache=chunk)
+    with pytest.raises(RuntimeError, match="has not ended"):
+        cache.begin(2, 3)
+    torch.testing.assert_close(lm(tokens[:, :6], cache=chunk), full[:, :6], atol=1e-5, rtol=0)
+    assert cache.lengths == [0, 0]
+    chunk.end()
+    assert cache.lengths == [6, 6]
+    single = cache.begin(2, 1)
+    torch.testing.assert_close(lm(tokens[:, 6:7], cache=single), full[:, 6:7], atol=1e-5, rtol=0)
+    single.end()
+    freed = cache.begin(2, 4)
+    for request in range(2):
+        cache.free(request)
+    prefill(lm, tokens[:, :7], cache)
+    for late in (chunk, single, freed):
+        with pytest.raises(ValueError, match="this pass has ended, or its requests have changed"):
+            lm(tokens[:, : late.count], cache=late)
+        with pytest.raises(ValueError, match="this pass has ended"):
+            late.end()
+    torch.testing.assert_close(lm(tokens[:, 7:20], cache=cache), full[:, 7:20], atol=1e-5, rtol=0)
+
+
+def test_a_graph_whose_capture_failed_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model().requires_grad_(False)
+    tokens, cache = torch.randint(50, (2, 50)), KVCache(lm.config, 2, 50)
+    full = lm(tokens)
+    prefill(lm, tokens[:, :37], cache)
+    step, failing = Stepper(lm, cache), [True]
+    monkeypatch.setattr(step, "uses_graph", True)
+
+    class Graph:
+        """Replays what ran while it was captured."""
+
+        def replay(self) -> None:
+            assert step._logits is not None
+            step._logits.copy_(step._forward())
+
+    @contextlib.contextmanager
+    def capture(_: Any) -> Iterator[None]:
+        yield
+        if failing[0]:
+            _fails()
+
+    class Stream:
+        def __init__(self, *_: Any) -> None: ...
+        def wait_stream(self, _: Any) -> None: ...
+
+    fakes: dict[str, Any] = {"device": contextlib.nullcontext, "stream": contextlib.nullcontext, "graph": capture, "CUDAGraph": Graph}
+    for name, fake in (fakes | {"Stream": Stream, "current_stream": Stream}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            step(tokens[:, 37:38])
+        assert cache.lengths == [37, 37]
+    failing[0] = False
+    for at in range(37, 42):
+        torch.testing.assert_close(step(tokens[:, at : at + 1]), full[:, at], atol=1e-5, rtol=0)
