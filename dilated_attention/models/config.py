@@ -79,7 +79,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
-        """The inverse of ``to_json``. Raises ValueError, which begins with ``name``, for what is no JSON or no configuration of this class."""
+        """The inverse of ``to_json``. Raises ValueError, which begins with ``name``, for what is no configuration of this class."""
         values = parse_json(text, name)
         try:
             return cls.from_dict(values)

@@ -15,8 +15,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES
-from dilated_attention.models.text.kmers import kmers
-from dilated_attention.models.text.vocabulary import UNKNOWN
+from dilated_attention.models.text import UNKNOWN, kmers
 from dilated_attention.pattern.checks import as_int
 
 # positions of a window where the attention has no longest segment

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from dilated_attention.functional.fused_norm_linear import compute_dtype
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
-from dilated_attention.models.text.kmer_embedding import following_codes
-from dilated_attention.models.tokens import check_ids, check_tokens
+from dilated_attention.models.text import check_ids, check_tokens, following_codes
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
 # a LongNetLM, whose module imports this one

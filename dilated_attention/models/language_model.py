@@ -12,14 +12,10 @@ from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.loss import chunked_cross_entropy
+from dilated_attention.models.loss import chunked_cross_entropy, sharded_cross_entropy
 from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.sharded import sharded_cross_entropy
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.text.kmer_embedding import KmerEmbedding
-from dilated_attention.models.text.kmers import kmers
-from dilated_attention.models.text.vocabulary import vocabulary_of
-from dilated_attention.models.tokens import check_ids, check_range, check_tokens
+from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import shown
 
@@ -42,7 +38,7 @@ class LongNetLM(Pretrained):
 
     The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
     share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
-    without these, call ``average_gradients``. See ``models.sharded``. The first process draws drop path for all; dropout uses
+    without these, call ``average_gradients``. See ``models.loss``. The first process draws drop path for all; dropout uses
     each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(

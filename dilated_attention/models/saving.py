@@ -102,7 +102,7 @@ class Pretrained(nn.Module):
         elif beside.exists():
             config = cls.config_class.load(beside)
         else:
-            raise FileNotFoundError(f"{file} holds no configuration, and {beside} does not exist; expected a folder written by save_pretrained")
+            raise FileNotFoundError(f"{file} holds no configuration, and {beside} does not exist; expected a folder of save_pretrained")
         stack: Any = getattr(config, "encoder", config)
         # check this before so many layers are built
         if stack.num_layers > len(weights):

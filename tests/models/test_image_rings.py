@@ -19,7 +19,7 @@ from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
 from dilated_attention.models.images.class_tokens import token_plan
 from dilated_attention.models.images.vision import POOLINGS
-from dilated_attention.models.sharded import average_gradients, sharded_mean
+from dilated_attention.models.loss import average_gradients, sharded_mean
 from tests.helpers.pool import pool_of
 from tests.helpers.torchscale_reference import Maker
 

@@ -24,7 +24,7 @@ from dilated_attention.models import (
     prefill,
 )
 from dilated_attention.models.summary import embedding_parameters
-from dilated_attention.models.text.kmer_embedding import following_codes
+from dilated_attention.models.text import following_codes
 from tests.helpers.pool import pool_of
 
 SHAPE: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 4, "tie_embeddings": False}

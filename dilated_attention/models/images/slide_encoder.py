@@ -24,7 +24,7 @@ from dilated_attention.models.images.slides import (
 )
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.models.tokens import has_values
+from dilated_attention.models.text import has_values
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
 
@@ -48,7 +48,7 @@ class SlideEncoder(Pretrained):
 
     A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
     this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
-    ``models.sharded``. The first process draws drop path for all; dropout uses each process's own random generator.
+    ``models.loss``. The first process draws drop path for all; dropout uses each process's own random generator.
 
     Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
     length run in one batch; processes can share a slide.

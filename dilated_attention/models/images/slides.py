@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dilated_attention.models.images.positions import check_coords_dtype
-from dilated_attention.models.tokens import has_values
+from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 
