@@ -1,6 +1,7 @@
 """Losses: cross-entropy with the output layer in chunks of positions, and of a sequence that is sharded over several processes.
 
-In chunks the logits of 2^20 tokens × 100k words never exist all at once. liger-kernel has a fused one for one process and a GPU alone.
+In chunks the logits of 2^20 tokens × 100k words never exist all at once. Torch's own ``linear_cross_entropy``
+(2.13) has chunks, too, but not inside torch.compile.
 
 Of a sharded sequence each process computes the loss of its own rows, and its backward gives their share of every parameter's gradient. The
 gradient of the whole loss is the sum of the shares. DDP and FSDP2 compute the *mean* over their processes. Therefore the loss of a process

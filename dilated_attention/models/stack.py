@@ -7,14 +7,57 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import TypedDict
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.functional.options import check_names
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
+
+
+class ModelOptions(TypedDict, total=False):
+    """What the constructors of all models take.
+
+    Args:
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. None for one
+            process.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        checkpoint_activations: save only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
+            and the single-process model.
+    """
+
+    backend: str
+    group: Any
+    mesh: Any
+    layout: str | Layout
+    exchange: str
+    ranks_per_node: int | None
+    timeout: float
+    checkpoint_activations: bool
+    device: Any
+    dtype: torch.dtype | None
+
+
+DEFAULTS: dict[str, Any] = {
+    "backend": "auto", "group": None, "mesh": None, "layout": "contiguous", "exchange": "auto", "ranks_per_node": None, "timeout": 60.0,
+    "checkpoint_activations": False, "device": None, "dtype": None,
+}  # fmt: skip
+
+
+def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
+    """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
+    check_names(model, options)
+    given = {**DEFAULTS, **options}
+    where = [given.pop(name) for name in ("group", "mesh", "layout", "exchange", "ranks_per_node", "timeout")]
+    is_spread = is_ring or where[0] is not None or where[1] is not None
+    return {**given, "ring": RingSettings.of(*where) if is_spread else None}
 
 
 class LongNetStack(nn.Module):

@@ -214,7 +214,9 @@ def test_a_configuration_beside_the_weights_counts_where_they_have_none(tmp_path
     with pytest.raises(RuntimeError, match=r"model\.safetensors has \d+ weights, too few for the 1000000000 layers"):
         LongNetLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no configuration, and .*config\.json does not exist; expected a folder of save_pretrained"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no configuration, and .*config\.json does not exist; expected a folder of save_pretrained"
+    ):
         LongNetLM.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="written by save_pretrained"):
         LongNetLM.from_pretrained(tmp_path / "config.json")

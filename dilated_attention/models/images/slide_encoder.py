@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
-from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.functional.options import shows_options
+from dilated_attention.models.images.base import ImageModel
 from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
@@ -22,14 +24,12 @@ from dilated_attention.models.images.slides import (
     rows_of_slides,
     wrong_step,
 )
-from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
-from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int
 
 
-class SlideEncoder(Pretrained):
+class SlideEncoder(ImageModel):
     """Computes one vector per slide: embedded tiles with their grid positions, after a class token, through LongNet's encoder and a norm.
 
         x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
@@ -38,13 +38,9 @@ class SlideEncoder(Pretrained):
 
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
-        backend: ``"auto"`` or a name of ``list_backends()``.
-        group, mesh: the processes that share a slide, as a ProcessGroup or a DeviceMesh of one axis. Tiles and coords are then each
-            process's shards, as ``shard_sequence`` cuts them; the class token needs nothing from the caller. None for whole slides.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``; ``"striped"`` sends nearly every tile to another process,
-            to make room for the class token. A ``Layout`` is refused.
-        checkpoint_activations: save only each block's input for the backward and recompute the block.
-        device, dtype: those of the parameters.
+        options: see ``models.stack.ModelOptions``. Of a sharded model, tiles and coords are each process's shards, as ``shard_sequence``
+            cuts them; the class token needs nothing from the caller. ``layout="striped"`` sends nearly every tile to another process, to make
+            room for the class token. A ``Layout`` is refused.
 
     A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
     this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
@@ -66,44 +62,19 @@ class SlideEncoder(Pretrained):
     config_class = SlideEncoderConfig
     config: SlideEncoderConfig
 
-    def __init__(
-        self,
-        config: SlideEncoderConfig,
-        *,
-        backend: str = "auto",
-        group: Any = None,
-        mesh: Any = None,
-        layout: str = "contiguous",
-        exchange: str = "auto",
-        ranks_per_node: int | None = None,
-        timeout: float = 60.0,
-        checkpoint_activations: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        is_spread = group is not None or mesh is not None
-        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
-        one_of("layout", layout, LAYOUTS)
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
-        width = config.encoder.embed_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.tile_embedding = nn.Linear(config.in_dim, width, **factory)
-        self.class_token = nn.Parameter(torch.empty(width, **factory))
-        self.dropout = nn.Dropout(config.encoder.dropout)
-        self.encoder = LongNetEncoder(
-            config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
-        )
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
-        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
+    @shows_options
+    def __init__(self, config: SlideEncoderConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__("SlideEncoder", config, options)
         self._checks_steps = True
         nn.init.xavier_uniform_(self.tile_embedding.weight)
         nn.init.zeros_(self.tile_embedding.bias)
         nn.init.normal_(self.class_token, std=0.02)
         if self.head is not None:
             nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
+
+    def _add_embedding(self, width: int, factory: dict[str, Any]) -> None:
+        self.tile_embedding = nn.Linear(self.config.in_dim, width, **factory)
+        self.class_token = nn.Parameter(torch.empty(width, **factory))
 
     def forward(
         self,
@@ -238,11 +209,6 @@ class SlideEncoder(Pretrained):
             x, layer=layer, query_weights=shares, cu_seqlens=device_bounds(bounds, x), average_heads=average_heads
         )
         return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
-
-    @property
-    def _shared(self) -> RingSettings | None:
-        """How several processes share a slide; None for one process."""
-        return self.ring if self.ring is not None and self.ring.group_name else None
 
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None
