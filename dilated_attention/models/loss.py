@@ -17,6 +17,7 @@ of the mesh are then averaged with equal weight, as data parallelism does. For t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,18 +89,14 @@ def summed_cross_entropy(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    single = hidden.shape[0] <= chunk
-    vocabulary, weight = weight.shape[0], _aligned(weight)
+    vocabulary, padded = weight.shape[0], _aligned(weight)
     dtype = accumulation_dtype(hidden.dtype) if dtype is None else dtype
+    # nothing inside is random, so the random state need not be saved and restored
+    in_parts = partial(checkpoint, _sum, use_reentrant=False, preserve_rng_state=False)
+    run = _sum if hidden.shape[0] <= chunk else in_parts
     total = hidden.new_zeros((), dtype=dtype)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if single:
-            total = total + _sum(rows, weight, wanted, vocabulary, ignore_index, dtype)
-        else:
-            # nothing inside is random, so the random state need not be saved and restored
-            total = total + checkpoint(
-                _sum, rows, weight, wanted, vocabulary, ignore_index, dtype, use_reentrant=False, preserve_rng_state=False
-            )
+        total = total + run(rows, padded, wanted, vocabulary, ignore_index, dtype)
     return total
 
 

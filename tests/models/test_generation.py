@@ -122,12 +122,28 @@ def test_a_freed_place_is_taken_by_another_request_while_the_rest_go_on() -> Non
     assert cache.lengths == [67, 51] and cache.active == [True, True]
 
 
-def test_unequal_prompts_are_continued_as_if_alone() -> None:
+def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_together() -> None:
     lm = model()
     prompts = [torch.randint(50, (n,)) for n in (5, 40, 23)]
     together = lm.generate(prompts, 30, temperature=0.0, prefill_chunk=16)
     for prompt, written in zip(prompts, together, strict=True):
         assert torch.equal(written, lm.generate(prompt[None], 30, temperature=0.0)[0])
+        with torch.no_grad():
+            assert torch.equal(written[len(prompt) :], lm(written[None])[0, len(prompt) - 1 : -1].argmax(-1))
+
+
+def test_sampling_follows_its_generator_and_top_k() -> None:
+    lm, prompt = model(), torch.randint(50, (1, 5))
+
+    def draw(seed: int, **options: Any) -> torch.Tensor:
+        made: torch.Tensor = lm.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **options)
+        return made
+
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    assert torch.equal(draw(1, top_k=1), lm.generate(prompt, 20, temperature=0.0))
+    for bad in ({"temperature": -1.0}, {"top_k": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            draw(1, **bad)
 
 
 def test_generation_ends_with_its_stop_token() -> None:

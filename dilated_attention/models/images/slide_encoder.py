@@ -20,7 +20,6 @@ from dilated_attention.models.images.slides import (
     check_bounds,
     check_finite,
     check_tiles,
-    device_bounds,
     rows_of_slides,
     wrong_step,
 )
@@ -39,8 +38,8 @@ class SlideEncoder(ImageModel):
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
         options: see ``models.stack.ModelOptions``. Of a sharded model, tiles and coords are each process's shards, as ``shard_sequence``
-            cuts them; the class token needs nothing from the caller. ``layout="striped"`` sends nearly every tile to another process, to make
-            room for the class token. A ``Layout`` is refused.
+            cuts them; the class token needs nothing from the caller. ``layout="striped"`` sends nearly every tile to another process, to
+            make room for the class token. A ``Layout`` is refused.
 
     A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
     this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
@@ -154,13 +153,12 @@ class SlideEncoder(ImageModel):
         """
         self.encoder.check_whole()
         with torch.no_grad():
-            x, bounds = self._input(tiles, coords, cu_seqlens)
-        options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
+            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        rows = query_rows if bounds is None else rows_of_slides(query_rows, bounds)
+        maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
         if bounds is None:
-            return self.encoder.attention_map(x, query_rows=query_rows, **options)
-        rows = rows_of_slides(query_rows, bounds)
-        count = len(rows) // (len(bounds) - 1)
-        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=device_bounds(bounds, x), **options)[0]
+            return maps
+        maps, count = maps[0], len(rows) // (len(bounds) - 1)
         parts = enumerate(itertools.pairwise(bounds))
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
@@ -200,30 +198,21 @@ class SlideEncoder(ImageModel):
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
         self.encoder.check_whole()
         with torch.no_grad():
-            x, bounds = self._input(tiles, coords, cu_seqlens)
+            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
         shares = torch.zeros(x.shape[:2], device=x.device)
         slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
         for start, end in slides:
             shares[:, start + 1 : end] = 1 / (end - start - 1)
-        received = self.encoder.attention_received(
-            x, layer=layer, query_weights=shares, cu_seqlens=device_bounds(bounds, x), average_heads=average_heads
-        )
+        received = self.encoder.attention_received(x, layer=layer, query_weights=shares, average_heads=average_heads, **options)
         return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
 
     def _begin(
-        self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None
-    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
-        """Returns the blocks' input, the bounds of slides in it, and the encoder's arguments that say so."""
-        x, bounds = self._input(tiles, coords, cu_seqlens, seq_len)
-        options: dict[str, Any] = {"cu_seqlens": None if cu_seqlens is None else device_bounds(bounds, x)}
-        if self._shared is not None and bounds is not None:
-            options["seq_len"] = bounds[-1]
-        return x, bounds, options
-
-    def _input(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
-    ) -> tuple[torch.Tensor, list[int] | None]:
-        """Returns the input of the blocks, class tokens included, and the bounds of slides in it: None for plain batches on one process."""
+    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
+        """Returns the input of the blocks, class tokens included, the bounds of slides in it, and the encoder's arguments that say so.
+
+        The bounds are None for plain batches on one process.
+        """
         check_tiles(tiles, coords, self.config.in_dim)
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, tiles)
         places = grid_positions(
@@ -248,7 +237,13 @@ class SlideEncoder(ImageModel):
         else:
             parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
             x = torch.cat(parts)[None]
-        return self.dropout(x), None if bounds is None else [bound + slide for slide, bound in enumerate(bounds)]
+        options: dict[str, Any] = {}
+        if bounds is not None:
+            bounds = [bound + slide for slide, bound in enumerate(bounds)]
+            options = {"seq_len": bounds[-1]} if self._shared is not None else {}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=x.device)
+        return self.dropout(x), bounds, options
 
     def _check_steps(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
         """Warns once if tiles are not ``tile_size`` apart: on the CPU of any call, on a GPU, which would wait, of the first one alone."""

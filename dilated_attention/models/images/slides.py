@@ -68,10 +68,6 @@ def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
     return [start + place for start in bounds[:-1] for place in places]
 
 
-def device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=x.device)
-
-
 def check_finite(tiles: torch.Tensor, bounds: list[int] | None, *, is_shard: bool = False, waits: bool = False) -> None:
     """Raises ValueError if features (B, L, in_dim) are NaN or infinite; only on the CPU, unless ``waits`` allows waiting for the device."""
     if not tiles.numel() or not has_values(tiles, waits=waits) or all(math.isfinite(x) for x in torch.stack(torch.aminmax(tiles)).tolist()):

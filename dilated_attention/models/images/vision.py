@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ class VisionConfig(ModelConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "encoder", checked_encoder(self.encoder, "LongViT"))
-        for name in ("image_size", "patch_size", "in_channels", "num_classes"):
-            if name != "num_classes" or self.num_classes is not None:
-                object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        self._convert(partial(checked_encoder, what="LongViT"), "encoder")
+        self._convert(as_size, "image_size", "patch_size", "in_channels")
+        self._convert(as_size, "num_classes", optional=True)
+        self._convert(check_held, "norm_eps")
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
         one_of("pooling", self.pooling, POOLINGS)
@@ -77,7 +78,6 @@ class VisionConfig(ModelConfig):
             raise ValueError(
                 f"num_classes is {self.num_classes} and pooling is 'none'; a class describes a whole image: pool, or leave num_classes out"
             )
-        object.__setattr__(self, "norm_eps", check_held("norm_eps", self.norm_eps))
 
     @property
     def grid(self) -> int:
