@@ -196,13 +196,7 @@ class LongNetStack(nn.Module):
 
     @torch.no_grad()
     def attention_received(
-        self,
-        x: torch.Tensor,
-        *,
-        layer: int = -1,
-        query_weights: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        average_heads: bool = False,
+        self, x: torch.Tensor, *, layer: int = -1, cu_seqlens: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Returns how much attention each position receives from all queries in one block, (B, H, N), or (B, N) with ``average_heads``.
 
@@ -211,15 +205,13 @@ class LongNetStack(nn.Module):
         Args:
             x, cu_seqlens: see ``forward``.
             layer: index of the block, from 0; negative values count from the end. Only the blocks before it run.
-            query_weights, average_heads: see ``dilated_attention.functional.attention_received``.
+            options: query_weights, average_heads: see ``dilated_attention.functional.attention_received``.
 
         Raises:
             ValueError, TypeError: if the layer does not exist, weights do not fit, or processes share the stack's sequence.
         """
         attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_received(
-            x, query_weights=query_weights, is_causal=self.is_causal, cu_seqlens=cu_seqlens, average_heads=average_heads
-        )
+        return attention.attention_received(x, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     def _reach(self, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """Runs the blocks before a layer; returns its attention, and that attention's input."""
