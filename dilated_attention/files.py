@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yields a new file beside ``path`` that replaces it at the end: readers see the old one or the new. Raises OSError as ``open`` does."""
+    """Yields a new file beside ``path``, which replaces it at the end: readers see the old or the new. Raises OSError as ``open`` does."""
     # a link remains a link, as when a file is opened and overwritten
     path = Path(os.path.realpath(path))
     if path.exists():
@@ -33,7 +33,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """Parses a str or UTF-8 bytes. Raises ValueError, which begins with ``name``, for what is no JSON, nests too deeply or has a key twice."""
+    """Parses a str or UTF-8 bytes. Raises ValueError, which begins with ``name``, for what is no JSON, too deep, or has a key twice."""
 
     def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if double := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:

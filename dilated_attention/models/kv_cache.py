@@ -432,8 +432,8 @@ class CachePass:
             kept = [(start, min(end, cached.fixed)), (max(start, cached.fixed, end - cached.slots + cached.fixed), end)]
         for first, last in kept:
             if first < last:
-                new = slice(first - start, last - start)
-                cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, new], v[:, new])
+                rows = slice(first - start, last - start)
+                cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, rows], v[:, rows])
         return out
 
     def _range(self, first: int, last: int) -> torch.Tensor:

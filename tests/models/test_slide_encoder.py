@@ -266,7 +266,7 @@ T, C = torch.zeros(3, 12), torch.zeros(3, 2)
         ([(T, C), (T / 0, C)], "slide 1 has 3 of 3 tiles with NaN or infinite features"),
         ([(T, C, 1), (T, C)], "slides have 2, 3 parts"),
         ([(T, C, "a"), (T, C, "b")], "expected numbers"),
-        ([(T, C, torch.zeros(2)), (T, C, torch.zeros(3))], "expected one shape"),
+        ([(T, C, torch.zeros(2)), (T, C, torch.zeros(3))], "expected numbers, or tensors of one shape"),
     ],
 )
 def test_slides_that_do_not_collate(slides: Any, text: str) -> None:

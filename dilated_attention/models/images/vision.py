@@ -208,11 +208,9 @@ class LongViT(ImageModel):
         grid = self.config.grid
         if (rows, columns) == (grid, grid):
             return self.positions
-        scale = ((rows + 0.1) / grid, (columns + 0.1) / grid)
-        learned = rearrange(self.positions, "1 (rows columns) e -> 1 e rows columns", rows=grid)
-        found = F.interpolate(learned, scale_factor=scale, mode="bicubic")
-        assert found.shape[2:] == (rows, columns)
-        return rearrange(found, "1 e rows columns -> 1 (rows columns) e")
+        found = _interpolated(self.positions, grid, scale_factor=((rows + 0.1) / grid, (columns + 0.1) / grid))
+        assert found.shape[1] == rows * columns
+        return found
 
     def _check(self, images: Any) -> None:
         if not isinstance(images, torch.Tensor):
@@ -235,6 +233,9 @@ def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")
     if side == grid:
         return positions
-    learned = rearrange(positions.float(), "1 (rows columns) e -> 1 e rows columns", rows=side)
-    resized = F.interpolate(learned, size=(grid, grid), mode="bicubic")
-    return rearrange(resized, "1 e rows columns -> 1 (rows columns) e").to(positions.dtype)
+    return _interpolated(positions.float(), side, size=(grid, grid)).to(positions.dtype)
+
+
+def _interpolated(positions: torch.Tensor, side: int, **size: Any) -> torch.Tensor:
+    learned = rearrange(positions, "1 (rows columns) e -> 1 e rows columns", rows=side)
+    return rearrange(F.interpolate(learned, mode="bicubic", **size), "1 e rows columns -> 1 (rows columns) e")
