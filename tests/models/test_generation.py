@@ -27,6 +27,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": {"attention": "block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64), "num_kv_heads": 2},
     "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
+    # on one process
+    "ring_dilated": {"attention": "ring_dilated", **DILATED},
+    "ring": {"attention": "ring"},
+    "ring_block_sparse": {"attention": "ring_block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
 }  # fmt: skip
 
 
@@ -94,34 +98,6 @@ def test_pages_go_to_requests_and_come_back() -> None:
         lm.requires_grad_(False)(torch.randint(50, (1, 100)), cache=cache.of(1))
 
 
-def test_a_freed_place_is_taken_by_another_request_while_the_rest_go_on() -> None:
-    lm, n = model("uneven").requires_grad_(False), 80
-    tokens = torch.randint(50, (3, n))
-    full = lm(tokens)
-    cache = PagedKVCache(lm.config, 2, n, page_size=4)
-    for i in range(2):
-        prefill(lm, tokens[i : i + 1, :9], cache.of(i))
-    step = Stepper(lm, cache)
-
-    def advance(rows: list[int], times: int) -> None:
-        for _ in range(times):
-            at = torch.tensor(cache.lengths)
-            logits = step(tokens[torch.tensor(rows), at.clamp(max=n - 1)][:, None])
-            for i in range(2):
-                if cache.active[i]:
-                    torch.testing.assert_close(logits[i], full[rows[i], at[i]], atol=1e-5, rtol=0)
-
-    advance([0, 1], 20)
-    cache.finish(1)
-    advance([0, 1], 15)
-    assert cache.lengths == [44, 29]
-    cache.free(1)
-    advance([0, 1], 3)
-    prefill(lm, tokens[2:, :31], cache.of(1))
-    advance([0, 2], 20)
-    assert cache.lengths == [67, 51] and cache.active == [True, True]
-
-
 def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_together() -> None:
     lm = model()
     prompts = [torch.randint(50, (n,)) for n in (5, 40, 23)]
@@ -167,6 +143,9 @@ def test_a_nucleus_is_the_fewest_likeliest_that_reach_top_p() -> None:
         draw = Sampling(top_p=top_p, generator=torch.Generator().manual_seed(0))
         assert {int(draw.draw(logits)) for _ in range(300)} == kept
     assert Sampling(top_p=1e-6).draw(logits) == 0
+    # of equally likely tokens no more than k
+    draw = Sampling(top_k=2, generator=torch.Generator().manual_seed(0))
+    assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
     for bad in (0.0, 1.5, -1):
         with pytest.raises(ValueError, match="top_p"):
             Sampling(top_p=bad)
@@ -222,7 +201,20 @@ def test_a_request_that_pauses_keeps_its_positions_and_writes_into_no_others(nam
     for at in range(24, 50, 13):
         found = prefill(lm, tokens[:1, at : at + 13], cache.of(0))
         torch.testing.assert_close(found[0], full[0, at + 12], atol=1e-5, rtol=0)
-    torch.testing.assert_close(step(tokens[torch.arange(2), torch.tensor(cache.lengths)][:, None])[1], full[1, 60], atol=1e-5, rtol=0)
+    rows = torch.arange(2)
+    torch.testing.assert_close(step(tokens[rows, torch.tensor(cache.lengths)][:, None])[1], full[1, 60], atol=1e-5, rtol=0)
+    # its place is taken by another request while the other goes on
+    cache.free(0)
+    for at in range(61, 64):
+        torch.testing.assert_close(step(tokens[:, at : at + 1])[1], full[1, at], atol=1e-5, rtol=0)
+    assert cache.lengths == [0, 64] and cache.active == [False, True]
+    other = tokens[:1].flip(1)
+    prefill(lm, other[:, :31], cache.of(0))
+    both, wanted = torch.cat([other, tokens[1:]]), torch.stack([lm(other)[0], full[1]])
+    for _ in range(12):
+        places = torch.tensor(cache.lengths)
+        torch.testing.assert_close(step(both[rows, places][:, None]), wanted[rows, places], atol=1e-5, rtol=0)
+    assert cache.lengths == [43, 76] and cache.active == [True, True]
 
 
 def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
@@ -276,26 +268,6 @@ def test_generation_leaves_each_module_in_its_mode() -> None:
     assert Sampling(temperature=1e-29).draw(logits).item() == Sampling(temperature=1e-40).draw(logits).item() == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention": "ring_dilated", **DILATED},
-        {"attention": "ring"},
-        {"attention": "ring_block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
-    ],
-    ids=lambda changes: changes["attention"],
-)
-def test_a_model_of_a_ring_decodes_on_one_process(changes: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    lm = LongNetLM(LongNetConfig(**{**SHAPE, **changes})).eval().requires_grad_(False)
-    tokens = torch.randint(50, (1, 60))
-    full, cache = lm(tokens), KVCache(lm.config, 1, 60)
-    torch.testing.assert_close(prefill(lm, tokens[:, :40], cache, chunk=17)[0], full[0, 39], atol=1e-5, rtol=0)
-    step = Stepper(lm, cache)
-    for at in range(40, 60):
-        torch.testing.assert_close(step(tokens[:, at : at + 1])[0], full[0, at], atol=1e-5, rtol=0)
-
-
 def test_a_step_takes_one_token_of_each_request_and_a_prompt_has_one_at_least() -> None:
     lm = model().requires_grad_(False)
     step = Stepper(lm, KVCache(lm.config, 3, 40))
@@ -306,11 +278,6 @@ def test_a_step_takes_one_token_of_each_request_and_a_prompt_has_one_at_least() 
     with pytest.raises(ValueError, match="at least one position"):
         prefill(lm, torch.ones(3, 0, dtype=torch.int64), step.cache)
     assert step.cache.lengths == [0, 0, 0]
-
-
-def test_of_equally_likely_tokens_no_more_than_k_are_drawn() -> None:
-    draw = Sampling(top_k=2, generator=torch.Generator().manual_seed(0))
-    assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
 
 
 @pytest.mark.slow
