@@ -347,20 +347,18 @@ def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token
             f"this model's sequence is spread over {model.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
             "LongNetLM of the same config without group and mesh"
         )
-    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
-        for i, row in enumerate(prompts):
-            check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
-            if row.ndim != 1:
-                raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
-            check_ids(f"prompt[{i}]", row, model.embedding, waits=True)
-        rows = list(prompts)
-    else:
-        check_tokens("prompt", prompts)
-        check_ids("prompt", prompts, model.embedding, waits=True)
-        rows = list(prompts.unbind(0))
-    for row in rows:
-        if len(row) < 1:
-            raise ValueError(f"prompt has shape {tuple(row.shape)}; expected at least one token to continue from")
+    rows: list[torch.Tensor] = []
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes))
+    for name, x in [(f"prompt[{i}]", row) for i, row in enumerate(prompts)] if is_list else [("prompt", prompts)]:
+        if is_list and isinstance(x, torch.Tensor):
+            if x.ndim != 1:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (tokens,), one prompt of a list")
+            x = x[None]
+        check_tokens(name, x)
+        check_ids(name, x, model.embedding, waits=True)
+        if x.shape[1] < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected at least one token to continue from")
+        rows += x.unbind(0)
     max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0, maximum=MAX_LENGTH // 2)
     stop_token = None if stop_token is None else as_int("stop_token", stop_token, minimum=0)
     if stop_token is not None and stop_token >= model.config.vocab_size:
