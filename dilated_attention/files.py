@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if not path.is_file():
             yield path
             return
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent, ignore_cleanup_errors=True) as folder:
+    try:
+        beside = tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    with beside as folder:
         new = Path(folder, path.name)
         new.touch()
         mode = (path if path.exists() else new).stat().st_mode
@@ -35,12 +38,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def parse_json(text: str | bytes, name: str) -> Any:
     """Parses a str or UTF-8 bytes. Raises ValueError, which begins with ``name``, for what is no JSON, too deep, or has a key twice."""
 
-    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if double := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-            raise ValueError(f"the key {double[0]!r} occurs twice")
-        return dict(pairs)
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"a key of {', '.join(found)[:200]} occurs twice")
+        return found
 
     try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=pairs_of)
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=unique)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{name} is not JSON that can be read: {error}") from error

@@ -395,53 +395,38 @@ def weights_of(model: SlideEncoder, tiles: torch.Tensor, coords: torch.Tensor, l
     return torch.cat(columns, dim=-1).transpose(0, 1)
 
 
-@pytest.mark.parametrize("layer", [0, 1, -1])
-def test_the_map_of_class_token_and_tiles(layer: int) -> None:
-    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
-    tiles, coords = slide(90, 0)
-    true = weights_of(model, tiles, coords, layer)
-    rows = model.attention_map(tiles[None], coords[None], layer=layer, query_rows=[0, 5, 90])[0]
-    torch.testing.assert_close(rows, true[:, [0, 5, 90]], atol=1e-6, rtol=1e-4)
-    heat = model.attention_map(tiles[None], coords[None], layer=layer, average_heads=True)
-    torch.testing.assert_close(heat[0, 0], true[:, 0].mean(0), atol=1e-6, rtol=1e-4)
-
-
-def test_maps_of_a_batch_are_those_of_its_slides() -> None:
-    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
-    slides = [slide(n, seed) for seed, n in enumerate((37, 5, 64))]
-    tiles, coords, bounds = collate_slides(slides)
-    for rows in ("cls", [0, 3]):
-        together = model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=rows)
-        for mine, (one, places) in zip(together, slides, strict=True):
-            torch.testing.assert_close(mine, model.attention_map(one[None], places[None], query_rows=rows)[0], atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="slide 1 has places 0 to 5"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=6)
-    with pytest.raises(ValueError, match="query_rows is 'class'"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows="class")
-    with pytest.raises(ValueError, match="layer is 2"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)
-
-
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("global_pool", [False, True])
-def test_the_attention_that_tiles_receive(layer: int, global_pool: bool) -> None:
+def test_attention_maps_and_what_tiles_receive_are_the_weights_of_the_block(layer: int, global_pool: bool) -> None:
     model = model_of(tiny(max_wsi_size=256 * 8, global_pool=global_pool)).eval()
-    slides = [slide(n, seed) for seed, n in enumerate((90, 5))]
-    true = weights_of(model, *slides[0], layer)
-    wanted = true[:, 1:, 1:].mean(1) if global_pool else true[:, 0, 1:]
-    alone = [x[None] for x in slides[0]]
-    each = model.attention_received(*alone, layer=layer, average_heads=False)
-    assert each.shape == (1, 4, 90)
-    torch.testing.assert_close(each[0], wanted, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(model.attention_received(*alone, layer=layer)[0], wanted.mean(0), atol=1e-6, rtol=1e-4)
+    slides = [slide(n, seed) for seed, n in enumerate((90, 5, 64))]
     tiles, coords, bounds = collate_slides(slides)
-    for heads in (False, True):
-        packed = model.attention_received(tiles, coords, cu_seqlens=bounds, layer=layer, average_heads=heads)
-        for mine, (one, places) in zip(packed, slides, strict=True):
-            other = model.attention_received(one[None], places[None], layer=layer, average_heads=heads)[0]
-            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="layer is 7"):
-        model.attention_received(*alone, layer=7)
+    alike: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-4}
+    packed = {rows: model.attention_map(tiles, coords, layer=layer, cu_seqlens=bounds, query_rows=rows) for rows in ("cls", (0, 3, 5))}
+    received = [model.attention_received(tiles, coords, cu_seqlens=bounds, layer=layer, average_heads=heads) for heads in (False, True)]
+    for index, (one, places) in enumerate(slides):
+        true, alone = weights_of(model, one, places, layer), (one[None], places[None])
+        wanted = true[:, 1:, 1:].mean(1) if global_pool else true[:, 0, 1:]
+        torch.testing.assert_close(model.attention_map(*alone, layer=layer, query_rows=[0, 3, 5])[0], true[:, [0, 3, 5]], **alike)
+        torch.testing.assert_close(model.attention_map(*alone, layer=layer, average_heads=True)[0, 0], true[:, 0].mean(0), **alike)
+        torch.testing.assert_close(model.attention_received(*alone, layer=layer, average_heads=False)[0], wanted, **alike)
+        torch.testing.assert_close(model.attention_received(*alone, layer=layer)[0], wanted.mean(0), **alike)
+        found = [packed["cls"][index], packed[0, 3, 5][index], received[0][index], received[1][index]]
+        torch.testing.assert_close(found, [true[:, :1], true[:, [0, 3, 5]], wanted, wanted.mean(0)], **alike)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"query_rows": 6}, "slide 1 has places 0 to 5"), ({"query_rows": "class"}, "query_rows is 'class'"), ({"layer": 2}, "layer is 2")],
+)
+def test_maps_of_what_there_is_not(options: dict[str, Any], text: str) -> None:
+    model = model_of(tiny()).eval()
+    tiles, coords, bounds = collate_slides([slide(n, n) for n in (37, 5)])
+    with pytest.raises(ValueError, match=text):
+        model.attention_map(tiles, coords, cu_seqlens=bounds, **options)
+    if "layer" in options:
+        with pytest.raises(ValueError, match=text):
+            model.attention_received(tiles, coords, cu_seqlens=bounds, **options)
 
 
 @pytest.mark.slow
