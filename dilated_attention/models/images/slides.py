@@ -208,7 +208,7 @@ def _as_tensor(name: str, x: Any) -> torch.Tensor:
 
 def _stack_labels(labels: Sequence[Any]) -> torch.Tensor:
     try:
-        stacked = default_collate(labels)
+        stacked = default_collate(list(labels))
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"labels of these slides are {labels[:4]!r}; expected numbers, or tensors of one shape") from error
     if not isinstance(stacked, torch.Tensor):
