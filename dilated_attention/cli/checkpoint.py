@@ -14,7 +14,7 @@ import torch
 from dilated_attention.backends import BackendUnavailable, registry
 from dilated_attention.cli.arguments import DTYPE_NAMES, device_of
 from dilated_attention.models import LongNetLM, Vocabulary, vocabulary_of
-from dilated_attention.models.checkpoint import find_model
+from dilated_attention.models.saving import find_model
 from dilated_attention.parsing import UsageError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.models.checkpoint import read_safetensors
+from dilated_attention.models.saving import read_safetensors
 
 # parts of torch.load's messages about objects that it refuses to make
 _REFUSED_BY_TORCH = ("GLOBAL", "Can only create new object", "Can only build", "unrecognized function")

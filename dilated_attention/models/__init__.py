@@ -8,15 +8,12 @@ from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.slides import collate_slides, tile_step
 from dilated_attention.models.images.vision import LongViT, VisionConfig
-from dilated_attention.models.kv_cache.cache import KVCache
-from dilated_attention.models.kv_cache.paged import PagedKVCache
+from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.language_model import LongNetLM
+from dilated_attention.models.loss import average_gradients, sharded_cross_entropy, sharded_mean
 from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.sharded import average_gradients, sharded_cross_entropy, sharded_mean
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.text.kmer_embedding import KmerEmbedding
-from dilated_attention.models.text.kmers import kmers
-from dilated_attention.models.text.vocabulary import BASES, BYTES, Vocabulary, other_strand, read_fasta, vocabulary_of
+from dilated_attention.models.text import BASES, BYTES, KmerEmbedding, Vocabulary, kmers, other_strand, read_fasta, vocabulary_of
 
 __all__ = [
     "BASES",

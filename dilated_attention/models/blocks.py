@@ -11,8 +11,8 @@ from torch import nn
 from dilated_attention.functional.fused_layers import is_lean, linear_layers
 from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.decode_step import CachePass
-from dilated_attention.models.sharded import first_of_group
+from dilated_attention.models.kv_cache import CachePass
+from dilated_attention.models.loss import first_of_group
 from dilated_attention.modules import (
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,

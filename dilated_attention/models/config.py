@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dilated_attention.files import parse_json, write_text
+from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.pattern.spec import OBJECT
 from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
@@ -27,6 +29,12 @@ TORCHSCALE_ENCODER: dict[str, Any] = {
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 # A, C, G, T, N; and the longest k-mers whose 5^k codes are a size (as_size)
 NUM_BASES, MAX_KMER = 5, 13
+# field → (the field, and its values, without which it means nothing)
+_ONLY_WITH = {
+    "rotary_base": ("positions", ("rotary", "xpos")),
+    "xpos_scale_base": ("positions", ("xpos",)),
+    "block_pattern": ("attention", ("block_sparse",)),
+} | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 
@@ -42,6 +50,12 @@ class ModelConfig:
     """Base class of the frozen dataclasses that configure a model: conversion to plain values for JSON, and back."""
 
     __slots__ = ()
+
+    def _convert(self, check: Callable[[str, Any], Any], *names: str, optional: bool = False) -> None:
+        """Replaces fields by what ``check`` makes of their name and value; ``optional``: None stays."""
+        for name in names:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if optional and value is None else check(name, value))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: tuples as lists, a block pattern as its ``spec()``, a nested configuration as a dict.
@@ -73,21 +87,13 @@ class ModelConfig:
             )
         return cls(**values)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the configuration as JSON, atomically: a reader sees either the old file or the new one."""
-        write_text(path, config_text(self))
+    def to_json(self) -> str:
+        """Returns the configuration as JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
-    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
-        """Loads the configuration from a file that ``save`` wrote.
-
-        Raises:
-            ValueError: if the file is not JSON or not a configuration of this class; the message names the file.
-        """
-        return cls._read(Path(path).read_bytes(), str(path))
-
-    @classmethod
-    def _read(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+    def from_json(cls: type[ConfigT], text: str | bytes, name: str) -> ConfigT:
+        """The inverse of ``to_json``. Raises ValueError, which begins with ``name``, for what is no configuration of this class."""
         values = parse_json(text, name)
         try:
             return cls.from_dict(values)
@@ -95,10 +101,15 @@ class ModelConfig:
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{name} is not a {cls.__name__}: {error}") from error
 
+    def save(self, path: str | Path) -> None:
+        """Writes the configuration as JSON: a reader sees either the old file or the new one."""
+        with replacing(path) as new:
+            new.write_text(self.to_json(), encoding="utf-8")
 
-def config_text(config: ModelConfig) -> str:
-    """Returns the text of ``config.json``."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+    @classmethod
+    def load(cls: type[ConfigT], path: str | Path) -> ConfigT:
+        """Loads the configuration from a file that ``save`` wrote. Raises ValueError like ``from_json``, with the file's name."""
+        return cls.from_json(Path(path).read_bytes(), str(path))
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -190,57 +201,38 @@ class LongNetConfig(ModelConfig):
     kmer: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
-            if getattr(self, name) is not None or name in ("embed_dim", "num_layers", "num_heads"):
-                self._set(name, as_size(name, getattr(self, name)))
+        self._convert(as_size, "embed_dim", "num_layers", "num_heads")
+        self._convert(as_size, "vocab_size", "num_kv_heads", "ffn_dim", optional=True)
         one_of("attention", self.attention, KINDS)
         one_of("ffn", self.ffn, FEED_FORWARDS)
         one_of("norm", self.norm, ("layer_norm", "rms_norm"))
         one_of("positions", self.positions, ("rotary", "xpos", "none"))
         one_of("mixture_grad", self.mixture_grad, ("exact", "detached"))
-        for name in ("is_causal", "sub_norm", "qk_norm", "bias", "final_norm", "tie_embeddings", "scale_embedding"):
-            check_bool(name, getattr(self, name))
+        self._convert(check_bool, "is_causal", "sub_norm", "qk_norm", "bias", "final_norm", "tie_embeddings", "scale_embedding")
         check_heads(self.embed_dim, self.num_heads, self.num_kv_heads or self.num_heads, rotary=self.positions != "none")
-        for name, above in (("rotary_base", 1.0), ("xpos_scale_base", 0.0)):
-            self._set(name, check_positive(name, getattr(self, name), above=above))
-        self._set("layer_norm_eps", check_held("layer_norm_eps", self.layer_norm_eps))
-        self._check_positions()
-        for name in ("dropout", "attention_dropout", "drop_path"):
-            self._set(name, check_probability(name, getattr(self, name)))
+        self._convert(partial(check_positive, above=1.0), "rotary_base")
+        self._convert(partial(check_positive, above=0.0), "xpos_scale_base")
+        self._convert(check_held, "layer_norm_eps")
+        self._convert(check_probability, "dropout", "attention_dropout", "drop_path")
+        self._convert(partial(as_int, minimum=1, maximum=MAX_KMER), "kmer")
         self._check_kmer()
         self._check_pattern()
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
     def _check_kmer(self) -> None:
-        self._set("kmer", as_int("kmer", self.kmer, minimum=1, maximum=MAX_KMER))
-        if self.kmer == 1:
-            return
-        if self.vocab_size != NUM_BASES:
+        if self.kmer > 1 and self.vocab_size != NUM_BASES:
             raise ValueError(
                 f"kmer is {self.kmer} and vocab_size is {self.vocab_size}; k-mers are of the bases A, C, G, T and N: use "
                 f"vocab_size={NUM_BASES}, or leave kmer out"
             )
-        if self.tie_embeddings:
+        if self.kmer > 1 and self.tie_embeddings:
             raise ValueError(
                 f"kmer is {self.kmer} and tie_embeddings is True; an embedding of 5^{self.kmer} codes is no output layer for {NUM_BASES} "
                 "bases: use tie_embeddings=False"
             )
 
-    def _check_positions(self) -> None:
-        unused = {"none": ("rotary_base", "xpos_scale_base"), "rotary": ("xpos_scale_base",), "xpos": ()}[self.positions]
-        for name in unused:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                owner = "'rotary' or 'xpos'" if name == "rotary_base" else "'xpos'"
-                raise ValueError(
-                    f"{name} is {getattr(self, name)} and positions is {self.positions!r}, which has none; leave it out, or use "
-                    f"positions={owner}"
-                )
-
     def _check_pattern(self) -> None:
         if isinstance(self.block_pattern, str):
-            self._set("block_pattern", pattern_from_spec(self.block_pattern))
+            self._convert(lambda _, spec: pattern_from_spec(spec), "block_pattern")
         if self.kind == "dilated":
             if not self.segment_lengths:
                 raise ValueError(f"attention is {self.attention!r} and segment_lengths is empty; give segment_lengths and dilation_rates")
@@ -248,23 +240,17 @@ class LongNetConfig(ModelConfig):
             assert isinstance(pattern, DilatedPattern)
             pattern.offsets(self.num_heads)
             # the pattern has converted lists to tuples of plain integers, so that equal configurations compare equal
-            for name in ("segment_lengths", "dilation_rates", "head_offsets"):
-                self._set(name, getattr(pattern, name))
+            self._convert(lambda name, _: getattr(pattern, name), "segment_lengths", "dilation_rates", "head_offsets")
         else:
             # JSON writes empty tuples as lists
-            for name in ("segment_lengths", "dilation_rates"):
-                self._set(name, tuple(getattr(self, name)))
-        given = {"segment_lengths": bool(self.segment_lengths or self.dilation_rates), "block_pattern": self.block_pattern is not None}
-        owner = {"segment_lengths": "dilated", "block_pattern": "block_sparse"}
-        for name, is_given in given.items():
-            if is_given and self.kind != owner[name]:
+            self._convert(lambda _, value: tuple(value), "segment_lengths", "dilation_rates")
+        for name, (chooser, owners) in _ONLY_WITH.items():
+            chosen = self.kind if chooser == "attention" else getattr(self, chooser)
+            if chosen not in owners and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(
-                    f"{name} is given and attention is {self.attention!r}, which has none; leave it out, or use attention={owner[name]!r}"
+                    f"{name} is {shown(getattr(self, name))} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
+                    f"use {chooser}={' or '.join(map(repr, owners))}"
                 )
-        if self.kind != "dilated":
-            for name, default in (("head_offsets", "cyclic"), ("tail", "mask"), ("mixture_grad", "exact")):
-                if getattr(self, name) != default:
-                    raise ValueError(f"{name} is {getattr(self, name)!r} and attention is {self.attention!r}, which has none; leave it out")
         if self.kind == "block_sparse" and not isinstance(self.block_pattern, BlockPattern):
             raise (ValueError if self.block_pattern is None else TypeError)(
                 f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, "

@@ -15,8 +15,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES
-from dilated_attention.models.text.kmers import kmers
-from dilated_attention.models.text.vocabulary import UNKNOWN
+from dilated_attention.models.text import UNKNOWN, kmers
 from dilated_attention.pattern.checks import as_int
 
 # positions of a window where the attention has no longest segment
@@ -108,12 +107,16 @@ def evaluate(
     stride = max(1, context // 2) if stride is None else as_int("stride", stride, minimum=1)
     if stride > context:
         raise ValueError(f"stride is {stride}; expected at most context = {context}, or tokens between windows would not be scored")
-    hidden = None if config.is_causal else [_hidden(record) for record in records]
-    windows = [
-        (i, window)
-        for i, record in enumerate(records)
-        for window in _windows_to_read(config, record, None if hidden is None else hidden[i], context, stride)
-    ]
+    shift, targets_of, windows = int(config.is_causal), [], []
+    for i, record in enumerate(records):
+        is_target = record != (UNKNOWN if config.vocab_size == NUM_BASES else _NOT_SCORED)
+        if not config.is_causal:
+            # what a model that sees both sides has to fill in, the same at every call
+            is_target &= (torch.rand(len(record), generator=torch.Generator().manual_seed(15)) < 0.15).to(record.device)
+        targets_of.append(is_target)
+        # how many come before each position: a genome may have long stretches of nothing but N
+        before = F.pad(is_target.cpu().long().cumsum(0), (1, 0))
+        windows += [(i, x) for x in _windows(len(record), context, stride, config.is_causal) if before[x.scored] < before[x.scored_end]]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
     device = model.output_weight.device
@@ -123,9 +126,15 @@ def evaluate(
     start = time.perf_counter()
     with eval_mode(model):
         for i, window in windows:
-            symbols = records[i][window.first : window.end + int(config.is_causal)].to(device).long()
-            mask = None if hidden is None else hidden[i][window.first : window.end].to(device)
-            inputs, targets, scored = _tensors(config, symbols, mask, window)
+            # from the first input to the last target: the token after its input, or with attention to both sides the token itself
+            symbols, is_target = (x[i][window.first : window.end + shift].to(device) for x in (records, targets_of))
+            inputs, targets = symbols.long()[: window.end - window.first], symbols.long().where(is_target, _NOT_SCORED)[shift:]
+            if not config.is_causal:
+                inputs = inputs.where(~is_target, UNKNOWN)
+            if config.kmer > 1:
+                inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
+            place = torch.arange(window.first + shift, window.end + shift, device=device)
+            scored = (place >= window.scored) & (place < window.scored_end) & (targets != _NOT_SCORED)
             nats = _nats(model, inputs, targets)
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
@@ -160,46 +169,6 @@ def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterato
     while scored < scored_end:
         yield _Window(max(0, scored_end - context - 1), scored_end - 1, scored, scored_end)
         scored, scored_end = scored_end, min(length, scored_end + stride)
-
-
-def _windows_to_read(
-    config: LongNetConfig, record: torch.Tensor, hidden: torch.Tensor | None, context: int, stride: int
-) -> Iterator[_Window]:
-    """Yields those that have a target: a genome may have long stretches of nothing but N."""
-    windows = _windows(len(record), context, stride, config.is_causal)
-    if config.vocab_size != NUM_BASES:
-        yield from windows
-        return
-    is_target = record.cpu() != UNKNOWN
-    if hidden is not None:
-        is_target &= hidden
-    # how many come before each position
-    before = F.pad(is_target.long().cumsum(0), (1, 0))
-    yield from (window for window in windows if before[window.scored] < before[window.scored_end])
-
-
-def _hidden(record: torch.Tensor) -> torch.Tensor:
-    """Which 15 % of a record a model that sees both sides has to fill in, (N,) bool: the same at every call."""
-    return torch.rand(len(record), generator=torch.Generator().manual_seed(15)) < 0.15
-
-
-def _tensors(
-    config: LongNetConfig, symbols: torch.Tensor, hidden: torch.Tensor | None, window: _Window
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, targets, which targets this window scores), (n,) each, from the record's symbols from the first input to the last target."""
-    n = window.end - window.first
-    # a target is the token after its input, or with attention to both sides the token itself
-    shift = int(config.is_causal)
-    inputs, targets = symbols[:n], symbols[shift:]
-    if config.vocab_size == NUM_BASES:
-        targets = targets.where(targets != UNKNOWN, _NOT_SCORED)
-    if hidden is not None:
-        inputs, targets = inputs.where(~hidden, UNKNOWN), targets.where(hidden, _NOT_SCORED)
-    if config.kmer > 1:
-        inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
-    scored = torch.zeros(n, dtype=torch.bool, device=symbols.device)
-    scored[window.scored - window.first - shift : window.scored_end - window.first - shift] = True
-    return inputs, targets, scored & (targets != _NOT_SCORED)
 
 
 def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.functional.fused_norm_linear import compute_dtype
-from dilated_attention.models.kv_cache.cache import Cache, KVCache
-from dilated_attention.models.kv_cache.paged import PagedKVCache
-from dilated_attention.models.text.kmer_embedding import following_codes
-from dilated_attention.models.tokens import check_ids, check_tokens
+from dilated_attention.models.kv_cache import KVCache, PagedKVCache
+from dilated_attention.models.text import check_ids, check_tokens, following_codes
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
 # a LongNetLM, whose module imports this one
@@ -103,7 +101,7 @@ class Stepper:
     >>> logits = step(tokens)  # (B, 1) → (B, V); overwritten by the next call
     """
 
-    def __init__(self, model: LanguageModel, cache: Cache, *, cuda_graph: bool = True) -> None:
+    def __init__(self, model: LanguageModel, cache: KVCache, *, cuda_graph: bool = True) -> None:
         self.model, self.cache = model, cache
         self.uses_graph = cuda_graph and cache.device.type == "cuda"
         self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
@@ -155,16 +153,15 @@ class Stepper:
 
 
 @torch.no_grad()
-def prefill(model: LanguageModel, tokens: torch.Tensor, cache: Any, *, chunk: int = 8192) -> torch.Tensor:
+def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk: int = 8192) -> torch.Tensor:
     """Returns logits (B, V) of the token after ``tokens`` (B, N).
 
-    The tokens enter the cache ``chunk`` at a time, and either all of them or none.
+    The tokens enter the cache ``chunk`` at a time.
 
     Args:
         model: the model, in eval mode.
-        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, the cache is as it was, so you can
-            try again with a smaller ``chunk``. If it had positions before and chunks have overwritten their slots, the request is refused
-            until it is freed.
+        cache: a cache, or one request of it, ``cache.of(i)``. After an error, such as too little memory, call ``cache.free(i)`` and try
+            again with a smaller ``chunk``: the request is refused until it is freed.
     """
     check_tokens("tokens", tokens)
     if tokens.shape[1] < 1:
@@ -275,7 +272,6 @@ def _steps(
         lengths = [len(row) for row in rows]
         place: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight, weight)}
         longest = max(lengths) + max_new_tokens
-        cache: Cache
         if len(set(lengths)) == 1:
             cache = KVCache(model.config, len(rows), longest, **place)
             logits = prefill(model, torch.stack(rows), cache, chunk=prefill_chunk)
@@ -351,20 +347,18 @@ def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token
             f"this model's sequence is spread over {model.ring.place()[1]} processes, and generate runs on one; load its state_dict into a "
             "LongNetLM of the same config without group and mesh"
         )
-    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
-        for i, row in enumerate(prompts):
-            check_tokens(f"prompt[{i}]", row[None] if isinstance(row, torch.Tensor) and row.ndim == 1 else row)
-            if row.ndim != 1:
-                raise ValueError(f"prompt[{i}] has shape {tuple(row.shape)}; expected (tokens,), one prompt of a list")
-            check_ids(f"prompt[{i}]", row, model.embedding, waits=True)
-        rows = list(prompts)
-    else:
-        check_tokens("prompt", prompts)
-        check_ids("prompt", prompts, model.embedding, waits=True)
-        rows = list(prompts.unbind(0))
-    for row in rows:
-        if len(row) < 1:
-            raise ValueError(f"prompt has shape {tuple(row.shape)}; expected at least one token to continue from")
+    rows: list[torch.Tensor] = []
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes))
+    for name, x in [(f"prompt[{i}]", row) for i, row in enumerate(prompts)] if is_list else [("prompt", prompts)]:
+        if is_list and isinstance(x, torch.Tensor):
+            if x.ndim != 1:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (tokens,), one prompt of a list")
+            x = x[None]
+        check_tokens(name, x)
+        check_ids(name, x, model.embedding, waits=True)
+        if x.shape[1] < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected at least one token to continue from")
+        rows += x.unbind(0)
     max_new_tokens = as_int("max_new_tokens", max_new_tokens, minimum=0, maximum=MAX_LENGTH // 2)
     stop_token = None if stop_token is None else as_int("stop_token", stop_token, minimum=0)
     if stop_token is not None and stop_token >= model.config.vocab_size:

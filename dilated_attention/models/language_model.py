@@ -7,20 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import Unpack
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
-from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import CachePass
-from dilated_attention.models.loss import chunked_cross_entropy
+from dilated_attention.models.kv_cache import CachePass, KVCache
+from dilated_attention.models.loss import chunked_cross_entropy, sharded_cross_entropy
 from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.sharded import sharded_cross_entropy
-from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder
-from dilated_attention.models.text.kmer_embedding import KmerEmbedding
-from dilated_attention.models.text.kmers import kmers
-from dilated_attention.models.text.vocabulary import vocabulary_of
-from dilated_attention.models.tokens import check_ids, check_range, check_tokens
+from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, stack_options
+from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import shown
 
@@ -33,17 +29,12 @@ class LongNetLM(Pretrained):
 
     Args:
         config: the model configuration.
-        backend: ``"auto"`` or a name of ``list_backends()``.
-        group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. Tokens and
-            targets are then each process's shards; everything but attention works per token. None for whole sequences.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
-        checkpoint_activations: save only each block's input for the backward and recompute the block.
-        device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
-            and the single-process model.
+        options: see ``models.stack.ModelOptions``. Of a sharded model, tokens and targets are each process's shards; everything but
+            attention works per token.
 
     The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
     share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
-    without these, call ``average_gradients``. See ``models.sharded``. The first process draws drop path for all; dropout uses
+    without these, call ``average_gradients``. See ``models.loss``. The first process draws drop path for all; dropout uses
     each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(
@@ -54,30 +45,17 @@ class LongNetLM(Pretrained):
 
     config_class = LongNetConfig
 
-    def __init__(
-        self,
-        config: LongNetConfig,
-        *,
-        backend: str = "auto",
-        group: Any = None,
-        mesh: Any = None,
-        layout: str | Layout = "contiguous",
-        exchange: str = "auto",
-        ranks_per_node: int | None = None,
-        timeout: float = 60.0,
-        checkpoint_activations: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @shows_options
+    def __init__(self, config: LongNetConfig, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig")
         if config.vocab_size is None:
             raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config
-        is_spread = group is not None or mesh is not None or config.is_ring
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        given = stack_options("LongNetLM", options, is_ring=config.is_ring)
+        self.ring: RingSettings | None = given["ring"]
+        factory: dict[str, Any] = {name: given[name] for name in ("device", "dtype")}
         self.embedding: nn.Embedding | KmerEmbedding
         if config.kmer > 1:
             self.embedding = KmerEmbedding(config.kmer, config.embed_dim, **factory)
@@ -85,7 +63,7 @@ class LongNetLM(Pretrained):
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
         self.dropout = nn.Dropout(config.dropout)
         stack = LongNetDecoder if config.is_causal else LongNetEncoder
-        self.decoder = stack(config, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory)
+        self.decoder = stack(config, **given)
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
         # std E^-1/2: as the output layer, it gives logits of a normalised hidden state an initial variance near 1
         for layer in (self.embedding, self.output):
@@ -131,7 +109,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
 
@@ -184,7 +162,7 @@ class LongNetLM(Pretrained):
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
         check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)

@@ -1,13 +1,35 @@
-"""Cross-entropy with the output layer in chunks of positions: the logits of 2^20 tokens × 100k words never exist all at once."""
+"""Losses: cross-entropy with the output layer in chunks of positions, and of a sequence that is sharded over several processes.
+
+In chunks the logits of 2^20 tokens × 100k words never exist all at once. Torch's own ``linear_cross_entropy``
+(2.13) has chunks, too, but not inside torch.compile.
+
+Of a sharded sequence each process computes the loss of its own rows, and its backward gives their share of every parameter's gradient. The
+gradient of the whole loss is the sum of the shares. DDP and FSDP2 compute the *mean* over their processes. Therefore the loss of a process
+has W times its share as gradient here, and the mean is exact, however unequal the shards are:
+
+    loss = Σ_r total_r / Σ_r count_r (its value, on every process),    ∂loss on process r = W · ∂total_r / Σ_r count_r
+
+The mean of the processes' own means, ``cross_entropy`` on each shard, is the same only if every process has equally many targets that
+count. With data parallelism around it (a mesh of dp × cp, DDP or FSDP2 over all of it), pass the axis that shares the sequence: the rows
+of the mesh are then averaged with equal weight, as data parallelism does. For the mean over all targets of all rows pass
+``group=torch.distributed.group.WORLD``.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.models.tokens import check_range
+from dilated_attention.distributed.comm.group import group_name_of, members_named
+from dilated_attention.functional.arguments import place_in
+from dilated_attention.models.text import check_range
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import not_a_tensor
 
@@ -67,18 +89,14 @@ def summed_cross_entropy(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    single = hidden.shape[0] <= chunk
-    vocabulary, weight = weight.shape[0], _aligned(weight)
+    vocabulary, padded = weight.shape[0], _aligned(weight)
     dtype = accumulation_dtype(hidden.dtype) if dtype is None else dtype
+    # nothing inside is random, so the random state need not be saved and restored
+    in_parts = partial(checkpoint, _sum, use_reentrant=False, preserve_rng_state=False)
+    run = _sum if hidden.shape[0] <= chunk else in_parts
     total = hidden.new_zeros((), dtype=dtype)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if single:
-            total = total + _sum(rows, weight, wanted, vocabulary, ignore_index, dtype)
-        else:
-            # nothing inside is random, so the random state need not be saved and restored
-            total = total + checkpoint(
-                _sum, rows, weight, wanted, vocabulary, ignore_index, dtype, use_reentrant=False, preserve_rng_state=False
-            )
+        total = total + run(rows, padded, wanted, vocabulary, ignore_index, dtype)
     return total
 
 
@@ -103,3 +121,103 @@ def _sum(
     """Of the first ``vocabulary`` rows of the weight."""
     logits = F.linear(hidden, weight)[:, :vocabulary]
     return F.cross_entropy(logits.to(dtype), targets.long(), ignore_index=ignore_index, reduction="sum")
+
+
+def sharded_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Computes ``chunked_cross_entropy`` over the targets of all processes of a group; all of them must call it.
+
+    Args:
+        hidden, weight, chunk, ignore_index: see ``chunked_cross_entropy``; hidden holds this process's rows.
+        targets: the targets of the same rows: shift the whole sequence first, then shard it.
+        group, mesh: the processes, see ``ring_attention``; None for all.
+
+        Returns:
+            The mean over all processes' targets, float32 (float64 for float64), equal on all; its gradient is meant for DDP, FSDP2 or
+            ``average_gradients``.
+    """
+    total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
+    return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)
+
+
+def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None, mesh: Any = None) -> torch.Tensor:
+    """Computes Σ total / Σ count over the processes of a group, for any loss that is a sum over rows; all of them must call it.
+
+    Args:
+        total: scalar with an autograd graph, the sum over this process's rows.
+        count: scalar, how many of its rows count.
+        group, mesh: the processes, see ``ring_attention``; None for all.
+
+    Returns:
+        Scalar in total's dtype, equal on all processes; 0 with gradient 0 if no row counts. Its gradient on a process is W times that
+        process's share.
+    """
+    for name, scalar in (("total", total), ("count", count)):
+        if not isinstance(scalar, torch.Tensor):
+            raise TypeError(f"{name} is {shown(scalar)} ({type(scalar).__name__}); expected a scalar tensor")
+    group_name = group_name_of(group, mesh)
+    if not group_name:
+        return total / count.clamp(min=1)
+    # float64 represents any count exactly
+    sums = sum_over_group(torch.stack([total.detach().double(), count.double()]), group_name)
+    whole = sums[1].clamp(min=1)
+    share = total * (place_in(group_name)[1] / whole).to(total.dtype)
+    # exactly the value of the whole loss, but the gradient of the share
+    return (sums[0] / whole).to(total.dtype) + (share - share.detach())
+
+
+@torch.library.custom_op("dilated_attention::sum_over_group", mutates_args=())
+def sum_over_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Sums x over the processes of a group. It is an op that takes the group's name, so torch.compile need not look up the group."""
+    total = x.clone()
+    dist.all_reduce(total, group=members_named(group_name).group)
+    return total
+
+
+@sum_over_group.register_fake
+def _(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return sum_over_group(grad.contiguous(), ctx.group_name), None
+
+
+# every process's loss depends on x of all: the gradient is that of the sum of their losses
+sum_over_group.register_autograd(_sum_gradients, setup_context=_keep_group)
+
+
+def first_of_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Returns the first process's x on every process of a group, e.g. a random draw; x has equal shapes."""
+    if not group_name:
+        return x
+    return sum_over_group(x if place_in(group_name)[0] == 0 else torch.zeros_like(x), group_name)
+
+
+def average_gradients(module: nn.Module, *, group: Any = None, mesh: Any = None) -> None:
+    """Replaces every parameter's gradient with its mean over the processes of a group, for a model in neither DDP nor FSDP2.
+
+    Args:
+        module: a model with equal parameters on all processes; the same parameters must lack a gradient on each.
+        group, mesh: the processes, see ``ring_attention``; None for all.
+    """
+    members = members_named(group_name_of(group, mesh))
+    if members.size == 1:
+        return
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    for work in [dist.all_reduce(grad, group=members.group, async_op=True) for grad in grads]:
+        work.wait()
+    for grad in grads:
+        grad.div_(members.size)

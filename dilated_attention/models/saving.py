@@ -1,7 +1,9 @@
-"""Saves and loads models as a folder of ``config.json`` and ``model.safetensors``, without pickle."""
+"""Saves and loads models as a folder with one file, ``model.safetensors``, whose header holds the configuration. No pickle is read."""
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -9,11 +11,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from dilated_attention.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Stored, find_model, read_folder, unfinished, write_folder
-from dilated_attention.models.config import ConfigT, ModelConfig, config_text
+from dilated_attention.files import replacing
+from dilated_attention.models.config import ModelConfig
 from dilated_attention.models.summary import Summary, summarise
 
 ModelT = TypeVar("ModelT", bound="Pretrained")
+WEIGHTS_FILE = "model.safetensors"
+# the key of the configuration in the header
+_CONFIG = "dilated_attention.config"
+# a run's folder, which examples/recipe writes, has its last model in ``checkpoint``, and how far it is in files of this name
+_STATE = "run.json"
 
 
 class Pretrained(nn.Module):
@@ -43,17 +50,25 @@ class Pretrained(nn.Module):
         return summarise(type(self).__name__, getattr(self.config, "encoder", self.config), sizes, lengths, memory)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Writes ``config.json`` and ``model.safetensors`` into the folder ``path``, all or nothing; the folder is created if necessary.
+        """Writes ``model.safetensors``, with the configuration in its header, into the folder ``path``, which is created if necessary.
 
-        The new files are written next to the old ones and flushed to disk, so the disk must have room for both. Then each replaces the old
-        file, the weights first. Whatever interrupts this, even a kill, ``from_pretrained`` loads either the old model or the new one.
-        Several processes that save into one folder take turns, and the last one's model stays.
+        The new file is written beside the old one and flushed to disk, so the disk must have room for both. Then it replaces the old one:
+        whatever interrupts this, ``from_pretrained`` loads either the old model or the new one.
 
         Raises:
-            OSError: if a file cannot be written; the folder still holds a whole model, the old one unless only the last step failed.
+            OSError: if the file cannot be written; the old one is untouched.
             ValueError: if weights are on meta or sharded over processes, or a pattern holds a Python function or a tensor.
         """
-        write_folder(Path(path), config_text(self.config), self.state_dict())
+        import safetensors.torch
+
+        file, weights = Path(path, WEIGHTS_FILE), _apart(self.state_dict())
+        metadata = {"format": "pt", _CONFIG: self.config.to_json()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as new:
+            try:
+                safetensors.torch.save_file(weights, str(new), metadata=metadata)
+            except safetensors.SafetensorError as error:
+                raise OSError(f"{file} could not be written, and the previous file is untouched: {error}") from error
 
     @classmethod
     def from_pretrained(
@@ -61,8 +76,7 @@ class Pretrained(nn.Module):
     ) -> ModelT:
         """Loads a model that ``save_pretrained`` wrote, in eval mode and in the stored dtype unless ``dtype`` is given.
 
-        Weights saved by ``save_pretrained`` contain their configuration, so ``config.json`` may be missing. Weights without one, made by
-        hand or by an older version, are loaded with ``config.json`` alone.
+        Weights without a configuration in their header, made by hand or by an early version, need a ``config.json`` beside them.
         Damaged bytes inside the weights are not noticed (docs/models.md has the figures).
 
         Args:
@@ -72,66 +86,121 @@ class Pretrained(nn.Module):
 
         Raises:
             FileNotFoundError: if the folder lacks a file that is needed.
-            ValueError: if the configuration belongs to another model or a later version, or files are damaged or do not belong together.
+            ValueError: if the configuration belongs to another model or a later version, or the file is damaged.
             RuntimeError: if the weights do not fit the configuration.
         """
         folder = find_model(Path(path))
-        if note := unfinished(folder):
+        if note := _unfinished(folder):
             warnings.warn(note, stacklevel=2)
-        stored = read_folder(folder, device)
-        weights = stored.weights
-        odd = [name for name, weight in weights.items() if not weight.is_floating_point()]
-        if odd:
-            raise ValueError(f"{folder / WEIGHTS_FILE} has {odd[0]} in {weights[odd[0]].dtype}; expected weights of a floating dtype")
-        config = _config_of(cls.config_class, folder, stored)
+        file, beside = folder / WEIGHTS_FILE, folder / "config.json"
+        weights, metadata = read_safetensors(file, device)
+        for name, weight in weights.items():
+            if not weight.is_floating_point():
+                raise ValueError(f"{file} has {name} in {weight.dtype}; expected weights of a floating dtype")
+        if _CONFIG in metadata:
+            config = cls.config_class.from_json(metadata[_CONFIG], f"the configuration in {file}")
+        elif beside.exists():
+            config = cls.config_class.load(beside)
+        else:
+            raise FileNotFoundError(f"{file} holds no configuration, and {beside} does not exist; expected a folder of save_pretrained")
         stack: Any = getattr(config, "encoder", config)
         # check this before so many layers are built
         if stack.num_layers > len(weights):
-            raise RuntimeError(
-                f"{folder / WEIGHTS_FILE} has {len(weights)} weights, too few for the {stack.num_layers} layers of its configuration"
-            )
+            raise RuntimeError(f"{file} has {len(weights)} weights, too few for the {stack.num_layers} layers of its configuration")
         # on meta, nothing is allocated or initialized for values that are replaced at once
         model = cls(config, device="meta", **options)
         try:
             model.load_state_dict(weights, assign=True)
         except RuntimeError as error:
-            raise RuntimeError(f"{folder / WEIGHTS_FILE} does not fit its configuration: {error}") from error
-        model.requires_grad_()
-        return model.to(dtype=dtype).eval() if dtype is not None else model.eval()
+            raise RuntimeError(f"{file} does not fit its configuration: {error}") from error
+        return model.requires_grad_().to(dtype=dtype).eval()
 
 
-def _config_of(kind: type[ConfigT], folder: Path, stored: Stored) -> ConfigT:
-    """Returns the configuration that the weights were saved with or, if they contain none, that of ``config.json``.
+def find_model(path: Path) -> Path:
+    """Returns the folder of the model: ``path``, or in the folder of a run ``path/checkpoint``.
 
     Raises:
-        ValueError: if a configuration is invalid, or if ``config.json`` differs from the weights' configuration.
+        FileNotFoundError: if neither holds weights; of a run that has only saved its steps, with the command that writes them.
     """
-    path, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    if stored.saved_with is None:
-        assert stored.beside is not None
+    for folder in (path, path / "checkpoint"):
+        if (folder / WEIGHTS_FILE).exists():
+            return folder
+    if step := _last_step(path):
+        raise FileNotFoundError(f"{path} has no model yet, and the run was last saved after step {step}: {_way_out(path, step)}")
+    what = f"holds no {WEIGHTS_FILE}, nor does checkpoint/ in it" if path.exists() else "does not exist"
+    raise FileNotFoundError(f"{path} {what}; expected a folder written by save_pretrained, or that of a run with checkpoint/ in it")
+
+
+def _unfinished(folder: Path) -> str | None:
+    """Returns what to warn of if the model of a run is not that of its end, else None."""
+    if not (folder / _STATE).is_file():
+        return None
+    state, last = json.loads((folder / _STATE).read_text()), _last_step(folder.parent)
+    what = f"{folder} is the model of step {state['step']}"
+    if last > state["step"]:
+        return f"{what}, and the run has been trained to step {last}: {_way_out(folder.parent, last)}"
+    return f"{what}, after which the run was stopped" if state["stopped"] else None
+
+
+def _last_step(run: Path) -> int:
+    """Returns 0 if there is none; one that is being written or removed lacks its state."""
+    return max((int(file.parent.name.removeprefix("step-")) for file in run.glob(f"checkpoints/step-*/{_STATE}")), default=0)
+
+
+def _way_out(run: Path, step: int) -> str:
+    return f"write that model with the run's script and --resume {run} --steps {step}"
+
+
+def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns (name → tensor, the header's texts) of one state of the file, even if it is replaced meanwhile.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is damaged or has another format.
+    """
+    import safetensors
+
+    damage: Exception | None = None
+    # safetensors opens the file twice: the header may be of one state, and the weights of the next. While it is open here, too, no other
+    # file gets its number; and a file without read permission is not said to be missing
+    with path.open("rb") as opened:
         try:
-            return kind._read(stored.beside, str(path))
-        except ValueError as error:
-            raise ValueError(f"{error}; copy the file again, or write it with {kind.__name__}(…).save({str(path)!r})") from error
-    config = kind._read(stored.saved_with, f"the configuration in {weights}")
-    if stored.interrupted:
-        warnings.warn(
-            f"saving into {folder} was interrupted before {CONFIG_FILE} was replaced; "
-            f"the configuration in {WEIGHTS_FILE} is used. save_pretrained writes both files again",
-            stacklevel=3,
-        )
-    if stored.interrupted or stored.beside is None:
-        return config
-    way_out = (
-        f"delete {CONFIG_FILE} to load the weights with the configuration that they were saved with; "
-        "for another one, build the model with it and call load_state_dict(safetensors.torch.load_file(…))"
-    )
-    try:
-        given = kind._read(stored.beside, str(path))
-    except ValueError as error:
-        raise ValueError(f"{error}; {way_out}") from error
-    if given != config:
-        ours, theirs = given.to_dict(), config.to_dict()
-        changed = "; ".join(f"{key} is {ours[key]!r}, there {theirs[key]!r}" for key in ours if ours[key] != theirs[key])
-        raise ValueError(f"{path} is not the configuration that {weights} was saved with: {changed}; {way_out}")
-    return config
+            with safetensors.safe_open(str(path), framework="pt", device=str(torch.device(device or "cpu"))) as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                metadata = file.metadata() or {}
+        except safetensors.SafetensorError as error:
+            damage = error
+        is_one = os.path.samestat(os.fstat(opened.fileno()), path.stat())
+    if not is_one:
+        return read_safetensors(path, device)
+    if damage is not None:
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({damage}); it is damaged, cut off or of another format: copy or download it again"
+        ) from damage
+    return weights, metadata
+
+
+def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights contiguous, each with separate memory.
+
+    A file cannot store two names for one weight, and a model that is loaded from it needs every name.
+    """
+    taken: set[int] = set()
+    apart = {}
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise ValueError(
+                f"{name} is on the device meta and has no values to save; build the model on another device, or load weights into it"
+            )
+        if hasattr(weight, "full_tensor"):
+            raise ValueError(
+                f"{name} is sharded over processes (a {type(weight).__name__}); gather the weights with "
+                "torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict and full_state_dict=True, load them into a model of one process, and save that"
+            )
+        x = weight.contiguous()
+        if x.numel() and x.untyped_storage().data_ptr() in taken:
+            x = x.clone()
+        taken.add(x.untyped_storage().data_ptr())
+        apart[name] = x
+    return apart

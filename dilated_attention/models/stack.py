@@ -7,15 +7,57 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import TypedDict
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.functional.options import check_names
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.models.kv_cache.cache import Cache, Requests
-from dilated_attention.models.kv_cache.decode_step import CachePass
+from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int
+
+
+class ModelOptions(TypedDict, total=False):
+    """What the constructors of all models take.
+
+    Args:
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        group, mesh: the processes that share a sequence (context parallelism), as a ProcessGroup or a DeviceMesh of one axis. None for one
+            process.
+        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``.
+        checkpoint_activations: save only each block's input for the backward and recompute the block.
+        device, dtype: those of the parameters. Every process holds all of them, under the same names, so a checkpoint fits both the sharded
+            and the single-process model.
+    """
+
+    backend: str
+    group: Any
+    mesh: Any
+    layout: str | Layout
+    exchange: str
+    ranks_per_node: int | None
+    timeout: float
+    checkpoint_activations: bool
+    device: Any
+    dtype: torch.dtype | None
+
+
+DEFAULTS: dict[str, Any] = {
+    "backend": "auto", "group": None, "mesh": None, "layout": "contiguous", "exchange": "auto", "ranks_per_node": None, "timeout": 60.0,
+    "checkpoint_activations": False, "device": None, "dtype": None,
+}  # fmt: skip
+
+
+def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
+    """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
+    check_names(model, options)
+    given = {**DEFAULTS, **options}
+    where = [given.pop(name) for name in ("group", "mesh", "layout", "exchange", "ranks_per_node", "timeout")]
+    is_spread = is_ring or where[0] is not None or where[1] is not None
+    return {**given, "ring": RingSettings.of(*where) if is_spread else None}
 
 
 class LongNetStack(nn.Module):
@@ -59,7 +101,7 @@ class LongNetStack(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
         all_layers: bool = False,
-        cache: Cache | Requests | CachePass | None = None,
+        cache: KVCache | CachePass | None = None,
     ) -> Any:
         """Computes the hidden states.
 
@@ -99,7 +141,7 @@ class LongNetStack(nn.Module):
             cache_pass.end()
         return (x, states) if all_layers else x
 
-    def begin(self, batch: int, num_tokens: int, cache: Cache | Requests | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
+    def begin(self, batch: int, num_tokens: int, cache: KVCache | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
         """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
@@ -109,7 +151,7 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
-        made_for = (cache if isinstance(cache, Cache) else cache.cache).config
+        made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "pattern", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if getattr(made_for, name) != getattr(self.config, name)]
         if other:
@@ -154,13 +196,7 @@ class LongNetStack(nn.Module):
 
     @torch.no_grad()
     def attention_received(
-        self,
-        x: torch.Tensor,
-        *,
-        layer: int = -1,
-        query_weights: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        average_heads: bool = False,
+        self, x: torch.Tensor, *, layer: int = -1, cu_seqlens: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Returns how much attention each position receives from all queries in one block, (B, H, N), or (B, N) with ``average_heads``.
 
@@ -169,15 +205,13 @@ class LongNetStack(nn.Module):
         Args:
             x, cu_seqlens: see ``forward``.
             layer: index of the block, from 0; negative values count from the end. Only the blocks before it run.
-            query_weights, average_heads: see ``dilated_attention.functional.attention_received``.
+            options: query_weights, average_heads: see ``dilated_attention.functional.attention_received``.
 
         Raises:
             ValueError, TypeError: if the layer does not exist, weights do not fit, or processes share the stack's sequence.
         """
         attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_received(
-            x, query_weights=query_weights, is_causal=self.is_causal, cu_seqlens=cu_seqlens, average_heads=average_heads
-        )
+        return attention.attention_received(x, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
 
     def _reach(self, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """Runs the blocks before a layer; returns its attention, and that attention's input."""

@@ -157,14 +157,12 @@ class Summary:
             f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  "
             f"{'KV cache':>9}",
         ]
-        plain, saved = self._footprint(False), self._footprint(True)
-        for n in self.lengths:
-            dense = (n + 1) / 2 if config.is_causal else n
-            cache_bytes = self.cache_bytes(n)
-            cache = "–" if cache_bytes is None else readable(cache_bytes)
+        for row in self.as_dict()["lengths"]:
+            n, cache = row["positions"], readable(row["cache_bytes"]) if "cache_bytes" in row else "–"
             lines.append(
-                f"{n:>11,}  {self.keys_per_query(n):>11,.0f}  {dense:>11,.0f}  {n * self.training_flops(n) / 1e12:>14,.2f}  "
-                f"{readable(plain.total(n)):>9}  {readable(saved.total(n)):>12}  {cache:>9}"
+                f"{n:>11,}  {row['keys_per_query']:>11,.0f}  {(n + 1) / 2 if config.is_causal else n:>11,.0f}  "
+                f"{n * row['training_flops_per_position'] / 1e12:>14,.2f}  {readable(row['training_bytes']):>9}  "
+                f"{readable(row['training_bytes_checkpointed']):>12}  {cache:>9}"
             )
         lines += [
             "",

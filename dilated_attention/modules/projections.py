@@ -203,7 +203,7 @@ class MultiheadAttention(nn.Module):
         """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
 
         Args:
-            cache_pass: a ``models.kv_cache.decode_step.CachePass``, in which this layer is number ``layer``.
+            cache_pass: a ``models.kv_cache.CachePass``, in which this layer is number ``layer``.
         """
         q, k, v = self.project(x, x, x)
         tables = cache_pass.rotation(self, k.dtype) if self.rotary else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": {"attention": "block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64), "num_kv_heads": 2},
     "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
+    # on one process
+    "ring_dilated": {"attention": "ring_dilated", **DILATED},
+    "ring": {"attention": "ring"},
+    "ring_block_sparse": {"attention": "ring_block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
 }  # fmt: skip
 
 
@@ -93,40 +98,28 @@ def test_pages_go_to_requests_and_come_back() -> None:
         lm.requires_grad_(False)(torch.randint(50, (1, 100)), cache=cache.of(1))
 
 
-def test_a_freed_place_is_taken_by_another_request_while_the_rest_go_on() -> None:
-    lm, n = model("uneven").requires_grad_(False), 80
-    tokens = torch.randint(50, (3, n))
-    full = lm(tokens)
-    cache = PagedKVCache(lm.config, 2, n, page_size=4)
-    for i in range(2):
-        prefill(lm, tokens[i : i + 1, :9], cache.of(i))
-    step = Stepper(lm, cache)
-
-    def advance(rows: list[int], times: int) -> None:
-        for _ in range(times):
-            at = torch.tensor(cache.lengths)
-            logits = step(tokens[torch.tensor(rows), at.clamp(max=n - 1)][:, None])
-            for i in range(2):
-                if cache.active[i]:
-                    torch.testing.assert_close(logits[i], full[rows[i], at[i]], atol=1e-5, rtol=0)
-
-    advance([0, 1], 20)
-    cache.finish(1)
-    advance([0, 1], 15)
-    assert cache.lengths == [44, 29]
-    cache.free(1)
-    advance([0, 1], 3)
-    prefill(lm, tokens[2:, :31], cache.of(1))
-    advance([0, 2], 20)
-    assert cache.lengths == [67, 51] and cache.active == [True, True]
-
-
-def test_unequal_prompts_are_continued_as_if_alone() -> None:
+def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_together() -> None:
     lm = model()
     prompts = [torch.randint(50, (n,)) for n in (5, 40, 23)]
     together = lm.generate(prompts, 30, temperature=0.0, prefill_chunk=16)
     for prompt, written in zip(prompts, together, strict=True):
         assert torch.equal(written, lm.generate(prompt[None], 30, temperature=0.0)[0])
+        with torch.no_grad():
+            assert torch.equal(written[len(prompt) :], lm(written[None])[0, len(prompt) - 1 : -1].argmax(-1))
+
+
+def test_sampling_follows_its_generator_and_top_k() -> None:
+    lm, prompt = model(), torch.randint(50, (1, 5))
+
+    def draw(seed: int, **options: Any) -> torch.Tensor:
+        made: torch.Tensor = lm.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **options)
+        return made
+
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    assert torch.equal(draw(1, top_k=1), lm.generate(prompt, 20, temperature=0.0))
+    for bad in ({"temperature": -1.0}, {"top_k": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            draw(1, **bad)
 
 
 def test_generation_ends_with_its_stop_token() -> None:
@@ -150,6 +143,9 @@ def test_a_nucleus_is_the_fewest_likeliest_that_reach_top_p() -> None:
         draw = Sampling(top_p=top_p, generator=torch.Generator().manual_seed(0))
         assert {int(draw.draw(logits)) for _ in range(300)} == kept
     assert Sampling(top_p=1e-6).draw(logits) == 0
+    # of equally likely tokens no more than k
+    draw = Sampling(top_k=2, generator=torch.Generator().manual_seed(0))
+    assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
     for bad in (0.0, 1.5, -1):
         with pytest.raises(ValueError, match="top_p"):
             Sampling(top_p=bad)
@@ -205,7 +201,20 @@ def test_a_request_that_pauses_keeps_its_positions_and_writes_into_no_others(nam
     for at in range(24, 50, 13):
         found = prefill(lm, tokens[:1, at : at + 13], cache.of(0))
         torch.testing.assert_close(found[0], full[0, at + 12], atol=1e-5, rtol=0)
-    torch.testing.assert_close(step(tokens[torch.arange(2), torch.tensor(cache.lengths)][:, None])[1], full[1, 60], atol=1e-5, rtol=0)
+    rows = torch.arange(2)
+    torch.testing.assert_close(step(tokens[rows, torch.tensor(cache.lengths)][:, None])[1], full[1, 60], atol=1e-5, rtol=0)
+    # its place is taken by another request while the other goes on
+    cache.free(0)
+    for at in range(61, 64):
+        torch.testing.assert_close(step(tokens[:, at : at + 1])[1], full[1, at], atol=1e-5, rtol=0)
+    assert cache.lengths == [0, 64] and cache.active == [False, True]
+    other = tokens[:1].flip(1)
+    prefill(lm, other[:, :31], cache.of(0))
+    both, wanted = torch.cat([other, tokens[1:]]), torch.stack([lm(other)[0], full[1]])
+    for _ in range(12):
+        places = torch.tensor(cache.lengths)
+        torch.testing.assert_close(step(both[rows, places][:, None]), wanted[rows, places], atol=1e-5, rtol=0)
+    assert cache.lengths == [43, 76] and cache.active == [True, True]
 
 
 def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
@@ -228,10 +237,10 @@ def test_only_a_window_is_read_as_a_whole_stretch() -> None:
     """A single branch of rate 1 has as many keys at most, and reads its own segment."""
     lm = model("longnet", segment_lengths=(8,), dilation_rates=(1,))
     cache = KVCache(lm.config, 1, 30)
-    cache.advance(slice(0, 1), 10)
+    cache.advance(range(1), 10)
     assert cache.step().runs.dense is None
     window = KVCache(model("window").config, 1, 30)
-    window.advance(slice(0, 1), 10)
+    window.advance(range(1), 10)
     assert window.step().runs.dense is not None
 
 
@@ -259,26 +268,6 @@ def test_generation_leaves_each_module_in_its_mode() -> None:
     assert Sampling(temperature=1e-29).draw(logits).item() == Sampling(temperature=1e-40).draw(logits).item() == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention": "ring_dilated", **DILATED},
-        {"attention": "ring"},
-        {"attention": "ring_block_sparse", "block_pattern": LocalWindow((13, 0), block_size=64)},
-    ],
-    ids=lambda changes: changes["attention"],
-)
-def test_a_model_of_a_ring_decodes_on_one_process(changes: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    lm = LongNetLM(LongNetConfig(**{**SHAPE, **changes})).eval().requires_grad_(False)
-    tokens = torch.randint(50, (1, 60))
-    full, cache = lm(tokens), KVCache(lm.config, 1, 60)
-    torch.testing.assert_close(prefill(lm, tokens[:, :40], cache, chunk=17)[0], full[0, 39], atol=1e-5, rtol=0)
-    step = Stepper(lm, cache)
-    for at in range(40, 60):
-        torch.testing.assert_close(step(tokens[:, at : at + 1])[0], full[0, at], atol=1e-5, rtol=0)
-
-
 def test_a_step_takes_one_token_of_each_request_and_a_prompt_has_one_at_least() -> None:
     lm = model().requires_grad_(False)
     step = Stepper(lm, KVCache(lm.config, 3, 40))
@@ -289,11 +278,6 @@ def test_a_step_takes_one_token_of_each_request_and_a_prompt_has_one_at_least() 
     with pytest.raises(ValueError, match="at least one position"):
         prefill(lm, torch.ones(3, 0, dtype=torch.int64), step.cache)
     assert step.cache.lengths == [0, 0, 0]
-
-
-def test_of_equally_likely_tokens_no_more_than_k_are_drawn() -> None:
-    draw = Sampling(top_k=2, generator=torch.Generator().manual_seed(0))
-    assert len({int(draw.draw(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]))) for _ in range(100)}) == 2
 
 
 @pytest.mark.slow
@@ -335,3 +319,126 @@ def test_a_chunk_takes_along_no_more_keys_than_its_rows_can_read(name: str, befo
     # of LongNet's branches, segments of 24 begin at 144
     assert lengths[0] == 16 and lengths[-1] == before + 16
     torch.testing.assert_close(found, lm(tokens)[:, -1], atol=1e-5, rtol=0)
+
+
+def _fails(*_: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory, by a test")
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+@pytest.mark.parametrize("name", ["longnet", "window", "global", "llama"])
+def test_a_chunk_that_failed_is_refused_until_the_request_is_freed_and_the_others_go_on(name: str, kind: type) -> None:
+    lm, n = model(name).requires_grad_(False), 90
+    tokens = torch.randint(50, (2, n))
+    full = lm(tokens)
+    cache = kind(lm.config, 2, n, **({"page_size": 4} if kind is PagedKVCache else {}))
+    for i in range(2):
+        prefill(lm, tokens[i : i + 1, :37], cache.of(i), chunk=16)
+    for what in ("a chunk", "a later chunk of a prompt", "between chunks"):
+        seen: list[None] = []
+
+        def fail(*_: Any, what: str = what, seen: list[None] = seen) -> None:
+            seen.append(None)
+            if what == "a chunk" or len(seen) == 2:
+                _fails()
+
+        hook = (lm.embedding if what == "between chunks" else lm.decoder.blocks[1]).register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            prefill(lm, tokens[:1, 37:60], cache.of(0), chunk=23 if what == "a chunk" else 10)
+        hook.remove()
+        for call in (lambda: lm(tokens[:1, 37:38], cache=cache.of(0)), lambda: Stepper(lm, cache)(tokens[:, :1])):
+            with pytest.raises(RuntimeError, match=r"request 0 has a pass that failed .* call free\(0\)"):
+                call()
+        at = cache.lengths[1]
+        torch.testing.assert_close(lm(tokens[1:, at : at + 5], cache=cache.of(1))[0], full[1, at : at + 5], atol=1e-5, rtol=0)
+        cache.free(0)
+        torch.testing.assert_close(prefill(lm, tokens[:1, :37], cache.of(0), chunk=16)[0], full[0, 36], atol=1e-5, rtol=0)
+    # what is refused before anything is computed leaves the request
+    with pytest.raises(ValueError, match="larger max_length"):
+        lm(tokens[:1, :60], cache=cache.of(0))
+    torch.testing.assert_close(prefill(lm, tokens[:1, 37:60], cache.of(0))[0], full[0, 59], atol=1e-5, rtol=0)
+    if isinstance(cache, PagedKVCache):
+        for i in range(2):
+            cache.free(i)
+        assert cache.pages_in_use == 0 and len(set(cache._free)) == cache.num_pages and not cache.table.any()
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_a_step_that_failed_may_be_repeated(kind: type) -> None:
+    for name in ("longnet", "window", "blocks"):
+        lm = model(name).requires_grad_(False)
+        tokens = torch.randint(50, (2, 60))
+        cache = kind(lm.config, 2, 60)
+        full, step = lm(tokens), Stepper(lm, cache)
+        prefill(lm, tokens[:, :37], cache)
+        for at in range(37, 60):
+            hook = lm.decoder.blocks[1].register_forward_pre_hook(_fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                step(tokens[:, at : at + 1])
+            hook.remove()
+            torch.testing.assert_close(step(tokens[:, at : at + 1]), full[:, at], atol=1e-5, rtol=0)
+
+
+def test_a_pass_of_another_size_or_that_has_ended_is_refused() -> None:
+    lm = model("window").requires_grad_(False)
+    tokens = torch.randint(50, (2, 60))
+    full, cache = lm(tokens), KVCache(lm.config, 2, 60)
+    chunk = cache.begin(2, 6)
+    with pytest.raises(ValueError, match=r"x has \(batch, positions\) \(2, 1\) and this pass was begun for \(2, 6\); begin one"):
+        lm(tokens[:, :1], cache=chunk)
+    with pytest.raises(RuntimeError, match="has not ended"):
+        cache.begin(2, 3)
+    torch.testing.assert_close(lm(tokens[:, :6], cache=chunk), full[:, :6], atol=1e-5, rtol=0)
+    assert cache.lengths == [0, 0]
+    chunk.end()
+    assert cache.lengths == [6, 6]
+    single = cache.begin(2, 1)
+    torch.testing.assert_close(lm(tokens[:, 6:7], cache=single), full[:, 6:7], atol=1e-5, rtol=0)
+    single.end()
+    freed = cache.begin(2, 4)
+    for request in range(2):
+        cache.free(request)
+    prefill(lm, tokens[:, :7], cache)
+    for late in (chunk, single, freed):
+        with pytest.raises(ValueError, match="this pass has ended, or its requests have changed"):
+            lm(tokens[:, : late.count], cache=late)
+        with pytest.raises(ValueError, match="this pass has ended"):
+            late.end()
+    torch.testing.assert_close(lm(tokens[:, 7:20], cache=cache), full[:, 7:20], atol=1e-5, rtol=0)
+
+
+def test_a_graph_whose_capture_failed_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model().requires_grad_(False)
+    tokens, cache = torch.randint(50, (2, 50)), KVCache(lm.config, 2, 50)
+    full = lm(tokens)
+    prefill(lm, tokens[:, :37], cache)
+    step, failing = Stepper(lm, cache), [True]
+    monkeypatch.setattr(step, "uses_graph", True)
+
+    class Graph:
+        """Replays what ran while it was captured."""
+
+        def replay(self) -> None:
+            assert step._logits is not None
+            step._logits.copy_(step._forward())
+
+    @contextlib.contextmanager
+    def capture(_: Any) -> Iterator[None]:
+        yield
+        if failing[0]:
+            _fails()
+
+    class Stream:
+        def __init__(self, *_: Any) -> None: ...
+        def wait_stream(self, _: Any) -> None: ...
+
+    fakes: dict[str, Any] = {"device": contextlib.nullcontext, "stream": contextlib.nullcontext, "graph": capture, "CUDAGraph": Graph}
+    for name, fake in (fakes | {"Stream": Stream, "current_stream": Stream}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            step(tokens[:, 37:38])
+        assert cache.lengths == [37, 37]
+    failing[0] = False
+    for at in range(37, 42):
+        torch.testing.assert_close(step(tokens[:, at : at + 1]), full[:, at], atol=1e-5, rtol=0)

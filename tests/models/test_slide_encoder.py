@@ -8,7 +8,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from dilated_attention.models import LongNetConfig
@@ -50,16 +52,13 @@ def test_positions_are_rows_of_prov_gigapaths_table(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[0], table[1:].float(), atol=1e-6, rtol=0)
 
 
-def test_the_far_corner_of_the_grid_is_exact_in_float32() -> None:
+def test_the_far_corner_of_the_grid_is_exact_in_float32_and_the_grids_size_and_narrow_integers_change_nothing() -> None:
     coords = torch.tensor([[999 * 256 + 255.0, 998 * 256]])
     omega = 10000.0 ** (-torch.arange(192, dtype=torch.float64) / 192)
     true = torch.cat([f(p * omega) for p in (998, 999) for f in (torch.sin, torch.cos)])
     torch.testing.assert_close(grid_positions(coords, 768)[0].double(), true, atol=1e-6, rtol=0)
-
-
-def test_the_size_of_the_grid_moves_no_tile() -> None:
-    coords = torch.tensor([[300, 4000]])
-    assert torch.equal(grid_positions(coords, 32, grid_size=16), grid_positions(coords, 32, grid_size=1000))
+    coords = torch.tensor([[0, 100], [5, 127]], dtype=torch.int8)
+    assert torch.equal(grid_positions(coords, 32, grid_size=16), grid_positions(coords.float(), 32, grid_size=1000))
 
 
 @pytest.mark.parametrize(
@@ -90,56 +89,30 @@ def test_segment_lengths_of_prov_gigapath() -> None:
             segment_lengths_of(*sizes)
 
 
-def test_the_preset_is_the_released_model() -> None:
-    model = SlideEncoder(SlideEncoderConfig.gigapath(), device="meta")
-    encoder = model.config.encoder
-    assert (encoder.embed_dim, encoder.num_layers, encoder.num_heads, encoder.inner_dim) == (768, 12, 16, 3072)
-    # what Prov-GigaPath prints of its LongNet; and the tile embedding, class token and norm
-    assert sum(p.numel() for p in model.encoder.parameters()) == 85_148_160
-    assert model.num_parameters == 85_148_160 + 1536 * 768 + 768 + 768 + 2 * 768
-    shapes = [tuple(p.shape) for p in model.encoder.blocks[0].parameters()]
-    assert shapes.count((768, 768)) == 4
-    assert [tuple(p.shape) for p in model.encoder.norm.parameters()] == [(768,), (768,)]
-
-
 # batches
 
 
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_slides_of_unequal_length_in_one_batch_equal_one_by_one(global_pool: bool) -> None:
-    config = tiny(global_pool=global_pool, max_wsi_size=256 * 8)
-    model = model_of(config).eval()
-    slides = [slide(n, seed) for seed, n in enumerate((37, 1, 90, 64, 11))]
+    model = model_of(tiny(global_pool=global_pool, max_wsi_size=256 * 8), dtype=torch.float64).eval()
+    slides = [slide(n, seed, dtype=torch.float64) for seed, n in enumerate((37, 1, 90, 64, 11))]
     tiles, coords, bounds = collate_slides(slides)
     assert bounds.tolist() == [0, 37, 38, 128, 192, 203]
-    together = model(tiles, coords, cu_seqlens=bounds)
     every = model(tiles, coords, cu_seqlens=bounds, all_layers=True)
+    results = []
+    for vectors in (
+        model(tiles, coords, cu_seqlens=bounds),
+        torch.cat([model(one[None], places[None]) for one, places in slides]),
+    ):
+        results.append([vectors, *torch.autograd.grad(vectors.square().sum(), list(model.parameters()))])
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-8)
     for index, (one, places) in enumerate(slides):
-        torch.testing.assert_close(together[index], model(one[None], places[None])[0], atol=1e-6, rtol=1e-6)
         for mine, alone in zip(every, model(one[None], places[None], all_layers=True), strict=True):
-            torch.testing.assert_close(mine[index], alone[0], atol=1e-6, rtol=1e-6)
-
-
-def test_gradients_of_a_batch_are_those_of_its_slides() -> None:
-    model = model_of(tiny(max_wsi_size=256 * 8), dtype=torch.float64).eval()
-    slides = [slide(n, seed, dtype=torch.float64) for seed, n in enumerate((37, 5, 64))]
-    tiles, coords, bounds = collate_slides(slides)
-    model(tiles, coords, cu_seqlens=bounds).square().sum().backward()
-    together = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for one, places in slides:
-        model(one[None], places[None]).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(together[name], parameter.grad, atol=1e-10, rtol=1e-8)
-    assert together["class_token"].abs().max() > 0
-
-
-def test_equal_slides_in_a_plain_batch() -> None:
-    model = model_of(tiny()).eval()
-    slides = [slide(20, seed) for seed in range(3)]
-    batch = model(*(torch.stack(x) for x in zip(*slides, strict=True)))
-    packed = model(*collate_slides(slides)[:2], cu_seqlens=collate_slides(slides)[2])
-    torch.testing.assert_close(batch, packed, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(mine[index], alone[0], atol=1e-10, rtol=1e-8)
+    equal = [slide(20, seed, dtype=torch.float64) for seed in range(3)]
+    tiles, coords, bounds = collate_slides(equal)
+    batch = model(*(torch.stack(x) for x in zip(*equal, strict=True)))
+    torch.testing.assert_close(batch, model(tiles, coords, cu_seqlens=bounds), atol=1e-10, rtol=1e-8)
 
 
 def test_a_slide_without_tiles_is_its_class_token_alone() -> None:
@@ -151,16 +124,12 @@ def test_a_slide_without_tiles_is_its_class_token_alone() -> None:
         model_of(tiny(global_pool=True))(tiles, coords, cu_seqlens=bounds)
 
 
-def test_dropout_and_drop_path_act_in_training_only() -> None:
+def test_dropout_and_drop_path_act_in_training_only_and_checkpointing_changes_nothing() -> None:
     model = model_of(tiny(dropout=0.3, drop_path=0.5))
     batch = [x[None] for x in slide(30, 0)]
     assert not torch.equal(model(*batch), model(*batch))
     model.eval()
     assert torch.equal(model(*batch), model(*batch))
-
-
-def test_checkpointed_activations_change_nothing() -> None:
-    batch = [x[None] for x in slide(30, 0)]
     grads = []
     for checkpointed in (False, True):
         model = model_of(tiny(), checkpoint_activations=checkpointed)
@@ -169,14 +138,30 @@ def test_checkpointed_activations_change_nothing() -> None:
     assert torch.equal(*grads)
 
 
-def test_save_and_load(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = model_of(tiny(mixture_grad="exact", global_pool=True)).eval()
+@pytest.mark.parametrize("changes", [{"mixture_grad": "exact"}, {"num_classes": 3}, {"class_names": ["benign", "tumour"]}], ids=str)
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_vectors_or_logits_of_a_head_are_those_of_the_saved_model(changes: dict[str, Any], global_pool: bool, tmp_path: Path) -> None:
+    model = model_of(tiny(global_pool=global_pool, **changes)).eval()
+    tiles, coords, bounds = collate_slides([slide(n, n) for n in (20, 30)])
+    out, vectors = model(tiles, coords, cu_seqlens=bounds), model.embed(tiles, coords, cu_seqlens=bounds)
+    assert vectors.shape == model(tiles, coords, cu_seqlens=bounds, all_layers=True)[-1].shape == (2, 32)
+    classes = len(changes.get("class_names", ())) or changes.get("num_classes")
+    assert model.config.num_classes == classes and out.shape == (2, classes or 32)
+    torch.testing.assert_close(out, vectors if model.head is None else vectors @ model.head.weight.T + model.head.bias)
     model.save_pretrained(tmp_path)
     again = SlideEncoder.from_pretrained(tmp_path)
     assert again.config == model.config
-    batch = [x[None] for x in slide(30, 0)]
-    assert torch.equal(again(*batch), model(*batch))
+    torch.testing.assert_close(again(tiles, coords, cu_seqlens=bounds), out)
+
+
+def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
+    """Its configuration, in a file of its own, has neither num_classes nor class_names."""
+    model = model_of(tiny())
+    fields = model.config.to_dict()
+    assert fields.pop("num_classes") is None and fields.pop("class_names") is None
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert SlideEncoder.from_pretrained(tmp_path).config == model.config
 
 
 @pytest.mark.parametrize(
@@ -184,56 +169,42 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ({"tiles": torch.zeros(1, 5, 11)}, "in_dim = 12"),
         ({"tiles": torch.zeros(5, 12)}, "expected .slides, tiles, in_dim."),
+        ({"tiles": [[1.0]]}, "tiles and coords are list and Tensor"),
+        ({"tiles": torch.zeros(1, 5, 12).long()}, r"tiles has dtype torch.int64; expected features of a floating dtype"),
         ({"coords": torch.zeros(1, 4, 2)}, "one pair of pixels for each tile"),
         ({"coords": torch.full((1, 5, 2), 1e9)}, "raise grid_size"),
+        ({"cu_seqlens": [0, 5]}, "as returned by collate_slides"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "rising bounds from 0 to the number of tiles, 5"),
         ({"cu_seqlens": torch.tensor([0, 6, 5])}, "rising bounds"),
         ({"cu_seqlens": torch.tensor([5])}, "rising bounds"),
         ({"tiles": torch.zeros(2, 5, 12), "coords": torch.zeros(2, 5, 2), "cu_seqlens": torch.tensor([0, 5])}, "packed slides are one row"),
     ],
 )
-def test_tensors_that_do_not_fit(change: dict[str, torch.Tensor], text: str) -> None:
+def test_inputs_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     batch = {"tiles": torch.zeros(1, 5, 12), "coords": torch.zeros(1, 5, 2)}
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         model_of(tiny())(**batch | change)
-
-
-def test_things_that_are_no_tensors() -> None:
-    model = model_of(tiny())
-    with pytest.raises(TypeError, match="list and Tensor"):
-        model([[1.0]], torch.zeros(1, 1, 2))
-    with pytest.raises(TypeError, match="as returned by collate_slides"):
-        model(torch.zeros(1, 5, 12), torch.zeros(1, 5, 2), cu_seqlens=[0, 5])
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"is_causal": True}, "encoder.is_causal is True"),
-        ({"vocab_size": 9}, "encoder.vocab_size is 9"),
-        ({"attention": "ring_dilated"}, "encoder.is_ring is True"),
-        ({"embed_dim": 34, "num_heads": 1}, "multiple of 4"),
+        ({"encoder": {"is_causal": True}}, "encoder.is_causal is True; a slide encoder needs False"),
+        ({"encoder": {"vocab_size": 9}}, "encoder.vocab_size is 9"),
+        ({"encoder": {"attention": "ring_dilated"}}, "encoder.is_ring is True"),
+        ({"encoder": {"embed_dim": 34, "num_heads": 1}}, "multiple of 4"),
+        ({"encoder": 3}, "encoder is 3 .int.; expected a LongNetConfig"),
+        ({"class_names": ("a", "b"), "num_classes": 3}, "class_names has 2 names and num_classes is 3"),
+        ({"class_names": "ab"}, "expected a sequence of strings"),
+        ({"num_classes": 0}, "num_classes is 0"),
     ],
 )
-def test_encoders_that_are_none_of_a_slide(fields: dict[str, Any], text: str) -> None:
-    shape = {"embed_dim": 32, "num_layers": 1, "num_heads": 4, "segment_lengths": (8,), "dilation_rates": (1,), "is_causal": False}
-    with pytest.raises(ValueError, match=text):
-        SlideEncoderConfig(encoder=LongNetConfig(**shape | fields))
-    with pytest.raises(TypeError, match="expected a LongNetConfig"):
-        SlideEncoderConfig(encoder=3)
-
-
-@pytest.mark.parametrize(
-    ("slides", "text"),
-    [
-        ([], "slides is empty"),
-        ([(torch.zeros(3, 12), torch.zeros(4, 2))], "slide 0 has tiles"),
-        ([(torch.zeros(3, 12, device=x), torch.zeros(3, 2, device=x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
-    ],
-)
-def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        collate_slides(slides)
+def test_configurations_that_cannot_be(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        encoder = fields.get("encoder", {})
+        if isinstance(encoder, dict):
+            encoder = LongNetConfig(**tiny().encoder.to_dict() | encoder)
+        SlideEncoderConfig(**fields | {"encoder": encoder})
 
 
 @pytest.mark.parametrize(
@@ -242,29 +213,53 @@ def test_slides_that_do_not_collate(slides: list[tuple[torch.Tensor, torch.Tenso
 )
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 def test_slides_of_unequal_dtypes_collate_in_one_that_holds_both(features: tuple[str, str], wanted: torch.dtype, kind: str) -> None:
-    np = pytest.importorskip("numpy")
     arrays = [
         (slide(n, n)[0].numpy().astype(dtype), slide(n, n)[1].numpy().astype(integer))
-        for n, dtype, integer in zip((4, 7), features, ("<i4", ">i8"), strict=True)
+        for n, dtype, integer in zip((4, 7), features, ("<u4" if kind == "array" else "<i4", ">i8"), strict=True)
     ]
     as_slide = (lambda x: x) if kind == "array" else lambda x: torch.tensor(x.astype(x.dtype.newbyteorder("=")))
-    tiles, coords, _ = collate_slides([tuple(as_slide(x) for x in one) for one in arrays])
-    assert tiles.dtype is wanted and coords.dtype is torch.int64
+    tiles, coords, bounds = collate_slides([tuple(as_slide(x) for x in one) for one in arrays])
+    assert tiles.dtype is wanted and coords.dtype is torch.int64 and bounds.tolist() == [0, 4, 11]
     assert np.array_equal(tiles[0].double().numpy(), np.concatenate([x.astype("f8") for x, _ in arrays]))
     assert np.array_equal(coords[0].numpy(), np.concatenate([places for _, places in arrays]))
 
 
-def test_dtypes_that_hold_no_features_or_no_pixels_do_not_collate() -> None:
-    """Beside others, too, where promotion would hide them."""
-    np = pytest.importorskip("numpy")
-    good = (np.zeros((4, 12), "f4"), np.zeros((4, 2), "i8"))
-    for bad, text in (
-        ((good[0].astype("i4"), good[1]), "tiles of slide 1 has dtype torch.int64; expected features of a floating dtype"),
-        ((good[0].astype(object), good[1]), "tiles of slide 1 has numpy's dtype object; expected floats"),
-        ((good[0], good[1].astype("f2")), "coords of slide 1 has dtype torch.float16, which does not hold pixel coordinates"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            collate_slides([good, bad])
+def test_labels_collate_beside_their_slides() -> None:
+    slides = [slide(4, 0), slide(7, 1)]
+    integers = ((1, 0), (np.int64(1), np.int64(0)), (True, False), (torch.tensor(1), torch.tensor(0)))
+    for labels, dtype in (*((x, torch.int64) for x in integers), ((1.0, 0.0), torch.float32)):
+        found = collate_slides([(*one, label) for one, label in zip(slides, labels, strict=True)])
+        assert len(found) == 4 and torch.equal(found[3], torch.tensor([1, 0]).to(dtype))
+        assert torch.equal(found[0], collate_slides(slides)[0])
+    rows = collate_slides([(*one, torch.tensor([1.0, float(i)])) for i, one in enumerate(slides)])[3]
+    assert rows.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+
+
+T, C = torch.zeros(3, 12), torch.zeros(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("slides", "text"),
+    [
+        ([], "slides is empty"),
+        ([(T, torch.zeros(4, 2))], "slide 0 has tiles"),
+        ([(T.to(x), C.to(x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
+        ([(T, C), (T[:, :11], C)], r"widths \[11, 12\]"),
+        ([(T, C), ([[1.0] * 12], C)], "tiles of slide 1 is a list"),
+        # beside others, where promotion would hide them
+        ([(T, C), (T.long(), C)], "tiles of slide 1 has dtype torch.int64; expected features of a floating dtype"),
+        ([(T, C), (T.numpy().astype(object), C)], "tiles of slide 1 has numpy's dtype object; expected floats"),
+        ([(T, C), (T, C.half())], "coords of slide 1 has dtype torch.float16, which does not hold pixel coordinates"),
+        ([(T, C), (T, C * float("nan"))], "slide 1 has NaN or infinite coords"),
+        ([(T, C), (T / 0, C)], "slide 1 has 3 of 3 tiles with NaN or infinite features"),
+        ([(T, C, 1), (T, C)], "slides have 2, 3 parts"),
+        ([(T, C, "a"), (T, C, "b")], "expected numbers"),
+        ([(T, C, torch.zeros(2)), (T, C, torch.zeros(3))], "expected numbers, or tensors of one shape"),
+    ],
+)
+def test_slides_that_do_not_collate(slides: Any, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        collate_slides(slides)
 
 
 def grid_of(side: int, step: int = 256) -> torch.Tensor:
@@ -279,28 +274,20 @@ def test_features_of_any_floating_dtype(dtype: torch.dtype) -> None:
     assert model_of(tiny(), dtype=torch.bfloat16).eval()(tiles, coords).dtype is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(tiles, coords), model(tiles.float(), coords))
-    with pytest.raises(TypeError, match=r"tiles has dtype torch.int64; expected features of a floating dtype"):
-        model(tiles.long(), coords)
 
 
 def test_features_that_are_not_finite_are_refused() -> None:
     model = model_of(tiny())
-    slides = [(tiles, grid_of(7)[: len(tiles)]) for tiles in (slide(n, n)[0] for n in (20, 30))]
-    batch = collate_slides(slides)
+    batch = collate_slides([(tiles, grid_of(7)[: len(tiles)]) for tiles in (slide(n, n)[0] for n in (20, 30))])
     batch[0][0, 24, 3], batch[0][0, 41, 0] = float("nan"), float("inf")
-    text = "slide 1 has 2 of 30 tiles with NaN or infinite features in torch.float32, the first is tile 4"
     for call in (model, model.embed, model.attention_map, model.attention_received):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=r"slide 1 has 2 of 30 tiles .* features in torch\.float32, the first is tile 4"):
             call(*batch[:2], cu_seqlens=batch[2])
     with pytest.raises(ValueError, match="slide 0 has 2 of 50 tiles"):
         model(*batch[:2])
-    with pytest.raises(ValueError, match=text):
-        collate_slides([slides[0], (batch[0][0, 20:], slides[1][1])])
     # float64 features beyond float32's range
     with pytest.raises(ValueError, match="1 of 4 tiles with NaN or infinite features"):
         model(torch.tensor([[0.0] * 12] * 3 + [[1e300] * 12], dtype=torch.float64)[None], grid_of(2)[None])
-    with pytest.raises(ValueError, match="slide 1 has NaN or infinite coords"):
-        collate_slides([(torch.zeros(4, 12), grid_of(2).float()), (torch.zeros(4, 12), torch.full((4, 2), float("nan")))])
 
 
 def contours(step: float) -> torch.Tensor:
@@ -359,102 +346,20 @@ def test_tiles_whose_step_is_not_the_tile_size_are_warned_of_once(step: float, t
         assert re.search(text, str(caught[0].message)), caught[0].message
 
 
-def test_crowded_tiles_without_a_step_are_warned_of() -> None:
-    """Indices of a small share of the tiles."""
-    model, places = model_of(tiny(grid_size=64)).eval(), STEPS["a tenth of the tiles"][0]
-    model(torch.zeros(1, 57, 12), places[None])
-    with pytest.warns(UserWarning, match="the 57 tiles of slide 0 lie in 1 cells"):
-        model(torch.zeros(1, 57, 12), places[None] // 256)
-
-
 def test_each_slide_has_a_step_of_its_own() -> None:
     """Slides of a batch lie on each other, and packed slides follow one another: neither makes neighbours of their tiles."""
-    model = model_of(tiny()).eval()
-    slides = [(torch.zeros(n * n, 12), grid_of(n)) for n in (5, 6)]
-    tiles, coords, bounds = collate_slides(slides)
+    model, few = model_of(tiny(grid_size=64)).eval(), STEPS["a tenth of the tiles"][0]
+    tiles, coords, bounds = collate_slides([(torch.zeros(n * n, 12), grid_of(n)) for n in (5, 6)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(tiles, coords, cu_seqlens=bounds)
         model(torch.zeros(3, 25, 12), grid_of(5).expand(3, 25, 2))
+        model(torch.zeros(1, 57, 12), few[None])
     with pytest.warns(UserWarning, match="tiles of slide 1 are 1 pixels apart"):
         model(tiles, torch.cat((coords[:, :25], coords[:, 25:] // 256), 1), cu_seqlens=bounds)
-
-
-@pytest.mark.parametrize("global_pool", [False, True])
-def test_a_head_of_classes(global_pool: bool, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = model_of(tiny(num_classes=3, global_pool=global_pool)).eval()
-    tiles, coords, bounds = collate_slides([slide(n, n) for n in (20, 30)])
-    logits, vectors = model(tiles, coords, cu_seqlens=bounds), model.embed(tiles, coords, cu_seqlens=bounds)
-    assert logits.shape == (2, 3) and vectors.shape == (2, 32)
-    assert model.head is not None
-    torch.testing.assert_close(logits, vectors @ model.head.weight.T + model.head.bias)
-    assert model(tiles, coords, cu_seqlens=bounds, all_layers=True)[-1].shape == (2, 32)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(SlideEncoder.from_pretrained(tmp_path)(tiles, coords, cu_seqlens=bounds), logits)
-    with pytest.raises(ValueError, match="num_classes"):
-        tiny(num_classes=0)
-
-
-def test_class_names_are_saved_with_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = model_of(tiny(class_names=["benign", "tumour"]))
-    assert model.head is not None and model.head.out_features == model.config.num_classes == 2
-    model.save_pretrained(tmp_path)
-    assert SlideEncoder.from_pretrained(tmp_path).config == model.config
-    assert json.loads((tmp_path / "config.json").read_text())["class_names"] == ["benign", "tumour"]
-    with pytest.raises(ValueError, match="class_names has 2 names and num_classes is 3"):
-        tiny(class_names=("a", "b"), num_classes=3)
-    with pytest.raises(TypeError, match="expected a sequence of strings"):
-        tiny(class_names="ab")
-
-
-def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
-    """Its configuration has neither num_classes nor class_names, nor has the one stored with its weights."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = model_of(tiny()).eval()
-    fields = model.config.to_dict()
-    assert fields.pop("num_classes") is None and fields.pop("class_names") is None
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
-    again = SlideEncoder.from_pretrained(tmp_path)
-    assert again.config == model.config
-    batch = [x[None] for x in slide(30, 0)]
-    assert torch.equal(again(*batch), model(*batch))
-
-
-def test_collating_arrays_and_labels() -> None:
-    np = pytest.importorskip("numpy")
-    slides = [
-        (x.numpy().astype(np.float16), places.numpy().astype(kind))
-        for (x, places), kind in zip((slide(4, 0), slide(7, 1)), ("<u4", "<i4"), strict=True)
-    ]
-    tiles, coords, bounds = collate_slides(slides)
-    assert tiles.dtype is torch.float16 and coords.dtype is torch.int64 and bounds.tolist() == [0, 4, 11]
-    assert torch.equal(coords[0, :4], slide(4, 0)[1])
-    for labels, dtype in (
-        ((1, 0), torch.int64),
-        ((np.int64(1), np.int64(0)), torch.int64),
-        ((True, False), torch.int64),
-        ((1.0, 0.0), torch.float32),
-    ):
-        found = collate_slides([(*one, label) for one, label in zip(slides, labels, strict=True)])
-        assert len(found) == 4 and torch.equal(found[3], torch.tensor([1, 0]).to(dtype))
-        assert torch.equal(found[0], tiles)
-    rows = collate_slides([(*one, torch.tensor([1.0, float(i)])) for i, one in enumerate(slides)])[3]
-    assert rows.tolist() == [[1.0, 0.0], [1.0, 1.0]]
-    for labels, error, text in (
-        (("a", "b"), TypeError, "expected numbers"),
-        ((torch.zeros(2), torch.zeros(3)), ValueError, "expected one shape"),
-    ):
-        with pytest.raises(error, match=text):
-            collate_slides([(*one, label) for one, label in zip(slides, labels, strict=True)])
-    with pytest.raises(ValueError, match="slides have 2, 3 parts"):
-        collate_slides([(*slides[0], 1), slides[1]])
-    with pytest.raises(TypeError, match="tiles of slide 1 is a list"):
-        collate_slides([slides[0], ([[1.0] * 12], slides[1][1])])
-    with pytest.raises(ValueError, match=r"widths \[11, 12\]"):
-        collate_slides([(torch.zeros(3, 12), grid_of(2)[:3]), (torch.zeros(3, 11), grid_of(2)[:3])])
+    # indices of a small share of the tiles have no step
+    with pytest.warns(UserWarning, match="the 57 tiles of slide 0 lie in 1 cells"):
+        model_of(tiny(grid_size=64))(torch.zeros(1, 57, 12), few[None] // 256)
 
 
 # attention maps
@@ -478,53 +383,38 @@ def weights_of(model: SlideEncoder, tiles: torch.Tensor, coords: torch.Tensor, l
     return torch.cat(columns, dim=-1).transpose(0, 1)
 
 
-@pytest.mark.parametrize("layer", [0, 1, -1])
-def test_the_map_of_class_token_and_tiles(layer: int) -> None:
-    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
-    tiles, coords = slide(90, 0)
-    true = weights_of(model, tiles, coords, layer)
-    rows = model.attention_map(tiles[None], coords[None], layer=layer, query_rows=[0, 5, 90])[0]
-    torch.testing.assert_close(rows, true[:, [0, 5, 90]], atol=1e-6, rtol=1e-4)
-    heat = model.attention_map(tiles[None], coords[None], layer=layer, average_heads=True)
-    torch.testing.assert_close(heat[0, 0], true[:, 0].mean(0), atol=1e-6, rtol=1e-4)
-
-
-def test_maps_of_a_batch_are_those_of_its_slides() -> None:
-    model = model_of(tiny(max_wsi_size=256 * 8)).eval()
-    slides = [slide(n, seed) for seed, n in enumerate((37, 5, 64))]
-    tiles, coords, bounds = collate_slides(slides)
-    for rows in ("cls", [0, 3]):
-        together = model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=rows)
-        for mine, (one, places) in zip(together, slides, strict=True):
-            torch.testing.assert_close(mine, model.attention_map(one[None], places[None], query_rows=rows)[0], atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="slide 1 has places 0 to 5"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows=6)
-    with pytest.raises(ValueError, match="query_rows is 'class'"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, query_rows="class")
-    with pytest.raises(ValueError, match="layer is 2"):
-        model.attention_map(tiles, coords, cu_seqlens=bounds, layer=2)
-
-
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("global_pool", [False, True])
-def test_the_attention_that_tiles_receive(layer: int, global_pool: bool) -> None:
+def test_attention_maps_and_what_tiles_receive_are_the_weights_of_the_block(layer: int, global_pool: bool) -> None:
     model = model_of(tiny(max_wsi_size=256 * 8, global_pool=global_pool)).eval()
-    slides = [slide(n, seed) for seed, n in enumerate((90, 5))]
-    true = weights_of(model, *slides[0], layer)
-    wanted = true[:, 1:, 1:].mean(1) if global_pool else true[:, 0, 1:]
-    alone = [x[None] for x in slides[0]]
-    each = model.attention_received(*alone, layer=layer, average_heads=False)
-    assert each.shape == (1, 4, 90)
-    torch.testing.assert_close(each[0], wanted, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(model.attention_received(*alone, layer=layer)[0], wanted.mean(0), atol=1e-6, rtol=1e-4)
+    slides = [slide(n, seed) for seed, n in enumerate((90, 5, 64))]
     tiles, coords, bounds = collate_slides(slides)
-    for heads in (False, True):
-        packed = model.attention_received(tiles, coords, cu_seqlens=bounds, layer=layer, average_heads=heads)
-        for mine, (one, places) in zip(packed, slides, strict=True):
-            other = model.attention_received(one[None], places[None], layer=layer, average_heads=heads)[0]
-            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="layer is 7"):
-        model.attention_received(*alone, layer=7)
+    alike: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-4}
+    packed = {rows: model.attention_map(tiles, coords, layer=layer, cu_seqlens=bounds, query_rows=rows) for rows in ("cls", (0, 3, 5))}
+    received = [model.attention_received(tiles, coords, cu_seqlens=bounds, layer=layer, average_heads=heads) for heads in (False, True)]
+    for index, (one, places) in enumerate(slides):
+        true, alone = weights_of(model, one, places, layer), (one[None], places[None])
+        wanted = true[:, 1:, 1:].mean(1) if global_pool else true[:, 0, 1:]
+        torch.testing.assert_close(model.attention_map(*alone, layer=layer, query_rows=[0, 3, 5])[0], true[:, [0, 3, 5]], **alike)
+        torch.testing.assert_close(model.attention_map(*alone, layer=layer, average_heads=True)[0, 0], true[:, 0].mean(0), **alike)
+        torch.testing.assert_close(model.attention_received(*alone, layer=layer, average_heads=False)[0], wanted, **alike)
+        torch.testing.assert_close(model.attention_received(*alone, layer=layer)[0], wanted.mean(0), **alike)
+        found = [packed["cls"][index], packed[0, 3, 5][index], received[0][index], received[1][index]]
+        torch.testing.assert_close(found, [true[:, :1], true[:, [0, 3, 5]], wanted, wanted.mean(0)], **alike)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"query_rows": 6}, "slide 1 has places 0 to 5"), ({"query_rows": "class"}, "query_rows is 'class'"), ({"layer": 2}, "layer is 2")],
+)
+def test_maps_of_what_there_is_not(options: dict[str, Any], text: str) -> None:
+    model = model_of(tiny()).eval()
+    tiles, coords, bounds = collate_slides([slide(n, n) for n in (37, 5)])
+    with pytest.raises(ValueError, match=text):
+        model.attention_map(tiles, coords, cu_seqlens=bounds, **options)
+    if "layer" in options:
+        with pytest.raises(ValueError, match=text):
+            model.attention_received(tiles, coords, cu_seqlens=bounds, **options)
 
 
 @pytest.mark.slow
@@ -539,8 +429,3 @@ def test_a_compiled_model_refuses_tiles_outside_the_grid_too() -> None:
             model(tiles, coords)
         with pytest.raises(RuntimeError, match="outside the grid"):
             compiled(tiles, coords)
-
-
-def test_coordinates_of_a_narrow_integer() -> None:
-    coords = torch.tensor([[0, 100], [5, 127]], dtype=torch.int8)
-    torch.testing.assert_close(grid_positions(coords, 8), grid_positions(coords.float(), 8))

@@ -390,7 +390,7 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     folder, out, new = make_folder(tmp_path / "features"), tmp_path / "out", tmp_path / "new"
     auc_of(run(folder, out, "--global-pool", "--epochs", "30"))
     table = {row["slide_id"]: row for row in csv.DictReader((out / "predictions.csv").open())}
-    assert json.loads((out / "checkpoint" / "config.json").read_text())["class_names"] == ["class0", "class1"]
+    assert SlideEncoder.from_pretrained(out / "checkpoint").config.class_names == ("class0", "class1")
     shutil.copytree(folder, new)
     apart(new, lambda i: 512 if i < 10 else 256)
     predict = EXAMPLES / "slide_predict.py"

@@ -24,7 +24,7 @@ from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.sharding.layout import Span, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, SharedRows, shared_rows
 from dilated_attention.functional.arguments import place_in
-from dilated_attention.models.sharded import sum_over_group
+from dilated_attention.models.loss import sum_over_group
 
 Run = tuple[int, int]
 Move = tuple[tuple[SharedRows, ...], ...]

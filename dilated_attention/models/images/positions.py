@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from dilated_attention.pattern.checks import as_int
-
-WAVELENGTH_BASE = 10000.0
-
-
-def sincos_table(num_positions: int, dim: int, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Returns (num_positions, dim) in float64: row p is sin(p·ω_i), then cos(p·ω_i), ω_i = 10000^(−2i/dim), i = 0 … dim/2 − 1."""
-    # Apple's GPUs have no float64
-    home = torch.device("cpu") if device is None or torch.device(device).type == "mps" else torch.device(device)
-    exponents = torch.arange(dim // 2, dtype=torch.float64, device=home) * (-2 / dim * math.log(WAVELENGTH_BASE))
-    angles = torch.arange(num_positions, dtype=torch.float64, device=home)[:, None] * exponents.exp()
-    return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 def check_coords_dtype(name: str, coords: torch.Tensor) -> None:
@@ -85,6 +72,10 @@ def grid_positions(
     if embed_dim % 4:
         raise ValueError(f"embed_dim is {embed_dim}; expected a multiple of 4: a sine and a cosine for each of two coordinates")
     cells = grid_indices(coords, tile_size, grid_size)
-    table = sincos_table(grid_size, embed_dim // 2, device=cells.device)
+    # Apple's GPUs have no float64
+    home = torch.device("cpu") if cells.device.type == "mps" else cells.device
+    omega = 10000.0 ** (torch.arange(embed_dim // 4, dtype=torch.float64, device=home) * (-4 / embed_dim))
+    angles = torch.arange(grid_size, dtype=torch.float64, device=home)[:, None] * omega
+    table = torch.cat((angles.sin(), angles.cos()), dim=1)
     table = table.to(device=cells.device, dtype=torch.get_default_dtype() if dtype is None else dtype)
     return table[cells.flip(-1)].flatten(-2)

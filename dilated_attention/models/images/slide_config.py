@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
@@ -57,16 +58,15 @@ class SlideEncoderConfig(ModelConfig):
     class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "encoder", checked_encoder(self.encoder, "a slide encoder"))
+        self._convert(partial(checked_encoder, what="a slide encoder"), "encoder")
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
         if self.class_names is not None:
             self._check_names()
-        for name in ("in_dim", "grid_size", "tile_size", "num_classes"):
-            if name != "num_classes" or self.num_classes is not None:
-                object.__setattr__(self, name, as_size(name, getattr(self, name)))
-        check_bool("global_pool", self.global_pool)
-        object.__setattr__(self, "norm_eps", check_held("norm_eps", self.norm_eps))
+        self._convert(as_size, "in_dim", "grid_size", "tile_size")
+        self._convert(as_size, "num_classes", optional=True)
+        self._convert(check_bool, "global_pool")
+        self._convert(check_held, "norm_eps")
 
     def _check_names(self) -> None:
         names = self.class_names
@@ -109,13 +109,13 @@ class SlideEncoderConfig(ModelConfig):
         return cls(encoder=encoder, tile_size=tile_size, **others)
 
 
-def checked_encoder(encoder: Any, what: str) -> LongNetConfig:
+def checked_encoder(name: str, encoder: Any, what: str) -> LongNetConfig:
     """Returns the configuration of a plain encoder, which is a dict if it was read from a file; raises if it is another's."""
     if isinstance(encoder, dict):
         encoder = LongNetConfig.from_dict(encoder)
     if not isinstance(encoder, LongNetConfig):
-        raise TypeError(f"encoder is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
-    for name, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
-        if getattr(encoder, name) is not wanted:
-            raise ValueError(f"encoder.{name} is {getattr(encoder, name)!r}; {what} needs {wanted}")
+        raise TypeError(f"{name} is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
+    for field, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
+        if getattr(encoder, field) is not wanted:
+            raise ValueError(f"{name}.{field} is {getattr(encoder, field)!r}; {what} needs {wanted}")
     return encoder

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
-from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.functional.options import shows_options
+from dilated_attention.models.images.base import ImageModel
 from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
@@ -18,18 +20,15 @@ from dilated_attention.models.images.slides import (
     check_bounds,
     check_finite,
     check_tiles,
-    device_bounds,
     rows_of_slides,
     wrong_step,
 )
-from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.stack import LongNetEncoder
-from dilated_attention.models.tokens import has_values
-from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import as_int, one_of
+from dilated_attention.models.stack import ModelOptions
+from dilated_attention.models.text import has_values
+from dilated_attention.pattern.checks import as_int
 
 
-class SlideEncoder(Pretrained):
+class SlideEncoder(ImageModel):
     """Computes one vector per slide: embedded tiles with their grid positions, after a class token, through LongNet's encoder and a norm.
 
         x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
@@ -38,17 +37,13 @@ class SlideEncoder(Pretrained):
 
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
-        backend: ``"auto"`` or a name of ``list_backends()``.
-        group, mesh: the processes that share a slide, as a ProcessGroup or a DeviceMesh of one axis. Tiles and coords are then each
-            process's shards, as ``shard_sequence`` cuts them; the class token needs nothing from the caller. None for whole slides.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``; ``"striped"`` sends nearly every tile to another process,
-            to make room for the class token. A ``Layout`` is refused.
-        checkpoint_activations: save only each block's input for the backward and recompute the block.
-        device, dtype: those of the parameters.
+        options: see ``models.stack.ModelOptions``. Of a sharded model, tiles and coords are each process's shards, as ``shard_sequence``
+            cuts them; the class token needs nothing from the caller. ``layout="striped"`` sends nearly every tile to another process, to
+            make room for the class token. A ``Layout`` is refused.
 
     A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
     this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
-    ``models.sharded``. The first process draws drop path for all; dropout uses each process's own random generator.
+    ``models.loss``. The first process draws drop path for all; dropout uses each process's own random generator.
 
     Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
     length run in one batch; processes can share a slide.
@@ -66,44 +61,19 @@ class SlideEncoder(Pretrained):
     config_class = SlideEncoderConfig
     config: SlideEncoderConfig
 
-    def __init__(
-        self,
-        config: SlideEncoderConfig,
-        *,
-        backend: str = "auto",
-        group: Any = None,
-        mesh: Any = None,
-        layout: str = "contiguous",
-        exchange: str = "auto",
-        ranks_per_node: int | None = None,
-        timeout: float = 60.0,
-        checkpoint_activations: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        is_spread = group is not None or mesh is not None
-        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
-        one_of("layout", layout, LAYOUTS)
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
-        width = config.encoder.embed_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.tile_embedding = nn.Linear(config.in_dim, width, **factory)
-        self.class_token = nn.Parameter(torch.empty(width, **factory))
-        self.dropout = nn.Dropout(config.encoder.dropout)
-        self.encoder = LongNetEncoder(
-            config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
-        )
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps, **factory)
-        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
+    @shows_options
+    def __init__(self, config: SlideEncoderConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__("SlideEncoder", config, options)
         self._checks_steps = True
         nn.init.xavier_uniform_(self.tile_embedding.weight)
         nn.init.zeros_(self.tile_embedding.bias)
         nn.init.normal_(self.class_token, std=0.02)
         if self.head is not None:
             nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
+
+    def _add_embedding(self, width: int, factory: dict[str, Any]) -> None:
+        self.tile_embedding = nn.Linear(self.config.in_dim, width, **factory)
+        self.class_token = nn.Parameter(torch.empty(width, **factory))
 
     def forward(
         self,
@@ -183,13 +153,12 @@ class SlideEncoder(Pretrained):
         """
         self.encoder.check_whole()
         with torch.no_grad():
-            x, bounds = self._input(tiles, coords, cu_seqlens)
-        options: dict[str, Any] = {"layer": layer, "average_heads": average_heads, "chunk": chunk}
+            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        rows = query_rows if bounds is None else rows_of_slides(query_rows, bounds)
+        maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
         if bounds is None:
-            return self.encoder.attention_map(x, query_rows=query_rows, **options)
-        rows = rows_of_slides(query_rows, bounds)
-        count = len(rows) // (len(bounds) - 1)
-        maps = self.encoder.attention_map(x, query_rows=rows, cu_seqlens=device_bounds(bounds, x), **options)[0]
+            return maps
+        maps, count = maps[0], len(rows) // (len(bounds) - 1)
         parts = enumerate(itertools.pairwise(bounds))
         return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
 
@@ -229,35 +198,21 @@ class SlideEncoder(Pretrained):
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
         self.encoder.check_whole()
         with torch.no_grad():
-            x, bounds = self._input(tiles, coords, cu_seqlens)
+            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
         shares = torch.zeros(x.shape[:2], device=x.device)
         slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
         for start, end in slides:
             shares[:, start + 1 : end] = 1 / (end - start - 1)
-        received = self.encoder.attention_received(
-            x, layer=layer, query_weights=shares, cu_seqlens=device_bounds(bounds, x), average_heads=average_heads
-        )
+        received = self.encoder.attention_received(x, layer=layer, query_weights=shares, average_heads=average_heads, **options)
         return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
 
-    @property
-    def _shared(self) -> RingSettings | None:
-        """How several processes share a slide; None for one process."""
-        return self.ring if self.ring is not None and self.ring.group_name else None
-
     def _begin(
-        self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None
-    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
-        """Returns the blocks' input, the bounds of slides in it, and the encoder's arguments that say so."""
-        x, bounds = self._input(tiles, coords, cu_seqlens, seq_len)
-        options: dict[str, Any] = {"cu_seqlens": None if cu_seqlens is None else device_bounds(bounds, x)}
-        if self._shared is not None and bounds is not None:
-            options["seq_len"] = bounds[-1]
-        return x, bounds, options
-
-    def _input(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
-    ) -> tuple[torch.Tensor, list[int] | None]:
-        """Returns the input of the blocks, class tokens included, and the bounds of slides in it: None for plain batches on one process."""
+    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
+        """Returns the input of the blocks, class tokens included, the bounds of slides in it, and the encoder's arguments that say so.
+
+        The bounds are None for plain batches on one process.
+        """
         check_tiles(tiles, coords, self.config.in_dim)
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, tiles)
         places = grid_positions(
@@ -282,7 +237,13 @@ class SlideEncoder(Pretrained):
         else:
             parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
             x = torch.cat(parts)[None]
-        return self.dropout(x), None if bounds is None else [bound + slide for slide, bound in enumerate(bounds)]
+        options: dict[str, Any] = {}
+        if bounds is not None:
+            bounds = [bound + slide for slide, bound in enumerate(bounds)]
+            options = {"seq_len": bounds[-1]} if self._shared is not None else {}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=x.device)
+        return self.dropout(x), bounds, options
 
     def _check_steps(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
         """Warns once if tiles are not ``tile_size`` apart: on the CPU of any call, on a GPU, which would wait, of the first one alone."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from dilated_attention.models.images.positions import check_coords_dtype
-from dilated_attention.models.tokens import has_values
+from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 
@@ -66,10 +67,6 @@ def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
                     f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
                 )
     return [start + place for start in bounds[:-1] for place in places]
-
-
-def device_bounds(bounds: list[int] | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=x.device)
 
 
 def check_finite(tiles: torch.Tensor, bounds: list[int] | None, *, is_shard: bool = False, waits: bool = False) -> None:
@@ -211,11 +208,9 @@ def _as_tensor(name: str, x: Any) -> torch.Tensor:
 
 def _stack_labels(labels: Sequence[Any]) -> torch.Tensor:
     try:
-        values = [torch.as_tensor(label) for label in labels]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"labels of these slides are {list(labels)[:4]!r}; expected numbers, such as the index of a class") from error
-    shapes = {tuple(value.shape) for value in values}
-    if len(shapes) > 1:
-        raise ValueError(f"labels of these slides have shapes {sorted(shapes)}; expected one shape")
-    stacked = torch.stack(values)
+        stacked = default_collate(list(labels))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"labels of these slides are {labels[:4]!r}; expected numbers, or tensors of one shape") from error
+    if not isinstance(stacked, torch.Tensor):
+        raise TypeError(f"labels of these slides are {labels[:4]!r}; expected numbers, such as the index of a class")
     return stacked.float() if stacked.is_floating_point() else stacked.long()

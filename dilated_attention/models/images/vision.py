@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
+from typing_extensions import Unpack
 
-from dilated_attention.distributed.sharding.layout import LAYOUTS, positions_of
+from dilated_attention.distributed.sharding.layout import positions_of
+from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
+from dilated_attention.models.images.base import ImageModel
 from dilated_attention.models.images.class_tokens import sum_runs
 from dilated_attention.models.images.slide_config import checked_encoder
-from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.stack import LongNetEncoder
+from dilated_attention.models.stack import ModelOptions
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_held, not_a_tensor
@@ -64,10 +67,10 @@ class VisionConfig(ModelConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "encoder", checked_encoder(self.encoder, "LongViT"))
-        for name in ("image_size", "patch_size", "in_channels", "num_classes"):
-            if name != "num_classes" or self.num_classes is not None:
-                object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        self._convert(partial(checked_encoder, what="LongViT"), "encoder")
+        self._convert(as_size, "image_size", "patch_size", "in_channels")
+        self._convert(as_size, "num_classes", optional=True)
+        self._convert(check_held, "norm_eps")
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size is {self.image_size} and patch_size is {self.patch_size}; use a multiple of {self.patch_size}")
         one_of("pooling", self.pooling, POOLINGS)
@@ -75,7 +78,6 @@ class VisionConfig(ModelConfig):
             raise ValueError(
                 f"num_classes is {self.num_classes} and pooling is 'none'; a class describes a whole image: pool, or leave num_classes out"
             )
-        object.__setattr__(self, "norm_eps", check_held("norm_eps", self.norm_eps))
 
     @property
     def grid(self) -> int:
@@ -108,17 +110,13 @@ class VisionConfig(ModelConfig):
         return cls(encoder=encoder, image_size=image_size, **others)
 
 
-class LongViT(Pretrained):
+class LongViT(ImageModel):
     """LongViT: embeds patches of an image, adds learned positions, applies LongNet's encoder, pools, and for classes adds a linear layer.
 
     Args:
         config: the configuration; ``VisionConfig.longvit(image_size)`` for LongViT's, whose weights ``load_torchscale`` loads.
-        backend: ``"auto"`` or a name of ``list_backends()``.
-        group, mesh: the processes that share an image, as a ProcessGroup or a DeviceMesh of one axis. Each is given the whole images, which
-            may be on the CPU, copies the pixels of its own patches to the model's device, and embeds these alone. None for one process.
-        layout, exchange, ranks_per_node, timeout: see ``ring_dilated_attention``. A ``Layout`` is refused.
-        checkpoint_activations: save only each block's input for the backward and recompute the block.
-        device, dtype: those of the parameters.
+        options: see ``models.stack.ModelOptions``. Each process that shares an image is given the whole images, which may be on the CPU,
+            copies the pixels of its own patches to the model's device, and embeds these alone. A ``Layout`` is refused.
 
     A sharded model returns the whole images' vectors or logits on every process, and with ``pooling="none"`` each process its rows.
     Gradients and random draws are those of a sharded ``SlideEncoder``; for a loss of rows use ``models.sharded_mean``.
@@ -130,44 +128,18 @@ class LongViT(Pretrained):
     config_class = VisionConfig
     config: VisionConfig
 
-    def __init__(
-        self,
-        config: VisionConfig,
-        *,
-        backend: str = "auto",
-        group: Any = None,
-        mesh: Any = None,
-        layout: str = "contiguous",
-        exchange: str = "auto",
-        ranks_per_node: int | None = None,
-        timeout: float = 60.0,
-        checkpoint_activations: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        is_spread = group is not None or mesh is not None
-        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
-        one_of("layout", layout, LAYOUTS)
-        self.ring = RingSettings.of(group, mesh, layout, exchange, ranks_per_node, timeout) if is_spread else None
-        width, side = config.encoder.embed_dim, config.patch_size
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.patch_embedding = nn.Conv2d(config.in_channels, width, side, stride=side, **factory)
-        self.positions = nn.Parameter(torch.empty(1, config.grid**2, width, **factory))
-        self.class_token = nn.Parameter(torch.empty(width, **factory)) if config.pooling == "class_token" else None
-        self.dropout = nn.Dropout(config.encoder.dropout)
-        self.encoder = LongNetEncoder(
-            config.encoder, backend=backend, ring=self.ring, checkpoint_activations=checkpoint_activations, **factory
-        )
-        self.norm = None if config.pooling == "none" else nn.LayerNorm(width, eps=config.norm_eps, **factory)
-        self.head = None if config.num_classes is None else nn.Linear(width, config.num_classes, **factory)
-        learned = (self.positions, self.class_token, None if self.head is None else self.head.weight)
-        for parameter in learned:
+    @shows_options
+    def __init__(self, config: VisionConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__("LongViT", config, options)
+        for parameter in (self.positions, self.class_token, None if self.head is None else self.head.weight):
             if parameter is not None:
                 nn.init.trunc_normal_(parameter, std=0.02)
-        if self.head is not None:
-            nn.init.zeros_(self.head.bias)
+
+    def _add_embedding(self, width: int, factory: dict[str, Any]) -> None:
+        config = self.config
+        self.patch_embedding = nn.Conv2d(config.in_channels, width, config.patch_size, stride=config.patch_size, **factory)
+        self.positions = nn.Parameter(torch.empty(1, config.grid**2, width, **factory))
+        self.class_token = nn.Parameter(torch.empty(width, **factory)) if config.pooling == "class_token" else None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Computes logits (B, num_classes) or vectors (B, E) of images (B, in_channels, height, width).
@@ -197,11 +169,6 @@ class LongViT(Pretrained):
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
         return self.encoder(self.dropout(x))
-
-    @property
-    def _shared(self) -> RingSettings | None:
-        """How several processes share an image; None for one process."""
-        return self.ring if self.ring is not None and self.ring.group_name else None
 
     def _length(self, images: torch.Tensor) -> int:
         """Returns the number of positions of the whole sequence."""
@@ -241,11 +208,9 @@ class LongViT(Pretrained):
         grid = self.config.grid
         if (rows, columns) == (grid, grid):
             return self.positions
-        scale = ((rows + 0.1) / grid, (columns + 0.1) / grid)
-        learned = rearrange(self.positions, "1 (rows columns) e -> 1 e rows columns", rows=grid)
-        found = F.interpolate(learned, scale_factor=scale, mode="bicubic")
-        assert found.shape[2:] == (rows, columns)
-        return rearrange(found, "1 e rows columns -> 1 (rows columns) e")
+        found = _interpolated(self.positions, grid, scale_factor=((rows + 0.1) / grid, (columns + 0.1) / grid))
+        assert found.shape[1] == rows * columns
+        return found
 
     def _check(self, images: Any) -> None:
         if not isinstance(images, torch.Tensor):
@@ -268,6 +233,9 @@ def resized_positions(positions: torch.Tensor, grid: int) -> torch.Tensor:
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected (1, patches, E) of a square image")
     if side == grid:
         return positions
-    learned = rearrange(positions.float(), "1 (rows columns) e -> 1 e rows columns", rows=side)
-    resized = F.interpolate(learned, size=(grid, grid), mode="bicubic")
-    return rearrange(resized, "1 e rows columns -> 1 (rows columns) e").to(positions.dtype)
+    return _interpolated(positions.float(), side, size=(grid, grid)).to(positions.dtype)
+
+
+def _interpolated(positions: torch.Tensor, side: int, **size: Any) -> torch.Tensor:
+    learned = rearrange(positions, "1 (rows columns) e -> 1 e rows columns", rows=side)
+    return rearrange(F.interpolate(learned, mode="bicubic", **size), "1 e rows columns -> 1 (rows columns) e")

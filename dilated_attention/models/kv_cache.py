@@ -1,0 +1,452 @@
+"""KV caches: they keep the keys and values of past positions, so that a new token costs one row of attention.
+
+``KVCache`` gives every request a contiguous stretch of equal length, ``PagedKVCache`` pages of a shared pool. Both hold what later rows
+can still read: the last max(w) positions with LongNet's branches, the width of a window, everything with dense attention. Keys are stored
+as they enter the product: normalised and rotated by their absolute position.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilated_attention.engine.decode import dispatch
+from dilated_attention.engine.decode.keys import RowKeys, WindowKeys, row_keys
+from dilated_attention.engine.decode.row import Cached
+from dilated_attention.functional.arguments import autocast
+from dilated_attention.models.config import LongNetConfig, as_size
+from dilated_attention.models.summary import readable
+from dilated_attention.modules.rotary import Table, rotate
+from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.validation import DTYPES
+
+if TYPE_CHECKING:
+    from dilated_attention.modules.core import Attention
+    from dilated_attention.modules.projections import MultiheadAttention
+
+# (rotation table of queries, rotation table of keys)
+Tables = tuple[Table, Table]
+# the host keeps a length of each
+MAX_REQUESTS = 2**20
+
+
+class KVCache:
+    """Gives every request a contiguous stretch of equal length, used as a ring buffer once it is full.
+
+    A stretch holds what rows can still read: min(max_length, max(w)) positions for dilated branches, left + 1 for a window plus the global
+    tokens before it, else max_length.
+
+    ``lengths`` are kept on the host, so no step waits for the device. ``positions`` (B,) says where a step writes each request's next
+    token. A request that is not ``active`` takes part in steps without growing: its row is computed and ignored.
+
+    Args:
+        config: the model's configuration.
+        num_requests: B, the number of requests.
+        max_length: maximum number of positions of a request, prompt and new ones together.
+        device, dtype: those of keys and values; they must be those of the model.
+        backend: the backend for decoding; see ``decode_attention``.
+
+    Raises:
+        ValueError: if a block pattern is not ``is_prefix_stable``, or sizes are invalid.
+
+    A pass of the model over new positions that fails leaves ``lengths`` unchanged and its requests refused until they are freed. A
+    ``Stepper``'s step that fails may be repeated.
+
+    >>> cache = KVCache(
+    ...     model.config, 1, 2**20, device="cuda", dtype=torch.bfloat16)
+    >>> logits = model(prompt, cache=cache)
+    >>> logits = model(next_token, cache=cache)
+    >>> print(cache)
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if not isinstance(config, LongNetConfig):
+            raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
+        if not config.is_causal:
+            raise ValueError("config.is_causal is False; keys of past positions are useful only for causal attention")
+        self.config = config
+        self.num_requests = as_int("num_requests", num_requests, minimum=1, maximum=MAX_REQUESTS)
+        self.max_length = as_int("max_length", max_length, minimum=1)
+        self.device = torch.empty(0, device=device).device
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64, that of the model")
+        dispatch.check_name(backend)
+        self.backend = backend
+        heads = config.num_kv_heads or config.num_heads
+        self.row_keys: RowKeys = row_keys(config.pattern, config.num_heads, heads, self.max_length, self.device)
+        self.lengths = [0] * self.num_requests
+        self.active = [True] * self.num_requests
+        self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
+        # those that a pass is about, in ``of`` one
+        self._chosen = range(self.num_requests)
+        # of requests that are refused: the pass that has to end first; None after a prompt that was cut off
+        self._open: dict[int, CachePass | None] = {}
+        # whether new positions reuse the slots of old ones
+        self.wraps = False
+        shape = (*self._slots(), heads, config.head_dim)
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)] for _ in range(2)
+        )
+
+    def _slots(self) -> tuple[int, int]:
+        """Returns (requests or pages, positions of each)."""
+        self.capacity = min(self.max_length, self.row_keys.num_needed)
+        self.wraps = self.capacity < self.max_length
+        return self.num_requests, self.capacity
+
+    def cached(self, layer: int, requests: range) -> Cached:
+        """Returns the keys and values of a layer."""
+        some = slice(requests.start, requests.stop)
+        return Cached(self.keys[layer][some], self.values[layer][some], wraps=self.wraps, fixed=self.row_keys.fixed)
+
+    def reserve(self, request: int, length: int) -> None:
+        """Makes room for positions below ``length``, unless there always is."""
+
+    def release(self, request: int) -> None:
+        """Releases what no future row of this request can read, unless its slots are reused anyway."""
+
+    def of(self, request: int) -> KVCache:
+        """Returns the cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
+        view = copy.copy(self)
+        view._chosen = range(self._checked(request), request + 1)
+        return view
+
+    def begin(self, batch: int, num_tokens: int) -> CachePass:
+        """Begins a pass over ``num_tokens`` new positions of all requests, or of that of ``of``, whose number must be ``batch``."""
+        chosen: Sequence[int] = self._chosen
+        if batch != len(chosen):
+            raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
+        if num_tokens == 1 and len(chosen) == self.num_requests and any(self.active):
+            self.prepare_step()
+            begun, chosen = self.step(), [i for i in chosen if self.active[i]]
+        else:
+            lengths = [self.lengths[i] for i in chosen]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"requests have {lengths} positions; several new positions at a time need equal lengths: "
+                    "pass requests one by one, cache.of(i)"
+                )
+            for request in chosen:
+                self._make_room(request, num_tokens)
+            begun = CachePass(self, num_tokens, lengths[0])
+        begun.members = chosen
+        self._open.update(dict.fromkeys(chosen, begun))
+        return begun
+
+    def prepare_step(self) -> int:
+        """Reserves room and prepares tables for one more position of every active request.
+
+        Returns the generation of the tables; a CUDA graph captured with another generation must be discarded.
+        """
+        for request in range(self.num_requests):
+            if self.active[request]:
+                self._make_room(request, 1)
+        return self.row_keys.prepare(self._positions())
+
+    def step(self) -> CachePass:
+        """Returns a pass of one position for every request, after ``prepare_step``.
+
+        It runs on the device only, so a CUDA graph may capture it.
+        """
+        return CachePass(self, 1, None)
+
+    def _make_room(self, request: int, num_tokens: int) -> None:
+        if request in self._open:
+            raise RuntimeError(
+                f"request {request} has a pass that failed or has not ended, and what it holds cannot be trusted; "
+                f"call free({request}) of the cache and prefill the request again"
+            )
+        length = self.lengths[request]
+        if length + num_tokens > self.max_length:
+            raise ValueError(
+                f"request {request} has {length} positions, {num_tokens} more are requested, "
+                f"and max_length is {self.max_length}; make a cache with a larger max_length"
+            )
+        self.reserve(request, length + num_tokens)
+
+    def advance(self, requests: Sequence[int] | None = None, by: int = 1) -> None:
+        """Increases the lengths of some requests, which become active, or of all active ones."""
+        requests = [i for i in range(self.num_requests) if self.active[i]] if requests is None else requests
+        for i in requests:
+            self.lengths[i] += by
+            self.active[i] = True
+        if len(requests) == self.num_requests:
+            self.positions += by
+        else:
+            self._place()
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Makes several passes one: if it fails after some of them, the requests are refused until they are freed."""
+        before = [(i, self.lengths[i]) for i in self._chosen]
+        try:
+            yield
+        except BaseException:
+            self._open.update((i, None) for i, length in before if length != self.lengths[i])
+            raise
+
+    def finish(self, request: int) -> None:
+        """Stops a request from growing; it keeps its positions until it is freed."""
+        self.active[self._checked(request)] = False
+        self._place()
+
+    def free(self, request: int) -> None:
+        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``.
+
+        Until then a step over all requests drops its token, as that of a finished one.
+        """
+        self.lengths[self._checked(request)] = 0
+        self.finish(request)
+        self.release(request)
+        self._open.pop(request, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, as allocated."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def __str__(self) -> str:
+        heads, dim = self.keys[0].shape[2:]
+        dense = 2 * self.config.num_layers * heads * dim * self.dtype.itemsize * self.max_length * self.num_requests
+        return (
+            f"KV cache: {self.config.num_layers} layers × 2 × {self._described()} × {heads} heads × {dim}, "
+            f"{str(self.dtype).removeprefix('torch.')}: {readable(self.nbytes)}; "
+            f"all of {self.num_requests} × {self.max_length:,} positions, as dense attention keeps them, would be {readable(dense)}"
+        )
+
+    def _described(self) -> str:
+        return f"{self.num_requests} × {self.capacity:,} positions"
+
+    def _positions(self) -> list[int]:
+        # a finished request keeps writing to its next position; no row reads that slot before it is written again
+        return [min(length, self.max_length - 1) for length in self.lengths]
+
+    def _place(self) -> None:
+        self.positions.copy_(torch.tensor(self._positions()))
+
+    def _checked(self, request: int) -> int:
+        if not 0 <= as_int("request", request) < self.num_requests:
+            raise ValueError(f"request is {request}; expected 0 to {self.num_requests - 1}")
+        return request
+
+
+class PagedKVCache(KVCache):
+    """KV cache in pages of a shared pool, for requests of unequal length.
+
+    Pages are assigned to requests as they grow and taken back once no future row can read them.
+
+    Args:
+        config, max_length, device, dtype, backend: see ``KVCache``.
+        num_requests: number of simultaneous requests; each has a row of the page table.
+        num_pages: number of pages in the pool; None for as many as all requests can need at ``max_length`` if they are prefilled one by
+            one, ``chunk`` positions at a time.
+        page_size: positions per page.
+        chunk: positions that a prefill adds at a time; only used if ``num_pages`` is None.
+
+    Raises:
+        ValueError: see ``KVCache``.
+        RuntimeError: if a request grows and no page is free.
+
+    >>> cache = PagedKVCache(model.config, 8, 65536, num_pages=1024)
+    >>> for i, prompt in enumerate(prompts):
+    ...     logits = model(prompt[None], cache=cache.of(i))
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_requests: int,
+        max_length: int,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 128,
+        chunk: int = 8192,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.page_size = as_size("page_size", page_size)
+        self._wanted = num_pages, as_int("chunk", chunk, minimum=1)
+        super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
+
+    def _slots(self) -> tuple[int, int]:
+        num_pages, chunk = self._wanted
+        of_request = -(-self.max_length // self.page_size)
+        if num_pages is None:
+            # each of the at most two stretches begins and ends inside a page
+            steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
+            num_pages = self.num_requests * steady + min(of_request - steady, -(-chunk // self.page_size) + 1)
+        self.num_pages = as_size("num_pages", num_pages)
+        self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
+        self._free = list(range(self.num_pages, 0, -1))
+        self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
+        # page 0 belongs to no request: freed requests write there in steps
+        return self.num_pages + 1, self.page_size
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def cached(self, layer: int, requests: range) -> Cached:
+        return Cached(self.keys[layer], self.values[layer], self.table[requests.start : requests.stop])
+
+    def reserve(self, request: int, length: int) -> None:
+        pages = self._pages[request]
+        span = range(self.lengths[request] // self.page_size, -(-length // self.page_size))
+        if all(page in pages for page in span):
+            return
+        self.release(request)
+        wanted = [page for page in span if page not in pages]
+        if len(wanted) > len(self._free):
+            raise RuntimeError(
+                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
+                f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
+            )
+        given = [self._free.pop() for _ in wanted]
+        self.table[request, wanted[0] : wanted[-1] + 1] = torch.tensor(given, dtype=torch.int32).to(self.device)
+        pages.update(zip(wanted, given, strict=True))
+
+    def release(self, request: int) -> None:
+        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
+        size, pages = self.page_size, self._pages[request]
+        needed = self.row_keys.needed(self.lengths[request])
+        gone = pages.keys() - {page for low, high in needed for page in range(low // size, -(-high // size))}
+        if gone:
+            # a finished request still writes, and must not write into a page that belongs to another request by then
+            self.table[request, list(gone)] = 0
+            self._free += [pages.pop(page) for page in gone]
+
+    def _described(self) -> str:
+        return f"{self.num_pages + 1:,} pages ({self.pages_in_use:,} in use) of {self.page_size} positions"
+
+
+class CachePass:
+    """A pass of a model over ``count`` new positions. What all layers share is computed once, at its beginning.
+
+    Args:
+        start: position of the first, for a chunk of positions of ``cache``'s chosen requests: the layer's forward attention runs over the
+            cached keys and the chunk's own. None for a step: one position of every request, each at its own. Nothing of a step depends on
+            the lengths on the host, so a CUDA graph may replay it.
+    """
+
+    def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
+        self.cache, self.count, self.start = cache, count, start
+        # requests that it ends for
+        self.members: Iterable[int] = ()
+        self._rotations: dict[Any, Tables] = {}
+        keys = cache.row_keys
+        if start is not None:
+            self.requests, self.positions = cache._chosen, self._range(start, start + count)
+            # keys in between that no row needs are zeros
+            self.needed, self.places, self.before = keys.before(start)
+            return
+        self.requests, self.positions = range(cache.num_requests), cache.positions
+        self.runs = keys.runs(self.positions)
+        is_window = isinstance(keys, WindowKeys) and self.runs.first.shape[2] == 1 and keys.max_keys == keys.span
+        if is_window and cache.wraps and self.runs.dense is None:
+            # a window that fills its stretch reads every slot, and softmax does not depend on their order
+            self.runs = replace(self.runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
+
+    def check(self) -> None:
+        """Raises ValueError if the pass has ended, or its requests have been freed since it was begun."""
+        if any(self.cache._open.get(i) is not self for i in self.members):
+            raise ValueError("this pass has ended, or its requests have changed since it was begun; begin a new one")
+
+    def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
+        """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
+        key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
+        if key not in self._rotations:
+            tables = module.rotation(self.positions, None, self.cache.max_length, dtype)
+            if self.start is None:
+                # each batch entry has its own position
+                (q_cos, q_sin), (k_cos, k_sin) = tables
+                tables = (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
+            self._rotations[key] = tables
+        return self._rotations[key]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
+    ) -> torch.Tensor:
+        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache.
+
+        Args:
+            tables: the tables of ``rotation``, with which queries and keys still have to be rotated; None to leave them as they are.
+            attention: the layer's attention module, which computes chunks.
+        """
+        cache, expected = self.cache, (len(self.requests), self.count)
+        if tuple(k.shape[:2]) != expected:
+            raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
+        q, k, v = autocast(q, k, v)
+        if (k.dtype, k.device) != (cache.dtype, cache.device):
+            raise ValueError(
+                f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "
+                f"make the cache with dtype={k.dtype}, device={str(k.device)!r}"
+            )
+        cached = cache.cached(layer, self.requests)
+        if self.start is None and dispatch.has_kernels(k):
+            from dilated_attention.engine.decode.triton import rotate_and_append
+
+            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, tables)
+        else:
+            if tables is not None:
+                q, k = rotate(q, tables[0]), rotate(k, tables[1])
+            if self.start is not None:
+                return self._attend_chunk(q, k, v, cached, self.start, attention)
+            cached.write(self.positions[:, None], k, v)
+            row = q[:, 0]
+        scale = q.shape[3] ** -0.5 if attention.scale is None else attention.scale
+        return dispatch.decode(row, cached, self.runs, scale, cache.backend, attention.sinks)[0][:, None]
+
+    def _attend_chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: Cached, start: int, attention: Attention
+    ) -> torch.Tensor:
+        end = start + self.count
+        both = [k, v]
+        if self.before:
+            both = [new.new_zeros(new.shape[0], self.before + self.count, *new.shape[2:]) for new in (k, v)]
+            for (low, high), place in zip(self.needed, self.places, strict=True):
+                for whole, part in zip(both, cached.read(self._range(low, high).expand(k.shape[0], -1)), strict=True):
+                    whole[:, place : place + high - low] = part
+            for whole, new in zip(both, (k, v), strict=True):
+                whole[:, self.before :] = new
+        # a ring layer provides its single-process attention; a model shared between processes has been refused
+        out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=self.before)
+        # where slots are reused, the last positions are stored and the fixed ones
+        kept = [(start, end)]
+        if cached.wraps:
+            kept = [(start, min(end, cached.fixed)), (max(start, cached.fixed, end - cached.slots + cached.fixed), end)]
+        for first, last in kept:
+            if first < last:
+                rows = slice(first - start, last - start)
+                cached.write(self._range(first, last).expand(k.shape[0], -1), k[:, rows], v[:, rows])
+        return out
+
+    def _range(self, first: int, last: int) -> torch.Tensor:
+        return torch.arange(first, last, device=self.cache.device)
+
+    def end(self) -> None:
+        """Ends the pass: the lengths grow."""
+        self.check()
+        if self.start is None:
+            self.cache.advance()
+        else:
+            self.cache.advance(self.requests, self.count)
+            for request in self.requests:
+                self.cache.release(request)
+        for request in self.members:
+            del self.cache._open[request]

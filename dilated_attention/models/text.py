@@ -1,0 +1,288 @@
+"""What tokens stand for: bytes and bases, FASTA files, k-mers of bases and their embedding; and checks of token ids and targets.
+
+Checks are always of type and shape, and of values if reading them does not make the host wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import warnings
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dilated_attention.models.config import MAX_KMER, NUM_BASES, LongNetConfig
+from dilated_attention.pattern.checks import as_int
+from dilated_attention.validation import check_bool, not_a_tensor
+
+# the base that is not known: FASTA's N, which is also the mask of masked models
+UNKNOWN = NUM_BASES - 1
+_WHITESPACE = b" \t\n\r\v\f"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary in which every token is one character of eight bits.
+
+    Args:
+        unit: what a token is called, ``"byte"`` or ``"base"``.
+        letters: the character of each token, by its number.
+    """
+
+    unit: str
+    letters: bytes
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+    def encode(self, text: str | bytes) -> torch.Tensor:
+        """Returns the tokens of a text, int64 (N,). A ``str`` is encoded in UTF-8.
+
+        Bases are read in upper and lower case; whitespace is left out, and every other letter is N. Warns if more than a tenth are others.
+        """
+        raw = text.encode() if isinstance(text, str) else bytes(text)
+        if self.unit == "base":
+            _warn_of_letters([raw], "the text")
+        return self._encode(raw)
+
+    def _encode(self, raw: bytes) -> torch.Tensor:
+        raw = raw.translate(_tokens_of(self.letters), _WHITESPACE if self.unit == "base" else b"")
+        # torch refuses an empty buffer
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
+
+    def decode_bytes(self, tokens: torch.Tensor) -> bytes:
+        """Returns the characters of tokens (N,).
+
+        Raises:
+            ValueError: if tokens are not of this vocabulary. Those of a k-mer model are codes, whose bases are ``codes % 5``.
+        """
+        values = tokens.flatten().tolist()
+        if values and not (min(values) >= 0 and max(values) < len(self)):
+            raise ValueError(
+                f"tokens reach from {min(values)} to {max(values)}; expected 0 to {len(self) - 1}, the {self.unit}s of this vocabulary: "
+                "the bases of k-mer codes are codes % 5"
+            )
+        return bytes(self.letters[value] for value in values)
+
+    def decode(self, tokens: torch.Tensor) -> str:
+        """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises ValueError like ``decode_bytes``."""
+        return self.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+
+@functools.cache
+def _tokens_of(letters: bytes) -> bytes:
+    """The token of each of the 256 characters: a letter's own, else that of the letter in upper case, else the last one."""
+    numbers = {letter: number for number, letter in enumerate(letters)}
+    return bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(letters) - 1)) for x in range(256))
+
+
+BYTES = Vocabulary("byte", bytes(range(256)))
+BASES = Vocabulary("base", b"ACGTN")
+
+
+def _warn_of_letters(parts: list[bytes], what: str) -> None:
+    """Warns if more than a tenth of the letters are none of BASES, as those of a protein are; a genome has a few of other codes."""
+    letters = sum(len(part.translate(None, _WHITESPACE)) for part in parts)
+    others = [part.translate(None, _WHITESPACE + BASES.letters + BASES.letters.lower()).upper() for part in parts]
+    count = sum(map(len, others))
+    if 10 * count <= letters:
+        return
+    often = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
+    warnings.warn(
+        f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
+        f"{', '.join(chr(letter) for letter, _ in often)}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        stacklevel=3,
+    )
+
+
+def vocabulary_of(config: LongNetConfig) -> Vocabulary:
+    """Returns the vocabulary that a configuration means: ``BYTES`` for ``vocab_size=256``, ``BASES`` for 5.
+
+    Raises:
+        ValueError: for any other size, because a checkpoint does not say what its tokens stand for.
+    """
+    for vocabulary in (BYTES, BASES):
+        if config.vocab_size == len(vocabulary):
+            return vocabulary
+    raise ValueError(
+        f"vocab_size is {config.vocab_size}; expected 256 (bytes) or 5 (bases A, C, G, T, N), whose text this library knows: for other "
+        "tokens encode the text with your tokenizer and use Python, LongNetLM.from_pretrained(folder).generate(tokens, …)"
+    )
+
+
+def other_strand(symbols: torch.Tensor) -> torch.Tensor:
+    """Returns the reverse complement of bases (…, N), which is what a gene on the other strand reads: A↔T, C↔G, N stays, from the end."""
+    return torch.where(symbols == UNKNOWN, UNKNOWN, 3 - symbols).flip(-1)
+
+
+def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
+    """Returns (name, bases) of every record, in the order of the file; bases are tokens of ``BASES``, int64 (N,).
+
+    Args:
+        path: a FASTA file, plain or compressed with gzip. Letters other than A, C, G and T, of either case, are N. Warns like ``encode``.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds no record, or is compressed and damaged.
+    """
+    raw = Path(path).read_bytes()
+    try:
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
+    # the name may hold > as well
+    records = [record.partition(b"\n") for record in (b"\n" + text).split(b"\n>")[1:]]
+    if not records:
+        raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
+    _warn_of_letters([body for _, _, body in records], str(path))
+    return [(head.decode(errors="replace").strip(), BASES._encode(body)) for head, _, body in records]
+
+
+def kmers(symbols: torch.Tensor, k: int, both_sides: bool) -> torch.Tensor:
+    """Returns Σ_j 5^j · symbols[t + o_j], j = 0 … k − 1, o_0 = 0: each base with its k − 1 nearest, itself the lowest digit.
+
+    A token that carries its neighbours can be sharded over processes like any other, and ``codes % 5`` are the bases again.
+
+    Args:
+        symbols: (…, N) integers: 0 to 4 for A, C, G, T, N.
+        k: digits of a code; 1 to 13.
+        both_sides: o = −1, 1, −2, 2, … (one base before, one after, …) for a model with ``is_causal=False``; else o = −1, −2, …
+
+    Returns:
+        (…, N) in the dtype of ``symbols``. Beyond both ends are N.
+
+    Raises:
+        ValueError, TypeError: if symbols are not integers, or on the CPU not 0 to 4; if k is not 1 to 13.
+    """
+    k = as_int("k", k, minimum=1, maximum=MAX_KMER)
+    check_bool("both_sides", both_sides)
+    if not isinstance(symbols, torch.Tensor) or symbols.dtype not in (torch.int64, torch.int32):
+        got = f"has dtype {symbols.dtype}" if isinstance(symbols, torch.Tensor) else f"is a {type(symbols).__name__}"
+        raise TypeError(f"symbols {got}; expected an int64 or int32 tensor (…, N): use BASES.encode(text)")
+    check_range("symbols", symbols, NUM_BASES, limit="the number of bases − 1", way_out="use BASES.encode(text)")
+    n = symbols.shape[-1]
+    padded = F.pad(symbols, (k - 1, k - 1), value=UNKNOWN)
+    codes = symbols.clone()
+    for j in range(1, k):
+        offset = (j + 1) // 2 * (-1 if j % 2 else 1) if both_sides else -j
+        codes += padded[..., k - 1 + offset :][..., :n] * NUM_BASES**j
+    return codes
+
+
+class KmerEmbedding(nn.Module):
+    """Σ_j table_j[code mod 5^j], j = 1 … k: vectors of a base, of it with its nearest neighbour, … of all k bases.
+
+    (B, N) codes, as ``kmers`` makes them → (B, N, E). The first table starts at std E^-1/2, the others at 0.
+    """
+
+    def __init__(self, k: int, embed_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.k = k
+        first, *others = (nn.Embedding(NUM_BASES**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
+        nn.init.normal_(first.weight, std=embed_dim**-0.5)
+        for table in others:
+            # what neighbours add is learned from nothing, the longer ones where there are enough of them
+            nn.init.zeros_(table.weight)
+        self.tables = nn.ModuleList((first, *others))
+        # no codes have been read yet; see ``check_ids``
+        self.is_new = True
+
+    @property
+    def num_embeddings(self) -> int:
+        """The number of codes, 5^k."""
+        return int(NUM_BASES**self.k)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        embedded = sum(table(codes % NUM_BASES**j) for j, table in enumerate(self.tables, 1))
+        assert isinstance(embedded, torch.Tensor)
+        # the residual stream has the dtype of what enters it, and autocast leaves embeddings alone
+        if torch.is_autocast_enabled(codes.device.type):
+            return embedded.to(torch.get_autocast_dtype(codes.device.type))
+        return embedded
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}"
+
+
+def following_codes(codes: torch.Tensor, symbols: torch.Tensor, k: int) -> torch.Tensor:
+    """Returns the codes of ``symbols``, each of which comes after the base of one of ``codes``: symbol + 5·(code mod 5^(k−1))."""
+    return symbols + NUM_BASES * (codes % NUM_BASES ** (k - 1))
+
+
+def check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, torch.Tensor):
+        raise not_a_tensor(name, tokens, "an integer tensor of shape (batch, sequence)")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
+
+
+def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False, is_shard: bool = False) -> None:
+    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes.
+
+    Never for an embedding that is not of this library or torch, as it may accept ids outside the vocabulary.
+
+    Args:
+        is_shard: neighbouring tokens need not be neighbours in the sequence.
+    """
+    if isinstance(embedding, KmerEmbedding):
+        if not has_values(tokens, waits=True) or not tokens.numel():
+            return
+        # a GPU is waited for once in the life of a model: bases in place of codes end in no error there
+        if not has_values(tokens, waits=waits or embedding.is_new):
+            return
+        embedding.is_new, waits = False, True
+        way_out = f"tokens of this model are codes of {embedding.k} bases: use model.encode(text or bases)"
+        check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=f"5^{embedding.k} − 1", way_out=way_out)
+        # the code of a base after any but A is at least 5
+        if not is_shard and bool((tokens < NUM_BASES).all()) and bool(tokens[..., :-1].any()):
+            raise ValueError(f"{name} are bases, 0 to 4; expected codes below {embedding.num_embeddings}: {way_out}")
+    elif isinstance(embedding, nn.Embedding):
+        check_range(name, tokens, embedding.num_embeddings, waits=waits)
+
+
+def has_values(tensor: torch.Tensor, *, waits: bool = False) -> bool:
+    """Whether the host can read a tensor's values: on the CPU, or on any device if ``waits`` allows waiting for it.
+
+    Compiled, mapped and fake tensors have no values to read, nor have those of a CUDA graph that is being captured.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    if tensor.device.type == "cpu":
+        return True
+    return waits and tensor.device.type != "meta" and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_range(
+    name: str,
+    tokens: torch.Tensor,
+    vocab_size: int | None,
+    *,
+    ignore_index: int | None = None,
+    waits: bool = False,
+    limit: str = "vocab_size − 1",
+    way_out: str = "check the tokenizer, or make the model with a larger vocab_size",
+) -> None:
+    """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; never if ``vocab_size`` is None.
+
+    Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it; see ``has_values``.
+    ``limit`` and ``way_out`` are parts of the message.
+    """
+    if vocab_size is None or not has_values(tokens, waits=waits):
+        return
+    counted = tokens if ignore_index is None else tokens[tokens != ignore_index]
+    if not counted.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(counted))
+    if low >= 0 and high < vocab_size:
+        return
+    but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")
+    raise ValueError(f"{name} reach from {low} to {high}; expected 0 to {limit} = {vocab_size - 1}{but}: {way_out}")
