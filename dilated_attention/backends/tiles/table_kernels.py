@@ -128,7 +128,7 @@ def table_kernel(
     start, end, length, places, first, count = _span(starts_ptr, document, inside, w, rate, low, high, num_positions, ONE)
     last = first + count - 1
     between = tl.maximum(count - 2, 0)
-    in_first, in_whole = _num_tiles(start, end, length, rate, first, low, high, tile), (places + tile - 1) // tile
+    in_first, in_whole = _num_tiles(start, end, length, rate, first, low, high, tile), tl.maximum((places + tile - 1) // tile, 1)
     in_last = _num_tiles(start, end, length, rate, last, low, high, tile)
     second = index - in_first
     third = second - between * in_whole
