@@ -21,8 +21,8 @@ from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_k
 
 # compute capabilities with 163 KiB of shared memory per program, or more
 _LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
-# rows of a table that a program writes, and documents that it takes at a time
-_ROWS, _DOCUMENTS = 128, 512
+# documents that a program takes at a time
+_DOCUMENTS = 512
 # a table: whether of keys, and the positions of a tile
 TableKey = tuple[bool, int]
 
@@ -214,8 +214,8 @@ class Prepared:
             {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
-            table_kernel, -(-num_rows // _ROWS), (*ends, tile0, tile1, order, counts[0], num_rows, self.longest_document, walk.steps),
-            {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one, "ROWS": _ROWS}, dtypes=(),
+            table_kernel, num_rows, (*ends, tile0, tile1, order, counts[0], self.longest_document, walk.steps),
+            {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
         pointers = [x.data_ptr() for x in given]
         make_spans(pointers, lambda: given, self.index)

@@ -10,7 +10,7 @@ import triton.language as tl
 from dilated_attention.backends.tiles.rows import WIDTH
 
 _VARYING = [
-    "num_documents", "num_positions", "q_first", "q_last", "num_keys", "direct", "key_direct", "tile0", "tile1", "rows0", "num_rows",
+    "num_documents", "num_positions", "q_first", "q_last", "num_keys", "direct", "key_direct", "tile0", "tile1", "rows0",
     "longest", "steps", "order",
 ]  # fmt: skip
 
@@ -88,15 +88,14 @@ def spans_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def table_kernel(
     table_ptr, spans_ptr, counts_ptr, starts_ptr, lengths_ptr, rates_ptr, num_documents, num_positions, q_first, q_last, num_keys, tile0,
-    tile1, order, rows0, num_rows, longest, steps, BRANCHES: tl.constexpr, CAUSAL: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr,
+    tile1, order, rows0, longest, steps, BRANCHES: tl.constexpr, CAUSAL: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Writes ROWS rows of the table of queries, which has ``rows0`` rows, and of that of keys, which follows it.
+    """Writes a row of the table of queries, which has ``rows0`` rows, or of that of keys, which follows it.
 
-    Branches with the longest rows come first. With CAUSAL, the segments of a document are visited together, their last tiles of queries
-    first.
+    A program writes one row, since Triton 3.6 fails to compile these divisions of a tensor of rows. Branches with the longest rows come
+    first. With CAUSAL, the segments of a document are visited together, their last tiles of queries first.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
+    row = tl.program_id(0)
     of_keys = (row >= rows0).to(tl.int32)
     low, high = tl.where(of_keys == 1, 0, q_first), tl.where(of_keys == 1, num_keys, q_last)
     tile = tl.where(of_keys == 1, tile1, tile0)
@@ -120,12 +119,12 @@ def table_kernel(
         size = size // 2
         at = document + size
         # of documents without tiles the last one is found, and that has the next row
-        document = tl.where(tl.load(counts_at + at, mask=at < num_documents, other=2147483647) <= index, at, document)
+        document = tl.where(tl.load(counts_at + tl.minimum(at, num_documents)) <= index, at, document)
     index -= tl.load(counts_at + document)
     if not ONE:
         document = tl.load(starts_ptr + order + document)
     w, rate = tl.load(lengths_ptr + branch), tl.load(rates_ptr + branch)
-    start, end, length, places, first, count = _span(starts_ptr, document, inside, w, rate, low, high, num_positions, ONE)
+    start, end, length, places, first, count = _span(starts_ptr, document, row >= 0, w, rate, low, high, num_positions, ONE)
     last = first + count - 1
     between = tl.maximum(count - 2, 0)
     in_first, in_whole = _num_tiles(start, end, length, rate, first, low, high, tile), tl.maximum((places + tile - 1) // tile, 1)
@@ -146,11 +145,11 @@ def table_kernel(
     spans_at = spans_ptr + (document * BRANCHES + branch) * 4 + 2
     begin = start + segment * length
     to = table_ptr + row.to(tl.int64) * WIDTH
-    tl.store(to, branch, mask=inside)
-    tl.store(to + 1, rate, mask=inside)
-    tl.store(to + 2, begin, mask=inside)
-    tl.store(to + 3, tl.minimum(length, end - begin), mask=inside)
-    tl.store(to + 4, at_tile, mask=inside)
-    tl.store(to + 5, tl.load(spans_at + of_keys * num_documents * BRANCHES * 4, mask=inside, other=0) + segment * places, mask=inside)
-    tl.store(to + 6, places, mask=inside)
-    tl.store(to + 7, tl.load(spans_at, mask=inside, other=0) + segment * places, mask=inside)
+    tl.store(to, branch)
+    tl.store(to + 1, rate)
+    tl.store(to + 2, begin)
+    tl.store(to + 3, tl.minimum(length, end - begin))
+    tl.store(to + 4, at_tile)
+    tl.store(to + 5, tl.load(spans_at + of_keys * num_documents * BRANCHES * 4) + segment * places)
+    tl.store(to + 6, places)
+    tl.store(to + 7, tl.load(spans_at) + segment * places)
