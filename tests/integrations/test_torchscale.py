@@ -330,14 +330,14 @@ def test_what_a_model_here_cannot_do_is_refused_by_name(more: dict[str, int], te
     ("change", "text"),
     [
         ({"num_heads": None}, "num_heads is not given"),
-        ({"num_heads": 5}, "expected a divisor"),
+        ({"num_heads": 5}, "must be a multiple of num_heads"),
         ({"segment_lengths": None}, "segment_lengths is not given"),
         ({"dilation_rates": None}, "dilation_rates is not given"),
         ({"segment_lengths": "__import__('os').getcwd()"}, "expected integers in brackets"),
         ({"segment_lengths": "[np.int64(1024)]"}, "expected integers in brackets"),
         ({"dilation_rates": [1, 2]}, "dilation_rates has 2"),
         ({"attention": "dense"}, "leave segment_lengths"),
-        ({"attention": "sparse"}, "expected 'dilated' or 'dense'"),
+        ({"attention": "sparse"}, "expected one of 'dilated', 'dense'"),
         ({"activation": "tanh"}, "activation is 'tanh'"),
         ({"scale_embedding": True}, "no embed_tokens"),
         ({"ignore": ["nothing"]}, "no weight's name starts"),
@@ -356,7 +356,7 @@ def test_weights_that_are_missing_or_wrong() -> None:
         load_torchscale({k: v for k, v in weights.items() if "fc2.bias" not in k}, kind="encoder", **STACK)
     with pytest.raises(ValueError, match="expected both or none"):
         load_torchscale({k: v for k, v in weights.items() if "inner_attn_ln" not in k}, kind="encoder", **STACK)
-    with pytest.raises(ValueError, match="normalises after each layer"):
+    with pytest.raises(ValueError, match="normalise after each layer"):
         load_torchscale({k: v for k, v in weights.items() if not k.startswith("layer_norm")}, kind="decoder", **STACK)
     with pytest.raises(ValueError, match=r"float32, torch\.float64; say which with dtype="):
         load_torchscale(weights | {"layer_norm.bias": torch.zeros(32).double()}, kind="encoder", **STACK)
@@ -372,7 +372,7 @@ def test_weights_that_are_missing_or_wrong() -> None:
     features = {"embed_tokens.weight": torch.zeros(9, 32)}
     with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
         load_torchscale(weights | features, kind="decoder", **STACK)
-    with pytest.raises(ValueError, match=r"(?s)not belong to one model: .*norm\.weight"):
+    with pytest.raises(ValueError, match=r"layer_norm\.weight has shape \(3,\), for \(32,\)"):
         load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
 
 
