@@ -16,20 +16,10 @@ import torch.distributed as dist
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.sharding.layout import unshard_sequence
-from dilated_attention.integrations import _hf_saving
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import (
-    REGISTERED,
-    STANDS_FOR,
-    Settings,
-    base_of,
-    configs_of,
-    interfaces,
-    name_of,
-    remember,
-    settings_of,
-)
+from dilated_attention.integrations._hf_refusals import warn_of_saving
+from dilated_attention.integrations._hf_settings import REGISTERED, Settings, base_of, configs_of, interfaces, remember, settings_of
 from dilated_attention.integrations.context_parallel import cut, memory
 
 _numbers = itertools.count()
@@ -92,36 +82,35 @@ class ContextParallel:
 
     def _register(self, place: Any, given: dict[str, str]) -> None:
         attentions, masks = interfaces()
-        _hf_saving.install()
-        original = name_of(self.base.config) or "sdpa"
-        settings = REGISTERED.get(original, Settings(kind="ring", layout="zigzag"))
+        original = self.base.config._attn_implementation or "sdpa"
+        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
+        if original in REGISTERED:
+            warn_of_saving(original, self.base.config)
         if settings.kind == "block_sparse":
             raise ValueError(
                 f"attn_implementation is {original!r}, a block pattern, which transformers models have on one process only; expected a "
                 'dense model or "dilated"'
             )
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
-        settings = dataclasses.replace(settings, kind=kind, mesh=None, seq_len=None)
-        settings = settings.with_options({"timeout": self.timeout, "group": place, **given})
+        options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)
         resolved = settings_of(self.name, self.base.config)
         for option, value in given.items():
-            if getattr(resolved, option) != value:
+            if resolved.options[option] != value:
                 raise ValueError(
-                    f"{option} is {value!r}, and the model's config says {getattr(resolved, option)!r}; expected one of them: "
+                    f"{option} is {value!r}, and the model's config says {resolved.options[option]!r}; expected one of them: "
                     f"configure(model, {option}=None) removes the latter"
                 )
-        self.layout = resolved.layout
+        self.layout = resolved.options.get("layout", "contiguous")
         self._mask_of_model = masks()[original]
         for registry, function in ((attentions, self._attend), (masks, self._mask)):
             registry.register(self.name, function)
             self.undo.callback(registry._global_mapping.pop, self.name)
-        STANDS_FOR[self.name] = original
-        self.undo.callback(STANDS_FOR.pop, self.name)
         configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
-        self._configs = list({id(each): each for each in configs if name_of(each) == original}.values())
+        self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
         self._original = original
         self._switch(self.name)
         self.undo.callback(self._switch, original)
