@@ -20,7 +20,8 @@ from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
 from dilated_attention.integrations._hf_refusals import warn_of_saving
 from dilated_attention.integrations._hf_settings import REGISTERED, Settings, base_of, configs_of, interfaces, remember, settings_of
-from dilated_attention.integrations.context_parallel import cut, memory
+from dilated_attention.integrations.context_parallel import cut
+from dilated_attention.integrations.context_parallel.batches import replace
 
 _numbers = itertools.count()
 
@@ -31,7 +32,6 @@ class _Call:
 
     seq_len: int
     cu_seqlens: torch.Tensor | None
-    is_chunked: bool
     has_mask: bool = False
     has_loss: bool = False
 
@@ -55,15 +55,13 @@ class ContextParallel:
         self.base = base_of(model)
         cut.check_model(model, self.base)
         self.timeout, self.whole_logits = timeout, False
-        self.chunk: int | None = None
-        self.head: memory.Head | None = None
         self.undo = undo
         self._call: _Call | None = None
         self._depth = 0
         self._outer = model
         self._register(place, {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None})
         self._loss_of_model = self.base.loss_function
-        memory.replace(undo, self.base, "_loss_function", self._loss)
+        replace(undo, self.base, "_loss_function", self._loss)
         # PEFT calls the forward of its base model, not the module, except in generate()
         for module in {id(each): each for each in (model, self.base)}.values():
             names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -73,10 +71,6 @@ class ContextParallel:
     def remove(self) -> None:
         """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
         self.undo.close()
-
-    def is_chunked(self) -> bool:
-        """Whether the forward under way computes its loss chunk by chunk."""
-        return self._call is not None and self._call.is_chunked
 
     # ---- the attention
 
@@ -167,9 +161,8 @@ class ContextParallel:
         self._check_equal(given)
         cut.check_inputs(given, self.base.config, self.size)
         mine, bounds = cut.cut(given, self._place, self.layout)
-        whole_logits = self.whole_logits and not torch.is_grad_enabled()
         length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
-        self._call = _Call(length, bounds, is_chunked=self.chunk is not None and not whole_logits)
+        self._call = _Call(length, bounds)
         return (), mine
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -180,20 +173,22 @@ class ContextParallel:
         if call is None:
             self._switch(self.name)
             return None
-        hidden = None if self.head is None else self.head.take()
         if outputs is None:
             # the forward raised
             return None
+        # Liger's forwards compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        call.has_loss |= type(outputs).__module__.startswith("liger_kernel.")
         if not call.has_mask or not call.has_loss:
             missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
             raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
         if not hasattr(outputs, "items"):
             raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
         values = dict(outputs.items())
-        if call.is_chunked:
-            assert hidden is not None
-            values.pop("logits")
-        elif self.whole_logits and not torch.is_grad_enabled():
+        if self.group is not None:
+            whole = values["loss"].detach().clone()
+            dist.all_reduce(whole, group=self.group)
+            values["loss"] = whole + self.size * (values["loss"] - values["loss"].detach())
+        if self.whole_logits and not torch.is_grad_enabled():
             others = sorted(values.keys() - {"loss", "logits"})
             if others:
                 raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")
@@ -216,23 +211,12 @@ class ContextParallel:
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = self._call
-        if call is None:
-            loss: torch.Tensor = self._loss_of_model(*args, **kwargs)
-            return loss
-        targets, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
-        if targets is None or count is None:
+        if call is not None and (kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None):
             raise ValueError(
                 f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
                 "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
             )
-        if call.is_chunked:
-            assert self.head is not None and self.chunk is not None
-            part = self.head.summed_loss(args[0] if args else kwargs["logits"], targets, self.chunk) / count
-        else:
-            part = self._loss_of_model(*args, **kwargs)
-        call.has_loss = True
-        if self.group is None:
-            return part
-        whole = part.detach().clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole + self.size * (part - part.detach())
+        if call is not None:
+            call.has_loss = True
+        part: torch.Tensor = self._loss_of_model(*args, **kwargs)
+        return part
