@@ -112,7 +112,8 @@ def attend(
         options["window"] = window
     if settings.is_shared:
         refusals.check_shards(name, settings, mask, rows[1], is_guess, cu_seq_lens_q is not None)
-        options |= {"group": group_of(name), "mesh": None}
+        # one layout for all layers, whatever functions have by default
+        options = {"layout": "contiguous", **options, "group": group_of(name), "mesh": None}
         if mask.seq_len is not None:
             options["seq_len"] = mask.seq_len
         out = (ring_attention if is_dense else ring_dilated_attention)(q, k, v, **options)
