@@ -85,6 +85,19 @@ def test_a_pattern_that_no_config_can_save(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path)(IDS).logits, expected)
 
 
+def test_a_later_call_adds_to_what_was_said(tmp_path: Path) -> None:
+    model = llama("dilated")
+    configure(model, segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
+    assert model.config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES, "pattern": PATTERN.spec()}
+    model.save_pretrained(tmp_path)
+    register()
+    for name in ("dilated", "block_sparse"):
+        model.set_attn_implementation(name)
+        assert torch.equal(load(tmp_path, attn_implementation=name)(IDS).logits, model(IDS).logits)
+    configure(model.config, tail="mask", pattern=None)
+    assert model.config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES, "tail": "mask"}
+
+
 def test_a_model_that_is_not_ours_is_saved_as_before(tmp_path: Path) -> None:
     llama("eager").save_pretrained(tmp_path)
     assert not {"attn_implementation", "dilated_attention"} & set(json.loads((tmp_path / "config.json").read_text()))
