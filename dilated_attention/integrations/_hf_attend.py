@@ -11,7 +11,7 @@ from dilated_attention.functional.arguments import autocast, needs_grad, place_i
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
-from dilated_attention.integrations._hf_settings import OF_WINDOWS, Settings, group_of, settings_of
+from dilated_attention.integrations._hf_settings import OF_PATTERNS, Settings, group_of, settings_of
 
 
 def attend(
@@ -98,7 +98,7 @@ def attend(
     # a layer with a window is dense within it
     is_dense = window is not None or settings.kind == "ring"
     options = {
-        **{name: value for name, value in settings.options.items() if not is_dense or name in OF_WINDOWS[settings.kind]},
+        **{name: value for name, value in settings.options.items() if not (is_dense and name in OF_PATTERNS)},
         "is_causal": mask.is_causal,
         "scale": scaling,
         "cu_seqlens": bounds,

@@ -33,8 +33,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ring": _RING,
     "block_sparse": ("pattern", *_RUN),
 }
-# what attention within a window takes of them
-OF_WINDOWS = {"dilated": _RUN, "ring_dilated": _RING, "ring": _RING, "block_sparse": _RUN}
+# what attention within a window does not take of them
+OF_PATTERNS = (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", "pattern")
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,6 @@ from torch import nn
 from dilated_attention.integrations._weights import Rows, filled, read, read_weights, refuse, shape_of, some
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM
 from dilated_attention.models.config import TORCHSCALE_ENCODER
-from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig, segment_lengths_of
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.vision import LongViT, VisionConfig, longvit_segment_lengths, resized_positions
@@ -178,23 +177,16 @@ def _load_stack(
     source: Any,
     *,
     is_causal: bool,
-    num_heads: int | None = None,
+    attention: str = "dilated",
     segment_lengths: Any = None,
     dilation_rates: Any = None,
-    attention: str = "dilated",
-    activation: str = "gelu",
-    xpos_scale_base: float = 512.0,
-    layer_norm_eps: float = 1e-5,
     mixture_grad: str = "detached",
+    activation: str = "gelu",
     scale_embedding: bool = False,
-    is_pre_norm: bool = False,
-    dropout: float = 0.0,
-    attention_dropout: float = 0.0,
-    drop_path: float = 0.0,
     ignore: Sequence[str] = (),
     device: Any = None,
     dtype: torch.dtype | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> Any:
     weights = read(source, ignore)
     prefix, other = ("decoder.", "encoder.") if is_causal else ("encoder.", "decoder.")
@@ -219,22 +211,17 @@ def _load_stack(
     if is_tied:
         del weights[f"{prefix}output_projection.weight"]
     one_of("activation", activation, ("gelu", "relu", "swish"))
+    fields = {name: settings.pop(name) for name in ("is_pre_norm", *LongNetConfig.__dataclass_fields__) if name in settings}
     config = _stack_config(
         weights,
         prefix,
-        num_heads=num_heads,
         is_causal=is_causal,
-        is_pre_norm=is_pre_norm,
         vocab_size=None if embedding is None else embedding.shape[0],
         tie_embeddings=is_tied or embedding is None,
         scale_embedding=scale_embedding,
-        xpos_scale_base=xpos_scale_base,
-        layer_norm_eps=layer_norm_eps,
-        dropout=dropout,
-        attention_dropout=attention_dropout,
-        drop_path=drop_path,
         **_attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
         ffn="silu" if activation == "swish" else activation,
+        **fields,
     )
     rows: Rows = (
         (r"^(decoder\.)?norm\.", f"{prefix}layer_norm.", None),
@@ -243,7 +230,7 @@ def _load_stack(
         (r"^output\.", f"{prefix}output_projection.", None),
     )
     model: Any = LongNetLM if embedding is not None else LongNetDecoder if is_causal else LongNetEncoder
-    return filled(model(config, device="meta", **options), weights, rows, config.head_dim, device, dtype)
+    return filled(model(config, device="meta", **settings), weights, rows, config.head_dim, device, dtype)
 
 
 def load_slide_encoder(
@@ -307,8 +294,6 @@ def load_slide_encoder(
         norm_eps=norm_eps,
         num_classes=num_classes,
     )
-    if "pos_embed" in weights:
-        _check_table(weights.pop("pos_embed"), config)
     rows: Rows = (
         (r"^encoder\.norm\.", "encoder.layer_norm.", None),
         (r"^tile_embedding\.", "patch_embed.proj.", None),
@@ -317,21 +302,6 @@ def load_slide_encoder(
     model = SlideEncoder(config, device="meta", **options)
     fresh = {} if num_classes is None else _head(num_classes, encoder.embed_dim)
     return filled(model, weights, rows, encoder.head_dim, device, dtype, fresh)
-
-
-def _check_table(table: torch.Tensor, config: SlideEncoderConfig) -> None:
-    """Raises ValueError if a stored position table is not the one computed here; checks its corners, middle and some rows between."""
-    side, width = config.grid_size, config.encoder.embed_dim
-    if tuple(table.shape) != (1, side * side + 1, width):
-        raise ValueError(
-            f"pos_embed has shape {tuple(table.shape)}; "
-            f"expected (1, grid_size² + 1, embed_dim) = {(1, side * side + 1, width)}: set grid_size"
-        )
-    cells = torch.tensor([(x, y) for x in range(0, side, max(1, side // 8)) for y in (0, side // 3, side // 2, side - 1)])
-    rows = grid_positions(cells, width, tile_size=1, grid_size=side)
-    stored = table[0, 1 + cells[:, 0] * side + cells[:, 1]].float().cpu()
-    if table[0, 0].any() or not torch.allclose(stored, rows, atol=1e-2 if table.element_size() < 4 else 1e-5):
-        raise ValueError("pos_embed is not the fixed sine-cosine table of Prov-GigaPath; positions of slides are never learned here")
 
 
 def load_longvit(
@@ -524,7 +494,9 @@ def _attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any,
     return {"attention": "dense"}
 
 
-def _stack_config(weights: dict[str, torch.Tensor], prefix: str, *, is_causal: bool, is_pre_norm: bool, **fields: Any) -> LongNetConfig:
+def _stack_config(
+    weights: dict[str, torch.Tensor], prefix: str, *, is_causal: bool, num_heads: Any = None, is_pre_norm: bool = False, **fields: Any
+) -> LongNetConfig:
     """Returns the configuration of the layers in ``weights``: from shapes and names, and ``fields`` for the rest."""
     norms = {f"{prefix}layers.0.{name}.weight" in weights for name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm")}
     if len(norms) > 1:
@@ -537,9 +509,9 @@ def _stack_config(weights: dict[str, torch.Tensor], prefix: str, *, is_causal: b
             f"there is no {prefix}layer_norm, as in models that normalise after each layer (post-norm, deepnorm), whose residual "
             f"connections differ; those do not exist here{way_out}"
         )
-    _needed("num_heads", fields["num_heads"])
     return LongNetConfig(
         embed_dim=embed_dim,
+        num_heads=_needed("num_heads", num_heads),
         num_layers=sum(re.fullmatch(rf"{prefix}layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in weights),
         ffn_dim=shape_of(weights, f"{prefix}layers.0.ffn.fc1.weight", 2)[0],
         sub_norm=has_sub_norm,

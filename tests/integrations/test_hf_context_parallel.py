@@ -475,17 +475,16 @@ def convolutional() -> Any:
     ],
 )
 def test_models_and_options_that_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message), attached(make(), **options) as handle:
-        handle.base(tokens(), labels=tokens())
+    """And leave no trace."""
+    model = make()
 
+    def state() -> str:
+        return str((vars(model), getattr(getattr(model, "config", None), "_attn_implementation", None)))
 
-def test_a_refusal_leaves_no_trace() -> None:
-    model = llama()
-    before = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
-    with pytest.raises(ValueError, match="layout"), attached(model, layout="spiral"):
+    before = state()
+    with pytest.raises((ValueError, TypeError), match=message), attached(model, **options):
         pass
-    after = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
-    assert str(before) == str(after) and not model._forward_pre_hooks and not model._forward_hooks
+    assert state() == before and not model._forward_pre_hooks and not model._forward_hooks
     assert not [name for name in transformers.AttentionInterface._global_mapping if name.startswith("context_parallel")]
 
 
@@ -547,22 +546,6 @@ def test_a_layout_of_the_config_is_not_overruled() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is set"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is set"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True"),
-    ],
-)
-def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with launched(0, 1):
-        args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, **options})
-        trainer = transformers.Trainer(model=llama(), args=args, train_dataset=Texts(2, 9))
-        with pytest.raises(ValueError, match=message):
-            context_parallel(trainer, size=1)
-
-
 class Penalised(transformers.Trainer):  # type: ignore[misc]
     """Adds a sum over the logits that it is given: those of a part, so that on two processes half of it would be missing."""
 
@@ -570,15 +553,6 @@ class Penalised(transformers.Trainer):  # type: ignore[misc]
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss + outputs.logits.square().mean()
         return (loss, outputs) if return_outputs else loss
-
-
-class OfLogProbabilities(transformers.Trainer):  # type: ignore[misc]
-    """As TRL's trainers: calls the model for other things than its loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")[:, 1:]
-        chosen = model(**inputs).logits[:, :-1].log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0]
-        return -(chosen * (labels != -100)).sum() / num_items_in_batch
 
 
 class Counting(transformers.Trainer):  # type: ignore[misc]
@@ -591,22 +565,31 @@ class Counting(transformers.Trainer):  # type: ignore[misc]
         return super().training_step(*args, **kwargs)
 
 
-def trainer_of(kind: Any, folder: Path) -> Any:
-    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1})
+OWN_LOSS = r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
+# kind, arguments, attributes set afterwards, message
+TRAINERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "smoothing": (transformers.Trainer, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set"),
+    "noise": (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set"),
+    "dispatched": (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
+    "a class with a loss": (Penalised, {}, {}, OWN_LOSS),
+    "a loss bound to one trainer": (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),
+    "several GPUs": (transformers.Trainer, {}, {"_n_gpu": 2}, r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"),
+}
+
+
+def trainer_of(kind: Any, folder: Path, **options: Any) -> Any:
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1, **options})
     return kind(model=llama(), args=args, train_dataset=Texts(2, 9))
 
 
-@pytest.mark.parametrize("kind", [Penalised, OfLogProbabilities, "bound to one trainer"])
-def test_a_loss_of_the_trainer_s_own_is_refused_before_training(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_that_are_refused_before_training(name: str, tmp_path: Path) -> None:
+    kind, options, attributes, message = TRAINERS[name]
     with launched(0, 1):
-        if isinstance(kind, str):
-            trainer = trainer_of(transformers.Trainer, tmp_path)
-            trainer.compute_loss = functools.partial(OfLogProbabilities.compute_loss, trainer)
-        else:
-            trainer = trainer_of(kind, tmp_path)
-        with pytest.raises(
-            ValueError, match=r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
-        ):
+        trainer = trainer_of(kind, tmp_path, **options)
+        for attribute, value in attributes.items():
+            setattr(trainer.args if attribute == "_n_gpu" else trainer, attribute, value)
+        with pytest.raises(ValueError, match=message):
             context_parallel(trainer, size=1)
 
 
@@ -628,14 +611,6 @@ def test_an_older_transformers_is_refused_by_its_release(monkeypatch: pytest.Mon
                 context_parallel(*given, size=1)
 
 
-def test_several_gpus_in_one_process_are_refused_with_two_ways_out(tmp_path: Path) -> None:
-    with launched(0, 1):
-        trainer = trainer_of(transformers.Trainer, tmp_path)
-        trainer.args._n_gpu = 2
-        with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"):
-            context_parallel(trainer, size=1)
-
-
 def test_calls_that_are_refused() -> None:
     with launched(0, 1):
         accelerator = accelerate.Accelerator(cpu=True)
@@ -655,25 +630,21 @@ def test_calls_that_are_refused() -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     with launched(rank, world):
-        model, found = llama(), []
+        model, found, same = llama(), [], tokens(1, 9)
         accelerator = accelerate.Accelerator(cpu=True)
         handle = context_parallel(accelerator, model, group=dist.group.WORLD, timeout=patience())
-        same = tokens(1, 9)
-        swapped = same.flip(1) if rank else same
-        for given in (same + rank, swapped, same[:, : 8 + rank], tokens(1, 1)):
-            try:
-                model(given, labels=given)
-            except ValueError as error:
-                found.append(str(error))
-        try:
-            accelerator.gather_for_metrics(["a word"])
-        except TypeError as error:
-            found.append(str(error))
-        model.model.layers[0].self_attn.attention_dropout = 0.1
-        try:
+
+        def drops() -> None:
+            model.model.layers[0].self_attn.attention_dropout = 0.1
             model.train()(same, labels=same)
-        except ValueError as error:
-            found.append(str(error))
+
+        swapped = same.flip(1) if rank else same
+        batches = [functools.partial(model, x, labels=x) for x in (same + rank, swapped, same[:, : 8 + rank], tokens(1, 1))]
+        for call in (*batches, functools.partial(accelerator.gather_for_metrics, ["a word"]), drops):
+            try:
+                call()
+            except (ValueError, TypeError) as error:
+                found.append(str(error))
         found.append(str(float(model.eval()(same, labels=same).loss)))
         handle.remove()
         found.append(str(float(model(same, labels=same).loss)))
