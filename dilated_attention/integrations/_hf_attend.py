@@ -80,8 +80,15 @@ def attend(
         # before packed rows become one
         refusals.check_pattern(name, settings, mask, query.shape[0])
     dropout_p = float(dropout) if module.training else 0.0
-    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0
-    if is_plain and _is_step(settings, mask, query, key, value, s_aux):
+    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0 and value.shape[3] == key.shape[3]
+    is_step = is_plain and query.shape[2] == 1 and mask.is_causal and not settings.is_shared
+    # one new token from a cache: its kernels read only the keys that it needs, and support no gradients; compiled code would make a graph
+    # for each position
+    if (
+        is_step
+        and settings.options.get("backend", "auto") == "auto"
+        and not (torch.compiler.is_compiling() or needs_grad(query, key, value, s_aux))
+    ):
         q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
         pattern, left = (settings.pattern, None) if window is None else (None, window[0])
@@ -124,18 +131,6 @@ def attend(
     if mask.empty is not None:
         out = out.masked_fill(mask.empty[:, :, None, None], 0)
     return out[..., :value_dim], None
-
-
-def _is_step(
-    settings: Settings, mask: KeyMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-) -> bool:
-    """Whether one new token is decoded from a cache, for which there are kernels that read only the keys it needs."""
-    # these kernels support no gradients and no values shorter than keys, and compiled code would make a graph for each position
-    if value.shape[3] != key.shape[3] or torch.compiler.is_compiling():
-        return False
-    if query.shape[2] != 1 or not mask.is_causal or settings.is_shared or settings.options.get("backend", "auto") != "auto":
-        return False
-    return not needs_grad(query, key, value, sinks)
 
 
 def _mask_of(

@@ -37,6 +37,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     llama,
     masking,
     mistral,
+    model_of,
     modeling,
     on,
     padded,
@@ -61,8 +62,7 @@ def gemma3() -> Any:
     return seeded(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**{**DECODER, **more}))
 
 
-def phi3() -> Any:
-    return seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**{**DECODER, "sliding_window": 11}))
+phi3 = functools.partial(model_of, "Phi3", {"sliding_window": 11})
 
 
 def modernbert() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 import re
@@ -52,24 +53,19 @@ DECODER: dict[str, Any] = {
 HYBRID = ["sliding_attention", "full_attention"]
 
 
-def llama(**changes: Any) -> Any:
-    return seeded(transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**DECODER, **changes}))
+def model_of(kind: str, more: dict[str, Any], name: str = "sdpa", **changes: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**DECODER, **more, **changes})
+    return seeded(getattr(transformers, f"{kind}ForCausalLM"), config, name)
 
 
-def mistral(**changes: Any) -> Any:
-    return seeded(transformers.MistralForCausalLM, transformers.MistralConfig(**{**DECODER, "sliding_window": 7, **changes}))
-
-
-def qwen2(**changes: Any) -> Any:
-    return seeded(transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**{**DECODER, **hybrid(), **changes}))
-
-
-def qwen3(**changes: Any) -> Any:
-    return seeded(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**{**DECODER, **hybrid(), "head_dim": 8, **changes}))
-
-
-def hybrid() -> dict[str, Any]:
-    return {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "layer_types": HYBRID}
+QWEN = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "layer_types": HYBRID}
+# caps that are low enough to change every score
+GEMMA = {"head_dim": 8, "sliding_window": 11, "attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 8}
+llama = functools.partial(model_of, "Llama", {})
+mistral = functools.partial(model_of, "Mistral", {"sliding_window": 7})
+qwen2 = functools.partial(model_of, "Qwen2", QWEN)
+qwen3 = functools.partial(model_of, "Qwen3", {**QWEN, "head_dim": 8})
+gemma2 = functools.partial(model_of, "Gemma2", GEMMA, "eager")
 
 
 def gpt_oss(**changes: Any) -> Any:
@@ -82,12 +78,6 @@ def gpt_oss(**changes: Any) -> Any:
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
     return model
-
-
-def gemma2(**changes: Any) -> Any:
-    """Its caps are low enough to change every score."""
-    more = {"head_dim": 8, "sliding_window": 11, "attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 8, **changes}
-    return seeded(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**{**DECODER, **more}), "eager")
 
 
 def bert(**changes: Any) -> Any:

@@ -348,30 +348,51 @@ def test_settings_that_are_missing_or_wrong(change: dict[str, Any], text: str) -
         load_torchscale(encoder_weights(), **{"kind": "encoder"} | STACK | change)
 
 
-def test_weights_that_are_missing_or_wrong() -> None:
-    weights = encoder_weights()
-    with pytest.raises(ValueError, match=r"no layers.0.ffn.fc2.bias"):
-        load_torchscale({k: v for k, v in weights.items() if "fc2.bias" not in k}, kind="encoder", **STACK)
-    with pytest.raises(ValueError, match="expected both or none"):
-        load_torchscale({k: v for k, v in weights.items() if "inner_attn_ln" not in k}, kind="encoder", **STACK)
-    with pytest.raises(ValueError, match="normalise after each layer"):
-        load_torchscale({k: v for k, v in weights.items() if not k.startswith("layer_norm")}, kind="decoder", **STACK)
-    with pytest.raises(ValueError, match=r"float32, torch\.float64; say which with dtype="):
-        load_torchscale(weights | {"layer_norm.bias": torch.zeros(32).double()}, kind="encoder", **STACK)
-    with pytest.raises(ValueError, match="not weights of TorchScale"):
-        load_torchscale({"weight": torch.zeros(2)})
-    with pytest.raises(TypeError, match="source is a int"):
-        load_torchscale(3)
-    with pytest.raises(TypeError, match="image_size"):
-        load_torchscale(weights, kind="encoder", **STACK, image_size=3)
-    xpos = attention_of(4, head_dim=8)[0]
-    with pytest.raises(ValueError, match="check num_heads"):
-        load_torchscale(xpos, num_heads=2, segment_lengths=[16], dilation_rates=[2])
-    features = {"embed_tokens.weight": torch.zeros(9, 32)}
-    with pytest.raises(ValueError, match=r"ignore=\['embed_tokens'\]"):
-        load_torchscale(weights | features, kind="decoder", **STACK)
-    with pytest.raises(ValueError, match=r"layer_norm\.weight has shape \(3,\), for \(32,\)"):
-        load_torchscale(weights | {"layer_norm.weight": torch.zeros(3)}, kind="encoder", **STACK)
+ATTENTION: dict[str, Any] = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [2]}
+ENCODER = {"kind": "encoder", **STACK}
+
+
+def xpos_weights(**changes: Any) -> dict[str, Any]:
+    return {**attention_of(4, head_dim=8)[0], **changes}
+
+
+def doubled(name: str) -> dict[str, Any]:
+    return xpos_weights(**{name: torch.cat([xpos_weights()[name]] * 2)})
+
+
+def lacking(part: str) -> dict[str, Any]:
+    return {name: value for name, value in encoder_weights().items() if part not in name}
+
+
+BAD_WEIGHTS: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: lacking("fc2.bias"), ENCODER, r"no layers\.0\.ffn\.fc2\.bias"),
+    (lambda: lacking("inner_attn_ln"), ENCODER, "expected both or none"),
+    (
+        lambda: {k: v for k, v in encoder_weights().items() if k[:10] != "layer_norm"},
+        ENCODER | {"kind": "decoder"},
+        "normalise after each layer",
+    ),
+    (lambda: encoder_weights() | {"layer_norm.bias": torch.zeros(32).double()}, ENCODER, r"float32, torch\.float64; say which with dtype="),
+    (lambda: encoder_weights() | {"layer_norm.weight": torch.zeros(3)}, ENCODER, r"layer_norm\.weight has shape \(3,\), for \(32,\)"),
+    (lambda: encoder_weights() | {"embed_tokens.weight": torch.zeros(9, 32)}, ENCODER | {"kind": "decoder"}, r"ignore=\['embed_tokens'\]"),
+    (encoder_weights, ENCODER | {"image_size": 3}, "image_size"),
+    (lambda: {"weight": torch.zeros(2)}, {}, "not weights of TorchScale"),
+    (lambda: 3, {}, "source is a int"),
+    (xpos_weights, ATTENTION | {"num_heads": 2}, "check num_heads"),
+    # no weight is cut, doubled or left beside
+    (lambda: doubled("q_proj.weight"), ATTENTION, "shape"),
+    (lambda: doubled("k_proj.weight"), ATTENTION, "shape"),
+    (lambda: doubled("k_proj.bias"), ATTENTION, r"k_proj\.bias has shape"),
+    (lambda: xpos_weights(**{"_orig_mod.k_proj.bias": torch.zeros(32)}), ATTENTION, "occurs twice"),
+    (lambda: {"model": xpos_weights(), "k_proj.bias": torch.zeros(32)}, ATTENTION, "weights under 'model' and also"),
+    (lambda: {name: value.to(torch.int8) for name, value in attention_of(4)[0].items()}, ATTENTION, "hold integers"),
+]
+
+
+@pytest.mark.parametrize(("weights", "settings", "text"), BAD_WEIGHTS)
+def test_weights_that_are_missing_or_wrong(weights: Any, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        load_torchscale(weights(), **settings)
 
 
 def test_an_encoder_is_no_decoder() -> None:
@@ -545,20 +566,3 @@ def test_modules_of_another_kind() -> None:
             from_torchscale(module)
     with pytest.raises(TypeError, match="use load_torchscale"):
         from_torchscale(encoder_weights())
-
-
-def test_no_weight_is_cut_doubled_or_left_beside() -> None:
-    settings: dict[str, Any] = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [2]}
-    weights, _ = attention_of(4, head_dim=8)
-    for name in ("q_proj", "k_proj"):
-        longer = {**weights, f"{name}.weight": torch.cat([weights[f"{name}.weight"]] * 2)}
-        with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
-            load_torchscale(longer, **settings)
-    with pytest.raises(ValueError, match=r"k_proj\.bias has shape"):
-        load_torchscale({**weights, "k_proj.bias": torch.cat([weights["k_proj.bias"]] * 2)}, **settings)
-    with pytest.raises(ValueError, match="occurs twice"):
-        load_torchscale({**weights, "_orig_mod.k_proj.bias": weights["k_proj.bias"]}, **settings)
-    with pytest.raises(ValueError, match="weights under 'model' and also"):
-        load_torchscale({"model": weights, "k_proj.bias": weights["k_proj.bias"]}, **settings)
-    with pytest.raises(ValueError, match="hold integers"):
-        load_torchscale({name: value.to(torch.int8) for name, value in attention_of(4)[0].items()}, **settings)
