@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention.models import LongNetConfig
 from dilated_attention.models.checkpoint import read_safetensors
 from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 # (pattern of our key, their key, what is done to the value); each kind has rows of its own before these. Attention has the same names
 Rows = tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None], ...]
@@ -25,6 +28,7 @@ LAYERS: Rows = (
     (r"blocks\.(\d+)\.ffn\.down\.", r"layers.\1.ffn.fc2.", None),
     (r"blocks\.(\d+)\.ffn\.norm\.", r"layers.\1.ffn.ffn_layernorm.", None),
 )
+FIRST = "layers.0.self_attn.q_proj.weight"
 # patterns of their keys, and why models that contain them are refused
 _REFUSED = {
     r"\.[AB]\.(.*\.)?(weight|bias)$": "it is a multiway model, with one set of weights for each of two kinds of tokens",
@@ -164,12 +168,76 @@ def refuse(names: Iterable[str]) -> None:
                 raise ValueError(f"{name}: this model cannot be loaded; {reason}")
 
 
+def _missing(name: str, weights: dict[str, torch.Tensor]) -> ValueError:
+    return ValueError(f"there is no {name} among the weights; they are {some(weights)}")
+
+
 def shape_of(weights: dict[str, torch.Tensor], name: str, ndim: int) -> torch.Size:
     if name not in weights:
-        raise ValueError(f"there is no {name} among the weights; they are {some(weights)}")
+        raise _missing(name, weights)
     if weights[name].ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(weights[name].shape)}; expected {ndim} dimensions")
     return weights[name].shape
+
+
+def needed(name: str, value: Any) -> Any:
+    theirs = {"segment_lengths": "segment_length", "dilation_rates": "dilated_ratio", "num_heads": "encoder_attention_heads"}
+    if value is None:
+        raise ValueError(
+            f"{name} is not given, and the weights do not determine it: give what the model was trained with, TorchScale's "
+            f"args.{theirs[name]}"
+        )
+    return value
+
+
+def _integers(name: str, value: Any) -> tuple[int, ...]:
+    """Returns integers, which TorchScale may have as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
+    if isinstance(needed(name, value), str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is {value[:200]!r}; expected integers in brackets, such as '[1024, 2048]'") from error
+    return as_int_tuple(name, value)
+
+
+def attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any, mixture_grad: str) -> dict[str, Any]:
+    """Returns TorchScale's semantics of its dilated attention, or its plain attention, as settings of a module or a ``LongNetConfig``."""
+    one_of("attention", attention, ("dilated", "dense"))
+    if attention == "dilated":
+        lengths, rates = _integers("segment_lengths", segment_lengths), _integers("dilation_rates", dilation_rates)
+        semantics = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": mixture_grad}
+        return {"segment_lengths": lengths, "dilation_rates": rates, **semantics}
+    if segment_lengths is not None or dilation_rates is not None:
+        raise ValueError("attention is 'dense', which has no segments; leave segment_lengths and dilation_rates out")
+    return {"attention": "dense"}
+
+
+def stack_config(
+    weights: dict[str, torch.Tensor], prefix: str, *, is_causal: bool, num_heads: Any = None, is_pre_norm: bool = False, **fields: Any
+) -> LongNetConfig:
+    """Returns the configuration of the layers in ``weights``: from shapes and names, and ``fields`` for the rest."""
+    norms = {f"{prefix}layers.0.{name}.weight" in weights for name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm")}
+    if len(norms) > 1:
+        raise ValueError("there is only one of the two inner norms (self_attn.inner_attn_ln, ffn.ffn_layernorm); expected both or none")
+    has_sub_norm, has_last_norm = norms.pop(), f"{prefix}layer_norm.weight" in weights
+    embed_dim = shape_of(weights, f"{prefix}{FIRST}", 2)[1]
+    if not (has_last_norm or (not is_causal and (has_sub_norm or is_pre_norm))):
+        way_out = "" if is_causal else ". If norms come first in this model, say is_pre_norm=True"
+        raise ValueError(
+            f"there is no {prefix}layer_norm, as in models that normalise after each layer (post-norm, deepnorm), whose residual "
+            f"connections differ; those do not exist here{way_out}"
+        )
+    return LongNetConfig(
+        embed_dim=embed_dim,
+        num_heads=needed("num_heads", num_heads),
+        num_layers=sum(re.fullmatch(rf"{prefix}layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in weights),
+        ffn_dim=shape_of(weights, f"{prefix}layers.0.ffn.fc1.weight", 2)[0],
+        sub_norm=has_sub_norm,
+        positions="xpos" if f"{prefix}layers.0.self_attn.xpos.scale" in weights else "none",
+        final_norm=has_last_norm,
+        is_causal=is_causal,
+        **fields,
+    )
 
 
 def filled(
@@ -191,8 +259,8 @@ def filled(
     scales = {name: weights[name] for name in weights if re.search(r"(^|\.)xpos\.scale$", name)}
     for name, scale in scales.items():
         expected = (torch.arange(0, head_dim, 2, dtype=torch.float64) + 0.4 * head_dim) / (1.4 * head_dim)
-        close = {"atol": 1e-2 if scale.element_size() < 4 else 1e-6}
-        if scale.shape != expected.shape or not torch.allclose(scale.double().cpu(), expected, **close):
+        rounding = 1e-2 if scale.element_size() < 4 else 1e-6
+        if scale.shape != expected.shape or not torch.allclose(scale.double().cpu(), expected, atol=rounding):
             raise ValueError(f"{name} is not XPOS's for head_dim {head_dim}; check num_heads")
 
     def in_halves(x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +277,9 @@ def filled(
         for pattern, name, transform in rows:
             theirs, count = re.subn(pattern, name, theirs)
             transforms += [transform] if count and transform is not None else []
-        value = weights[theirs] if theirs in weights else shape_of(weights, theirs, 0)
+        if theirs not in weights:
+            raise _missing(theirs, weights)
+        value = weights[theirs]
         for transform in transforms:
             value = transform(value)
         if value.shape != parameter.shape:

@@ -117,7 +117,7 @@ def configure(model_or_config: Any, **options: Any) -> None:
         told = {**in_use(config), **told}
     told = {option: value for option, value in told.items() if value is not None}
     refuse_others(told, everything(), "given")
-    plain = {}
+    plain: dict[str, Any] = {}
     for kind in OPTIONS:
         plain |= Settings(kind, {}).with_options(_of(kind, told)).plain()
     configs = configs_of(config)

@@ -10,22 +10,32 @@ shifts all but the first (a warning is given when a call is affected); and it ap
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dilated_attention.integrations._weights import Rows, filled, read, read_weights, refuse, shape_of, some
+from dilated_attention.integrations._weights import (
+    FIRST,
+    Rows,
+    attention_fields,
+    filled,
+    needed,
+    read,
+    read_weights,
+    refuse,
+    shape_of,
+    some,
+    stack_config,
+)
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM
 from dilated_attention.models.config import TORCHSCALE_ENCODER
 from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig, segment_lengths_of
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.models.images.vision import LongViT, VisionConfig, longvit_segment_lengths, resized_positions
 from dilated_attention.modules import MultiheadDilatedAttention
-from dilated_attention.pattern.checks import as_int_tuple, one_of
+from dilated_attention.pattern.checks import one_of
 
 __all__ = ["from_torchscale", "load_attention", "load_decoder", "load_encoder", "load_longvit", "load_slide_encoder", "load_torchscale"]
 
@@ -38,7 +48,6 @@ _REFUSED_ARGS = {
     "layernorm_embedding": "a norm of the embeddings",
     "activation_dropout": "dropout inside the feed-forward layers, for inference set args.activation_dropout = 0",
 }
-_FIRST = "layers.0.self_attn.q_proj.weight"
 
 
 def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = None, **settings: Any) -> Any:
@@ -66,7 +75,7 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
     ...     state, kind="encoder", num_heads=12,
     ...     segment_lengths=[2048, 4096], dilation_rates=[1, 2])
     """
-    loaders = {
+    loaders: dict[str, Any] = {
         "attention": load_attention,
         "encoder": load_encoder,
         "decoder": load_decoder,
@@ -84,15 +93,15 @@ def _kind_of(weights: dict[str, torch.Tensor]) -> str:
     patches = [value.ndim for name, value in weights.items() if name.endswith("patch_embed.proj.weight")]
     if patches:
         return "longvit" if patches[0] == 4 else "slide_encoder"
-    for kind, name in (("attention", "q_proj.weight"), ("encoder", f"encoder.{_FIRST}"), ("decoder", f"decoder.{_FIRST}")):
+    for kind, name in (("attention", "q_proj.weight"), ("encoder", f"encoder.{FIRST}"), ("decoder", f"decoder.{FIRST}")):
         if name in weights:
             return kind
-    if _FIRST in weights:
+    if FIRST in weights:
         raise ValueError(
             "these are the layers of an encoder or of a decoder, which have the same names; say kind='encoder' or kind='decoder'"
         )
     raise ValueError(
-        f"these are not weights of TorchScale that are known here: {some(weights)}; expected q_proj.weight, {_FIRST} or "
+        f"these are not weights of TorchScale that are known here: {some(weights)}; expected q_proj.weight, {FIRST} or "
         "patch_embed.proj.weight among them"
     )
 
@@ -132,8 +141,8 @@ def load_attention(
         raise ValueError(f"xpos_scale_base is {xpos_scale_base} and these weights have no xpos.scale, so no XPOS; leave it out")
     layer = MultiheadDilatedAttention(
         shape_of(weights, "q_proj.weight", 2)[1],
-        _needed("num_heads", num_heads),
-        **_attention_fields("dilated", segment_lengths, dilation_rates, mixture_grad),
+        needed("num_heads", num_heads),
+        **attention_fields("dilated", segment_lengths, dilation_rates, mixture_grad),
         dropout=dropout,
         layer_norm="inner_attn_ln.weight" in weights,
         layer_norm_eps=layer_norm_eps,
@@ -190,8 +199,8 @@ def _load_stack(
 ) -> Any:
     weights = read(source, ignore)
     prefix, other = ("decoder.", "encoder.") if is_causal else ("encoder.", "decoder.")
-    if prefix + _FIRST not in weights:
-        if other + _FIRST in weights:
+    if prefix + FIRST not in weights:
+        if other + FIRST in weights:
             raise ValueError(
                 f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides "
                 f"and a decoder only what comes before: use kind={other[:-1]!r}, or remove the prefix if kind is right"
@@ -212,14 +221,14 @@ def _load_stack(
         del weights[f"{prefix}output_projection.weight"]
     one_of("activation", activation, ("gelu", "relu", "swish"))
     fields = {name: settings.pop(name) for name in ("is_pre_norm", *LongNetConfig.__dataclass_fields__) if name in settings}
-    config = _stack_config(
+    config = stack_config(
         weights,
         prefix,
         is_causal=is_causal,
         vocab_size=None if embedding is None else embedding.shape[0],
         tie_embeddings=is_tied or embedding is None,
         scale_embedding=scale_embedding,
-        **_attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
+        **attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
         ffn="silu" if activation == "swish" else activation,
         **fields,
     )
@@ -274,13 +283,13 @@ def load_slide_encoder(
     """
     weights = read(source, ignore)
     lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
-    encoder = _stack_config(
+    encoder = stack_config(
         weights,
         "encoder.",
         num_heads=num_heads,
         is_causal=False,
         is_pre_norm=True,
-        **_attention_fields("dilated", lengths, dilation_rates, mixture_grad),
+        **attention_fields("dilated", lengths, dilation_rates, mixture_grad),
         layer_norm_eps=layer_norm_eps,
         dropout=dropout,
         drop_path=drop_path,
@@ -351,13 +360,13 @@ def load_longvit(
         dilation_rates = None
     elif segment_lengths is None:
         segment_lengths = longvit_segment_lengths(image_size)
-    encoder = _stack_config(
+    encoder = stack_config(
         weights,
         f"{outer}encoder.",
         num_heads=num_heads,
         is_causal=False,
         is_pre_norm=True,
-        **_attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
+        **attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
         layer_norm_eps=layer_norm_eps,
         drop_path=drop_path,
     )
@@ -460,66 +469,6 @@ def _settings_of(module: Any, attention: Any) -> dict[str, Any]:
     if hasattr(attention, "gathering"):
         return settings | {"segment_lengths": args.segment_length, "dilation_rates": args.dilated_ratio}
     return settings | {"attention": "dense"}
-
-
-def _needed(name: str, value: Any) -> Any:
-    theirs = {"segment_lengths": "segment_length", "dilation_rates": "dilated_ratio", "num_heads": "encoder_attention_heads"}
-    if value is None:
-        raise ValueError(
-            f"{name} is not given, and the weights do not determine it: give what the model was trained with, TorchScale's "
-            f"args.{theirs[name]}"
-        )
-    return value
-
-
-def _integers(name: str, value: Any) -> tuple[int, ...]:
-    """Returns integers, which TorchScale may have as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
-    if isinstance(_needed(name, value), str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is {value[:200]!r}; expected integers in brackets, such as '[1024, 2048]'") from error
-    return as_int_tuple(name, value)
-
-
-def _attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any, mixture_grad: str) -> dict[str, Any]:
-    """Returns TorchScale's semantics of its dilated attention, or its plain attention, as settings of a module or a ``LongNetConfig``."""
-    one_of("attention", attention, ("dilated", "dense"))
-    if attention == "dilated":
-        lengths, rates = _integers("segment_lengths", segment_lengths), _integers("dilation_rates", dilation_rates)
-        semantics = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": mixture_grad}
-        return {"segment_lengths": lengths, "dilation_rates": rates, **semantics}
-    if segment_lengths is not None or dilation_rates is not None:
-        raise ValueError("attention is 'dense', which has no segments; leave segment_lengths and dilation_rates out")
-    return {"attention": "dense"}
-
-
-def _stack_config(
-    weights: dict[str, torch.Tensor], prefix: str, *, is_causal: bool, num_heads: Any = None, is_pre_norm: bool = False, **fields: Any
-) -> LongNetConfig:
-    """Returns the configuration of the layers in ``weights``: from shapes and names, and ``fields`` for the rest."""
-    norms = {f"{prefix}layers.0.{name}.weight" in weights for name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm")}
-    if len(norms) > 1:
-        raise ValueError("there is only one of the two inner norms (self_attn.inner_attn_ln, ffn.ffn_layernorm); expected both or none")
-    has_sub_norm, has_last_norm = norms.pop(), f"{prefix}layer_norm.weight" in weights
-    embed_dim = shape_of(weights, f"{prefix}{_FIRST}", 2)[1]
-    if not (has_last_norm or (not is_causal and (has_sub_norm or is_pre_norm))):
-        way_out = "" if is_causal else ". If norms come first in this model, say is_pre_norm=True"
-        raise ValueError(
-            f"there is no {prefix}layer_norm, as in models that normalise after each layer (post-norm, deepnorm), whose residual "
-            f"connections differ; those do not exist here{way_out}"
-        )
-    return LongNetConfig(
-        embed_dim=embed_dim,
-        num_heads=_needed("num_heads", num_heads),
-        num_layers=sum(re.fullmatch(rf"{prefix}layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in weights),
-        ffn_dim=shape_of(weights, f"{prefix}layers.0.ffn.fc1.weight", 2)[0],
-        sub_norm=has_sub_norm,
-        positions="xpos" if f"{prefix}layers.0.self_attn.xpos.scale" in weights else "none",
-        final_norm=has_last_norm,
-        is_causal=is_causal,
-        **fields,
-    )
 
 
 def _head(num_classes: int, width: int) -> dict[str, torch.Tensor]:
