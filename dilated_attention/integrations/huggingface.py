@@ -112,6 +112,12 @@ def configure(model_or_config: Any, **options: Any) -> None:
             "expected a model of transformers' attention interface, e.g. LlamaForCausalLM"
         )
     config = getattr(model_or_config, "config", model_or_config)
+    configs = configs_of(config)
+    names = [each._attn_implementation for each in configs]
+    if any(str(name).startswith("context_parallel_") for name in names):
+        raise ValueError(
+            "the model is under context_parallel, whose attention no config can name; expected configure before, or after remove()"
+        )
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
     if not options:
         told = {**in_use(config), **told}
@@ -120,14 +126,12 @@ def configure(model_or_config: Any, **options: Any) -> None:
     plain: dict[str, Any] = {}
     for kind in OPTIONS:
         plain |= Settings(kind, {}).with_options(_of(kind, told)).plain()
-    configs = configs_of(config)
-    is_ours = any(each._attn_implementation in REGISTERED for each in configs)
-    for each in configs:
+    is_ours = any(name in REGISTERED for name in names)
+    for each, name in zip(configs, names, strict=True):
         setattr(each, CONFIG_KEY, dict(plain))
         vars(each).pop(NAME_KEY, None)
         if is_ours:
             # a string would hold for the configs within this one, too
-            name = each._attn_implementation
             setattr(each, NAME_KEY, name if configs_of(each) == [each] else {"": name})
 
 

@@ -274,6 +274,8 @@ def test_configs_name_the_model_s_own_attention() -> None:
     expected = dilated(tokens(), labels=tokens()).loss
     with attached(dilated) as handle:
         assert handle.layout == "contiguous" and dilated.config.to_dict() == saved
+        with pytest.raises(ValueError, match=r"expected configure before, or after remove\(\)"):
+            configure(dilated)
         assert dilated(tokens(), labels=tokens()).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 

@@ -26,7 +26,9 @@ from dilated_attention.pattern import DilatedPattern, LocalWindow
 from tests.helpers.pool import patience, pool_of
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     DECODER,
+    LENGTHS,
     LITERAL,
+    RATES,
     N,
     asks,
     bert,
@@ -215,17 +217,21 @@ def shared_call(vocab_size: int) -> tuple[dict[str, Any], torch.Tensor]:
     return {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}, weights
 
 
+SETTINGS = {"dense": DENSE, "dilated": {"segment_lengths": LENGTHS, "dilation_rates": RATES}}
+
+
 @functools.cache
-def expected_of(family: str) -> dict[str, torch.Tensor]:
+def expected_of(family: str, settings: str) -> dict[str, torch.Tensor]:
     """What one process computes; once for the processes of all worlds."""
+    LITERAL[0] = DilatedPattern(SETTINGS[settings]["segment_lengths"], SETTINGS[settings]["dilation_rates"])
     model = FAMILIES[family].make()
     whole, weights = shared_call(model.config.vocab_size)
     return results(on(model, "literal"), whole, whole["attention_mask"], weights)
 
 
-def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Tensor]], layout: str) -> dict[str, float]:
+def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Tensor]], settings: str, layout: str) -> dict[str, float]:
     """Of this rank's logits, and of the gradients' sums over the ranks."""
-    register_dense(layout=layout, timeout=patience())
+    register(**SETTINGS[settings], layout=layout, timeout=patience())
     errors = {}
     for family, expected in wanted.items():
         model = FAMILIES[family].make()
@@ -238,7 +244,7 @@ def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Te
         # a zero more, since all of a rank's rows may be padding
         expected["logits"] = _with_zero(expected["logits"][kept[whole["attention_mask"].bool()]])
         errors[family] = 0.0
-        for attention in ("ring_dilated", "ring"):
+        for attention in ("ring_dilated", "ring") if settings == "dense" else ("ring_dilated",):
             found = results(on(model, attention), shard, real, weights[:, mine])
             for name in sorted(found.keys() - {"logits"}):
                 dist.all_reduce(found[name])
@@ -251,11 +257,13 @@ def _with_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (8, "contiguous")])
-def test_processes_share_a_sequence(world: int, layout: str) -> None:
+def test_processes_share_a_sequence(world: int, layout: str, settings: str) -> None:
     """49 positions, with 2 heads of keys for up to 8 processes."""
     families = tuple(name for name, family in FAMILIES.items() if asks(family.make())) if world < 8 else ("gpt_oss",)
-    for errors in pool_of(world).run(errors_on_a_ring, {family: expected_of(family) for family in families}, layout):
+    wanted = {family: expected_of(family, settings) for family in families}
+    for errors in pool_of(world).run(errors_on_a_ring, wanted, settings, layout):
         assert errors.keys() == set(families) and all(errors[family] <= FAMILIES[family].rounding for family in families), errors
 
 

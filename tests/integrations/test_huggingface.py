@@ -981,46 +981,6 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.Monk
 # ---- sequences that processes share
 
 
-def on_a_ring(rank: int, world: int, kind: str, layout: str, side: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
-    register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
-    model = on(MODELS[kind](), "ring_dilated")
-    mask = None if side == "none" else padded(side, 49)
-    whole = {"input_ids": tokens(2, 49), "labels": tokens(2, 49), "attention_mask": mask}
-    outputs = model(**shard_inputs(whole, layout=layout))
-    outputs.loss.backward()
-    return outputs.logits.detach(), {name: p.grad for name, p in model.named_parameters()}, outputs.loss.item()
-
-
-@pytest.mark.parametrize(
-    "kind, layout, side",
-    [
-        ("llama", "contiguous", "none"),
-        ("qwen3", "contiguous", "right"),
-        ("gpt_oss", "contiguous", "none"),
-        ("llama", "zigzag", "none"),
-        ("mistral", "striped", "left"),
-    ],
-)
-def test_two_processes_share_a_sequence(kind: str, layout: str, side: str) -> None:
-    """49 positions on two processes: logits, the loss and all gradients are those of one."""
-    results = pool_of(2).run(on_a_ring, kind, layout, side)
-    model = on(MODELS[kind](), "dilated")
-    mask = None if side == "none" else padded(side, 49)
-    outputs = model(tokens(2, 49), attention_mask=mask, labels=tokens(2, 49))
-    outputs.loss.backward()
-    whole = torch.empty_like(outputs.logits)
-    for rank, (logits, _, _) in enumerate(results):
-        whole[:, positions_of(49, rank, 2, layout, None)] = logits
-    real = torch.ones(2, 49, dtype=torch.bool) if mask is None else mask.bool()
-    torch.testing.assert_close(whole[real], outputs.logits[real].detach(), atol=1e-10, rtol=0)
-    assert sum(loss for _, _, loss in results) == pytest.approx(outputs.loss.item(), abs=1e-6)
-    if side == "left":
-        # losses of padded positions are those of rows without keys
-        return
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(sum(gradients[name] for _, gradients, _ in results), parameter.grad, atol=1e-8, rtol=0)
-
-
 # documents of 13, 29 and 7 tokens in 49 positions, or with 3 of padding between and behind
 TOLD: dict[str, dict[str, Any]] = {
     "positions": {"position_ids": positions_in(13, 29, 7)},
