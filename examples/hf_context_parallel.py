@@ -1,16 +1,17 @@
 """Fine-tunes a transformers model on sequences that processes share, or finds the longest that one GPU trains on.
 
     python examples/hf_context_parallel.py                                        # tiny, one process, a few seconds on a CPU
-    torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --context 128k --tiled-mlp --chunked-loss --offload
+    torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --context 128k --liger --offload
     python examples/hf_context_parallel.py --longest --model 1b --out build/longest.json        # one GPU, about four minutes
 
 The text is Python's language reference, byte by byte. ``--model`` is ``tiny``, ``1b`` (the shape of Llama 3.2 1B with random weights) or
 the path of a checkpoint. All processes share each sequence unless ``--size`` says how many do. The saved model is a plain one.
 Last line: ``done: … steps of … tokens on … processes, loss … to …; it writes …``
 
-``--longest`` trains on one device with all options, with each of them switched off in turn, and with none: tokens a second and peak
-memory of a step at two lengths, the longest sequence by the straight line through the two peaks, and one step at 95 % of it, on packed
-documents, since one document of a million tokens takes minutes. Last line: ``done: the longest sequence, of all options, has … tokens``
+``--longest`` trains on one device with all options (``pip install liger-kernel``), with each of them switched off in turn, and with none:
+tokens a second and peak memory of a step at two lengths, the longest sequence by the straight line through the two peaks, and one step at
+95 % of it, on packed documents, since one document of a million tokens takes minutes. Last line:
+``done: the longest sequence, of all options, has … tokens``
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dilated_attention.parsing import size
 try:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+    from transformers.integrations.liger import apply_liger_kernel
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
 
@@ -45,11 +47,9 @@ DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SHAPES = {"tiny": {**TINY, "num_key_value_heads": 2}, "1b": {**LLAMA_1B, "num_key_value_heads": 8, "tie_word_embeddings": True}}
-# positions at a time: of MLPs, and of logits, whose 1,024 rows of 128,256 words take 0.5 GB in float32
-TILE, CHUNK = 4096, 1024
 # of the one step at full length
 DOCUMENT_LENGTH = 16384
-OPTIONS = ("tiled_mlp", "chunked_loss", "offload")
+OPTIONS = ("liger", "offload")
 IS_GPU = torch.cuda.is_available()
 
 
@@ -61,11 +61,6 @@ def made(name: str, length: int, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name], **ids, max_position_embeddings=length), dtype=dtype)
 
 
-def attached(target: Any, model: Any, size: int, options: dict[str, bool]) -> Any:
-    tile, chunk = TILE if options["tiled_mlp"] else None, CHUNK if options["chunked_loss"] else None
-    return context_parallel(target, model, size=size, tiled_mlp=tile, chunked_loss=chunk)
-
-
 def train(args: argparse.Namespace) -> None:
     text = torch.tensor(list(DOCUMENT.read_bytes()))
     rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // args.context * args.context].view(-1, args.context)]
@@ -75,11 +70,12 @@ def train(args: argparse.Namespace) -> None:
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=args.lr, logging_steps=1,
         save_strategy="no", report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True, ddp_find_unused_parameters=False,
+        use_liger_kernel=args.liger,
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False, "offload": args.offload},
         **({"fsdp": True, "fsdp_config": wrap} if args.fsdp else {}),
     )  # fmt: skip
     trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows)
-    attached(trainer, None, args.size or settings.world_size, vars(args))
+    context_parallel(trainer, size=args.size or settings.world_size)
     trainer.train()
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -130,8 +126,6 @@ def longest(args: argparse.Namespace) -> None:
     end = time.perf_counter() + 60 * args.minutes
     device = torch.device("cuda" if IS_GPU else "cpu")
     total = args.memory_gib or (torch.cuda.get_device_properties(device).total_memory / 2**30 - 2 if IS_GPU else 4.0)
-    model = made(args.model, 2**21, torch.bfloat16 if IS_GPU else torch.float32).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     described = {"device": torch.cuda.get_device_name() if IS_GPU else "cpu", "torch": torch.__version__, "model": args.model, "GiB": total}
@@ -140,8 +134,12 @@ def longest(args: argparse.Namespace) -> None:
     for without in off:
         options = {name: name not in without for name in OPTIONS}
         name = "all options" if not without else "none" if len(without) > 1 else f"without {without[0]}"
+        model = made(args.model, 2**21, torch.bfloat16 if IS_GPU else torch.float32).to(device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
         model.activation_checkpointing_enable({"use_reentrant": False}, offload=options["offload"] and IS_GPU)
-        handle = attached(Accelerator(cpu=not IS_GPU), model, 1, options)
+        if options["liger"] and IS_GPU:
+            apply_liger_kernel(model, None)
+        handle = context_parallel(Accelerator(cpu=not IS_GPU), model, size=1)
         points = [attempt(model, optimizer, length, 2**30, times=2) for length in (args.context, 2 * args.context)]
         row = found[name] = {"measured": points}
         if None not in points:
@@ -158,6 +156,7 @@ def longest(args: argparse.Namespace) -> None:
                     break
                 aim = aim * 9 // 10 // 64 * 64
         handle.remove()
+        del model, optimizer, handle
         print(f"{name:<22} {json.dumps(row)}", flush=True)
         # after each, so that a run that is stopped leaves what it found
         args.out.write_text(json.dumps(described | {"rows": found}, indent=1))
@@ -172,8 +171,7 @@ def main() -> int:
     parser.add_argument("--size", type=size, help="processes that share a sequence; all of them unless given")
     parser.add_argument("--steps", type=size, default=5)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--tiled-mlp", action="store_true", help=f"{TILE} positions of an MLP at a time")
-    parser.add_argument("--chunked-loss", action="store_true", help=f"{CHUNK} positions of the logits at a time")
+    parser.add_argument("--liger", action="store_true", help="liger-kernel's Triton kernels, whose loss needs no logits; on a GPU")
     parser.add_argument("--offload", action="store_true", help="activation checkpoints in the host's memory; on a GPU")
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters over all processes")
     parser.add_argument("--longest", action="store_true", help="find the longest sequence on one device")
@@ -182,8 +180,8 @@ def main() -> int:
     parser.add_argument("--most", type=size, default=2**21, help="of --longest, tokens of the longest step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if (args.offload or args.fsdp) and not IS_GPU:
-        raise SystemExit("--offload or --fsdp without a GPU, for which torch and accelerate have them; expected a run without")
+    if (args.liger or args.offload or args.fsdp) and not IS_GPU:
+        raise SystemExit("--liger, --offload or --fsdp without a GPU, for which these exist; expected a run without")
     args.context = args.context or (512 if args.model == "tiny" else 16384)
     args.out = args.out or Path("build/longest.json" if args.longest else "runs/hf_context_parallel")
     longest(args) if args.longest else train(args)

@@ -11,7 +11,7 @@ from dilated_attention.functional.arguments import autocast, needs_grad, place_i
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations import _hf_refusals as refusals
 from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
-from dilated_attention.integrations._hf_settings import BRANCH_OPTIONS, Settings, group_of, settings_of
+from dilated_attention.integrations._hf_settings import OF_PATTERNS, Settings, group_of, settings_of
 
 
 def attend(
@@ -61,6 +61,8 @@ def attend(
     refusals.refuse_cross_attention(name, module, config)
     settings = settings_of(name, config)
     mask = _mask_of(name, settings, module, attention_mask, query, key.shape[2], is_causal)
+    if module.training and torch.is_grad_enabled() and config is not None and mask.seq_len is None:
+        refusals.warn_of_saving(name, config)
     is_tensor = isinstance(attention_mask, torch.Tensor)
     is_alone = is_tensor and attention_mask.ndim == 4
     if is_tensor and sliding_window is None:
@@ -78,12 +80,18 @@ def attend(
         # before packed rows become one
         refusals.check_pattern(name, settings, mask, query.shape[0])
     dropout_p = float(dropout) if module.training else 0.0
-    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0
-    if is_plain and _is_step(settings, mask, query, key, value, s_aux):
+    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0 and value.shape[3] == key.shape[3]
+    is_step = is_plain and query.shape[2] == 1 and mask.is_causal and not settings.is_shared
+    # one new token from a cache: its kernels read only the keys that it needs, and support no gradients; compiled code would make a graph
+    # for each position
+    if (
+        is_step
+        and settings.options.get("backend", "auto") == "auto"
+        and not (torch.compiler.is_compiling() or needs_grad(query, key, value, s_aux))
+    ):
         q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
-        pattern = None if window is not None else settings.pattern if settings.kind == "block_sparse" else settings.branches()
-        left = None if window is None else window[0]
+        pattern, left = (settings.pattern, None) if window is None else (None, window[0])
         return decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=s_aux), None
     if mask.num_filled < key.shape[2]:
         key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
@@ -94,7 +102,10 @@ def attend(
         v = torch.nn.functional.pad(v, (0, q.shape[3] - value_dim))
     if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and not settings.is_shared:
         q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-    options: dict[str, Any] = {
+    # a layer with a window is dense within it
+    is_dense = window is not None or settings.kind == "ring"
+    options = {
+        **{name: value for name, value in settings.options.items() if not (is_dense and name in OF_PATTERNS)},
         "is_causal": mask.is_causal,
         "scale": scaling,
         "cu_seqlens": bounds,
@@ -102,48 +113,24 @@ def attend(
         "sinks": s_aux,
         "softcap": softcap,
         "dropout_p": dropout_p,
-        "deterministic": settings.deterministic or bool(deterministic),
-        "backend": settings.backend,
+        "deterministic": settings.options.get("deterministic", False) or bool(deterministic),
     }
-    branches = {name: getattr(settings, name) for name in BRANCH_OPTIONS}
+    if is_dense:
+        options["window"] = window
     if settings.is_shared:
         refusals.check_shards(name, settings, mask, rows[1], is_guess, cu_seq_lens_q is not None)
-        options |= {
-            "group": group_of(name),
-            "layout": settings.layout,
-            "exchange": settings.exchange,
-            "seq_len": settings.seq_len if mask.seq_len is None else mask.seq_len,
-            "ranks_per_node": settings.ranks_per_node,
-            "timeout": settings.timeout,
-        }
-        if window is not None or settings.kind == "ring":
-            out = ring_attention(q, k, v, window=window, **options)
-        else:
-            out = ring_dilated_attention(q, k, v, **branches, **options)
+        # one layout for all layers, whatever functions have by default
+        options = {"layout": "contiguous", **options, "group": group_of(name), "mesh": None}
+        if mask.seq_len is not None:
+            options["seq_len"] = mask.seq_len
+        out = (ring_attention if is_dense else ring_dilated_attention)(q, k, v, **options)
     else:
         options["query_offset"] = mask.query_offset
-        if window is not None:
-            out = attention(q, k, v, window=window, **options)
-        elif settings.kind == "block_sparse":
-            out = block_sparse_attention(q, k, v, settings.pattern, **options)
-        else:
-            out = dilated_attention(q, k, v, **branches, **options)
-        out = out.reshape(*rows, *out.shape[2:])
+        function = attention if is_dense else block_sparse_attention if settings.kind == "block_sparse" else dilated_attention
+        out = function(q, k, v, **options).reshape(*rows, q.shape[2], q.shape[3])
     if mask.empty is not None:
         out = out.masked_fill(mask.empty[:, :, None, None], 0)
     return out[..., :value_dim], None
-
-
-def _is_step(
-    settings: Settings, mask: KeyMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-) -> bool:
-    """Whether one new token is decoded from a cache, for which there are kernels that read only the keys it needs."""
-    # these kernels support no gradients and no values shorter than keys, and compiled code would make a graph for each position
-    if value.shape[3] != key.shape[3] or torch.compiler.is_compiling():
-        return False
-    if query.shape[2] != 1 or not mask.is_causal or settings.is_shared or settings.backend != "auto":
-        return False
-    return not needs_grad(query, key, value, sinks)
 
 
 def _mask_of(

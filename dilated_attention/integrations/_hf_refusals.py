@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, Settings, group_of
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, Settings, group_of
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
@@ -116,8 +116,7 @@ def check_part(name: str, attention_mask: torch.Tensor, is_causal: bool) -> None
 
 
 def check_pattern(name: str, settings: Settings, mask: KeyMask, num_batch: int) -> None:
-    pattern = settings.pattern
-    assert pattern is not None
+    pattern: Any = settings.pattern
     pattern.check_batch(num_batch)
     if mask.query_offset == 0 or pattern.is_prefix_stable:
         return
@@ -207,5 +206,15 @@ def warn_of_windows_only(name: str, config: Any) -> None:
             f'attn_implementation="{name}" changes nothing in {type(config).__name__}: '
             "all its layers have sliding windows, which stay as the model was trained. "
             f"To spread the layers over the whole sequence, set config.sliding_window = None; config.{CONFIG_KEY} says what they then see",
+            stacklevel=3,
+        )
+
+
+def warn_of_saving(name: str, config: Any) -> None:
+    """Warns, once, that what is trained with this attention loads as a dense model, since transformers saves no implementation."""
+    if not torch.compiler.is_compiling() and not hasattr(config, NAME_KEY):
+        warnings.warn(
+            f"a model is trained with attention {name!r}, which its config does not name: saved so, it loads with transformers' own. "
+            f"configure(model) writes the name and the settings to the config; of an adapter, load the base model with {NAME_KEY}={name!r}",
             stacklevel=3,
         )

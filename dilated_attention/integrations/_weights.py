@@ -1,16 +1,46 @@
-"""Reads weights from a dict, a module or a file, and takes them one by one so that none is forgotten. Never runs pickled code."""
+"""Reads weights from a dict, a module or a file, which never runs pickled code, and fills models with them by a table of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dilated_attention.models import LongNetConfig
 from dilated_attention.models.saving import read_safetensors
+from dilated_attention.models.stack import LongNetStack
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern.checks import as_int_tuple, one_of
 
+# (pattern of our key, their key, what is done to the value); each kind has rows of its own before these. Attention has the same names
+Rows = tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None], ...]
+LAYERS: Rows = (
+    (r"blocks\.(\d+)\.attention\.", r"layers.\1.self_attn.", None),
+    (r"blocks\.(\d+)\.attention_norm\.", r"layers.\1.self_attn_layer_norm.", None),
+    (r"blocks\.(\d+)\.ffn_norm\.", r"layers.\1.final_layer_norm.", None),
+    (r"blocks\.(\d+)\.ffn\.up\.", r"layers.\1.ffn.fc1.", None),
+    (r"blocks\.(\d+)\.ffn\.down\.", r"layers.\1.ffn.fc2.", None),
+    (r"blocks\.(\d+)\.ffn\.norm\.", r"layers.\1.ffn.ffn_layernorm.", None),
+)
+FIRST = "layers.0.self_attn.q_proj.weight"
+# patterns of their keys, and why models that contain them are refused
+_REFUSED = {
+    r"\.[AB]\.(.*\.)?(weight|bias)$": "it is a multiway model, with one set of weights for each of two kinds of tokens",
+    r"(^|\.)moe_layer\.": "it has mixture-of-experts layers; only dense feed-forward layers exist here",
+    r"(^|\.)encoder_attn": "its decoder attends to an encoder's output; only stacks of self-attention exist here",
+    r"relative_(position|attention_bias)": "it adds relative position biases to its scores; attention kernels here take none",
+    r"(^|\.)layernorm_embedding\.": "it normalises embeddings (layernorm_embedding); such a norm does not exist here",
+    r"(^|\.)embed_positions\.": "it adds learned or sinusoidal positions to token embeddings (embed_positions), which start at 2 "
+    "as in fairseq; models here have rotary positions, XPOS or none",
+    r"flat_param": "its weights are flattened by FSDP; save a full state dict first",
+    r"\.ffn\.gate\.": "its feed-forward layers are gated linear units; those of LongNet are not",
+}
 # parts of torch.load's messages about objects that it refuses to make
 _REFUSED_BY_TORCH = ("GLOBAL", "Can only create new object", "Can only build", "unrecognized function")
 # keys under which training programs store the weights
@@ -78,7 +108,7 @@ def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
     beside = [name for name, value in source.items() if isinstance(value, torch.Tensor)]
     if found and beside:
         raise ValueError(
-            f"this file has weights under {found[0]!r} and also others ({_some(map(str, beside))}); pass the dict that is meant, or "
+            f"this file has weights under {found[0]!r} and also others ({some(map(str, beside))}); pass the dict that is meant, or "
             f"part={found[0]!r}"
         )
     return source[found[0]] if found else source
@@ -113,90 +143,194 @@ def _load_file(path: Path) -> Any:
         ) from error
 
 
-def without(names: dict[str, torch.Tensor], ignore: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Returns ``names`` without those that start with a prefix in ``ignore``; each prefix must match some name."""
+def some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")
+
+
+def read(source: Any, ignore: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Returns the weights without those whose names start with a prefix in ``ignore``; each prefix must match some name."""
+    weights = read_weights(source)
     if isinstance(ignore, str):
         raise TypeError(f"ignore is {ignore!r}; expected a list of prefixes, such as [{ignore!r}]")
     for prefix in ignore:
-        if not any(name.startswith(prefix) for name in names):
+        if not any(name.startswith(prefix) for name in weights):
             raise ValueError(f"ignore has {prefix!r}, and no weight's name starts with it")
-    return {name: value for name, value in names.items() if not name.startswith(tuple(ignore))}
+    weights = {name: value for name, value in weights.items() if not name.startswith(tuple(ignore))}
+    refuse(weights)
+    return weights
 
 
-class Weights:
-    """Weights that are taken by name, each once, under the names of another model; at the end none may be left.
+def refuse(names: Iterable[str]) -> None:
+    for name in names:
+        for pattern, reason in _REFUSED.items():
+            if re.search(pattern, name):
+                raise ValueError(f"{name}: this model cannot be loaded; {reason}")
+
+
+def _missing(name: str, weights: dict[str, torch.Tensor]) -> ValueError:
+    return ValueError(f"there is no {name} among the weights; they are {some(weights)}")
+
+
+def shape_of(weights: dict[str, torch.Tensor], name: str, ndim: int) -> torch.Size:
+    if name not in weights:
+        raise _missing(name, weights)
+    if weights[name].ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(weights[name].shape)}; expected {ndim} dimensions")
+    return weights[name].shape
+
+
+def needed(name: str, value: Any) -> Any:
+    theirs = {"segment_lengths": "segment_length", "dilation_rates": "dilated_ratio", "num_heads": "encoder_attention_heads"}
+    if value is None:
+        raise ValueError(
+            f"{name} is not given, and the weights do not determine it: give what the model was trained with, TorchScale's "
+            f"args.{theirs[name]}"
+        )
+    return value
+
+
+def _integers(name: str, value: Any) -> tuple[int, ...]:
+    """Returns integers, which TorchScale may have as text: ``"[1024,2048]"``. Text is read as JSON, never evaluated."""
+    if isinstance(needed(name, value), str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is {value[:200]!r}; expected integers in brackets, such as '[1024, 2048]'") from error
+    return as_int_tuple(name, value)
+
+
+def attention_fields(attention: str, segment_lengths: Any, dilation_rates: Any, mixture_grad: str) -> dict[str, Any]:
+    """Returns TorchScale's semantics of its dilated attention, or its plain attention, as settings of a module or a ``LongNetConfig``."""
+    one_of("attention", attention, ("dilated", "dense"))
+    if attention == "dilated":
+        lengths, rates = _integers("segment_lengths", segment_lengths), _integers("dilation_rates", dilation_rates)
+        semantics = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": mixture_grad}
+        return {"segment_lengths": lengths, "dilation_rates": rates, **semantics}
+    if segment_lengths is not None or dilation_rates is not None:
+        raise ValueError("attention is 'dense', which has no segments; leave segment_lengths and dilation_rates out")
+    return {"attention": "dense"}
+
+
+def stack_config(
+    weights: dict[str, torch.Tensor], prefix: str, *, is_causal: bool, num_heads: Any = None, is_pre_norm: bool = False, **fields: Any
+) -> LongNetConfig:
+    """Returns the configuration of the layers in ``weights``: from shapes and names, and ``fields`` for the rest."""
+    norms = {f"{prefix}layers.0.{name}.weight" in weights for name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm")}
+    if len(norms) > 1:
+        raise ValueError("there is only one of the two inner norms (self_attn.inner_attn_ln, ffn.ffn_layernorm); expected both or none")
+    has_sub_norm, has_last_norm = norms.pop(), f"{prefix}layer_norm.weight" in weights
+    embed_dim = shape_of(weights, f"{prefix}{FIRST}", 2)[1]
+    if not (has_last_norm or (not is_causal and (has_sub_norm or is_pre_norm))):
+        way_out = "" if is_causal else ". If norms come first in this model, say is_pre_norm=True"
+        raise ValueError(
+            f"there is no {prefix}layer_norm, as in models that normalise after each layer (post-norm, deepnorm), whose residual "
+            f"connections differ; those do not exist here{way_out}"
+        )
+    return LongNetConfig(
+        embed_dim=embed_dim,
+        num_heads=needed("num_heads", num_heads),
+        num_layers=sum(re.fullmatch(rf"{prefix}layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in weights),
+        ffn_dim=shape_of(weights, f"{prefix}layers.0.ffn.fc1.weight", 2)[0],
+        sub_norm=has_sub_norm,
+        positions="xpos" if f"{prefix}layers.0.self_attn.xpos.scale" in weights else "none",
+        final_norm=has_last_norm,
+        is_causal=is_causal,
+        **fields,
+    )
+
+
+def filled(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    rows: Rows,
+    head_dim: int,
+    device: Any,
+    dtype: torch.dtype | None,
+    fresh: dict[str, torch.Tensor] | None = None,
+) -> Any:
+    """Loads the weights, copied, into ``model``, built on meta, and returns it in eval mode. None may be missing or left over.
 
     Args:
-        weights: name → tensor.
-        prefix: a prefix of all names passed to the methods.
+        rows: of this kind, see ``LAYERS``.
+        fresh: new parameters by our keys, which are not taken from the weights.
     """
+    fresh = fresh or {}
+    scales = {name: weights[name] for name in weights if re.search(r"(^|\.)xpos\.scale$", name)}
+    for name, scale in scales.items():
+        expected = (torch.arange(0, head_dim, 2, dtype=torch.float64) + 0.4 * head_dim) / (1.4 * head_dim)
+        rounding = 1e-2 if scale.element_size() < 4 else 1e-6
+        if scale.shape != expected.shape or not torch.allclose(scale.double().cpu(), expected, atol=rounding):
+            raise ValueError(f"{name} is not XPOS's for head_dim {head_dim}; check num_heads")
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        self._all = weights
-        self._left = set(weights)
-        self.prefix = prefix
-        self.taken: dict[str, torch.Tensor] = {}
+    def in_halves(x: torch.Tensor) -> torch.Tensor:
+        # XPOS turns neighbouring dimensions in TorchScale, and halves here
+        return x if x.shape[0] % head_dim else x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def __contains__(self, name: str) -> bool:
-        return self.prefix + name in self._all
-
-    def peek(self, name: str, ndim: int) -> torch.Tensor:
-        """Returns a weight, which must exist, without taking it."""
-        value = self._all.get(self.prefix + name)
-        if value is None:
-            raise ValueError(f"there is no {self.prefix}{name} among the weights; they are {_some(self._all)}")
-        if value.ndim != ndim:
-            raise ValueError(f"{self.prefix}{name} has shape {tuple(value.shape)}; expected {ndim} dimensions")
-        return value
-
-    def take(self, name: str, into: str, ndim: int) -> torch.Tensor:
-        """Takes the weight ``name`` under the name ``into`` and returns it."""
-        value = self.peek(name, ndim)
-        self._left.discard(self.prefix + name)
-        self.taken[into] = value
-        return value
-
-    def take_linear(self, name: str, into: str, *, order: torch.Tensor | None = None) -> None:
-        """Takes the weight and bias of a linear layer, with the rows in ``order``."""
-        for kind, ndim in (("weight", 2), ("bias", 1)):
-            value = self.take(f"{name}.{kind}", f"{into}.{kind}", ndim)
-            if order is not None:
-                if value.shape[0] != order.numel():
-                    raise ValueError(
-                        f"{self.prefix}{name}.{kind} has shape {tuple(value.shape)}; "
-                        f"expected {order.numel()} rows, as many as the model is wide"
-                    )
-                self.taken[f"{into}.{kind}"] = value[order.to(value.device)]
-
-    def take_norm(self, name: str, into: str) -> None:
-        for kind in ("weight", "bias"):
-            self.take(f"{name}.{kind}", f"{into}.{kind}", 1)
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Drops weights that are left out on purpose; the names include the prefix."""
-        self._left -= set(names)
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """Returns all that was taken; raises an error that names what was not."""
-        if self._left:
+    rows = (*rows, *LAYERS, *(((r"([qk]_proj)", r"\1", in_halves),) if scales else ()))
+    taken: dict[str, torch.Tensor] = {}
+    left = weights.keys() - scales.keys()
+    for ours, parameter in model.state_dict().items():
+        if ours in fresh:
+            continue
+        theirs, transforms = ours, []
+        for pattern, name, transform in rows:
+            theirs, count = re.subn(pattern, name, theirs)
+            transforms += [transform] if count and transform is not None else []
+        if theirs not in weights:
+            raise _missing(theirs, weights)
+        value = weights[theirs]
+        for transform in transforms:
+            value = transform(value)
+        if value.shape != parameter.shape:
             raise ValueError(
-                f"{len(self._left)} of {len(self._all)} weights have no place in this model: {_some(self._left)}; "
-                "leave them out with ignore=(…), prefixes of their names, if that is right"
+                f"{theirs} has shape {tuple(weights[theirs].shape)}, for {tuple(parameter.shape)} here; expected that of the other weights"
             )
-        return self.taken
-
-
-def place(weights: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Copies the weights to ``device`` and ``dtype``; None keeps their device, and their dtype, which must be the same for all."""
-    odd = [name for name, value in weights.items() if not value.is_floating_point()]
+        left.discard(theirs)
+        taken[ours] = value
+    if left:
+        raise ValueError(
+            f"{len(left)} of {len(weights)} weights have no place in this model: {some(left)}; "
+            "leave them out with ignore=(…), prefixes of their names, if that is right"
+        )
+    odd = [name for name, value in taken.items() if not value.is_floating_point()]
     if odd:
-        raise ValueError(f"{_some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be dequantised first")
-    found = sorted({str(value.dtype) for value in weights.values()})
-    if dtype is None and len(found) > 1:
-        raise ValueError(f"these weights have the dtypes {', '.join(found)}; say which with dtype=")
-    return {name: value.to(device=device, dtype=dtype, copy=True) for name, value in weights.items()}
+        raise ValueError(f"{some(odd)} hold integers; expected weights of a floating dtype: quantised ones have to be dequantised first")
+    dtypes = {value.dtype for value in taken.values()}
+    if dtype is None and len(dtypes) > 1:
+        raise ValueError(f"these weights have the dtypes {', '.join(sorted(map(str, dtypes)))}; say which with dtype=")
+    taken = {name: value.to(device=device, dtype=dtype, copy=True) for name, value in taken.items()}
+    like = next(iter(taken.values()))
+    model.load_state_dict(taken | {name: value.to(like) for name, value in fresh.items()}, assign=True)
+    model.requires_grad_()
+    # hooks go on a stack, not on each of its layers: layers without hooks need less memory
+    watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
+    for module in watched:
+        pattern = _pattern_of(module)
+        if isinstance(pattern, DilatedPattern) and any(w % r for w, r in pattern.branches):
+            module.register_forward_pre_hook(_warn_if_shifted, with_kwargs=True)
+    return model.eval()
 
 
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")
+def _pattern_of(module: Any) -> Any:
+    return module.config.pattern if isinstance(module, LongNetStack) else module.attention.pattern
+
+
+def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warns of a (w, r) for which TorchScale shifts all segments after the first: r does not divide w, and N > w."""
+    x, bounds = args[0] if args else kwargs.get("x", kwargs.get("query")), kwargs.get("cu_seqlens")
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or x.ndim != 3:
+        return
+    shifted = [(w, r) for w, r in _pattern_of(module).branches if w % r and x.shape[1] > w]
+    if not shifted:
+        return
+    # bounds are only read if the whole batch is long enough
+    length = x.shape[1] if bounds is None else int(bounds.diff().max())
+    for w, r in shifted:
+        if length > w:
+            warnings.warn(
+                f"{length} positions in segments of {w} with dilation rate {r}, which does not divide {w}: TorchScale's own output is "
+                "shifted from the second segment on, an error that is not reproduced here, so these weights give a different result there",
+                stacklevel=3,
+            )
+            return

@@ -19,10 +19,22 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from dilated_attention.integrations import _hf_refusals, _hf_saving
+from dilated_attention.integrations import _hf_refusals
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, KINDS, OPTIONS, Settings, configs_of, interfaces, remember
+from dilated_attention.integrations._hf_settings import (
+    CONFIG_KEY,
+    NAME_KEY,
+    OPTIONS,
+    REGISTERED,
+    Settings,
+    configs_of,
+    everything,
+    in_use,
+    interfaces,
+    refuse_others,
+    remember,
+)
 from dilated_attention.integrations._hf_shards import shard_inputs
 from dilated_attention.integrations.context_parallel import ContextParallel, context_parallel
 from dilated_attention.pattern.checks import one_of
@@ -56,9 +68,8 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     if name is None:
         if kind is not None:
             raise ValueError(f"kind is {kind!r} without a name; expected register({kind!r}, …) or register(name, kind={kind!r}, …)")
-        _refuse_unknown(options)
-        wanted = {each: {option: value for option, value in options.items() if option in OPTIONS[each]} for each in KINDS}
-        kinds = {each: each for each in KINDS}
+        refuse_others(options, everything(), "given")
+        found = {each: Settings(each, {}).with_options(_of(each, options)) for each in OPTIONS}
     else:
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r} ({type(name).__name__}); expected a string")
@@ -67,15 +78,12 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
                 f"name is {name!r}; expected one without {', '.join(_TAKEN)}, by which transformers knows its own, e.g. 'dilated_wide'"
             )
         if kind is None:
-            kind = name if name in KINDS else "block_sparse" if "pattern" in options else "dilated"
-        one_of("kind", kind, KINDS)
-        if name in KINDS and name != kind:
+            kind = name if name in OPTIONS else "block_sparse" if "pattern" in options else "dilated"
+        one_of("kind", kind, tuple(OPTIONS))
+        if name in OPTIONS and name != kind:
             raise ValueError(f"name is {name!r} with kind={kind!r}; expected another name for it")
-        wanted, kinds = {name: options}, {name: kind}
-    # check all of them before registering any
-    found = {each: Settings(kind=kinds[each]).with_options(wanted[each]) for each in wanted}
+        found = {name: Settings(kind, {}).with_options(options)}
     _hf_refusals.ignore(ignored)
-    _hf_saving.install()
     for each, settings in found.items():
         remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))
@@ -83,9 +91,11 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
 
 
 def configure(model_or_config: Any, **options: Any) -> None:
-    """Writes the settings of a model's layers to its config, so that they are saved with the model: ``config.dilated_attention = {…}``.
+    """Writes a model's attention to its config, with which transformers saves it: ``config.dilated_attention = {…}``, and its name.
 
-    A later call adds to the dict and replaces what it names. Configs within the config, e.g. of a model of text and images, are set, too.
+    Without options it writes what the model computes with now. A later call adds to the dict and replaces what it names. Configs within
+    the config, e.g. of a model of text and images, are set, too. transformers reads the name, ``config.attn_implementation``, and does not
+    keep it: call this again after ``from_pretrained`` or ``set_attn_implementation``, before the model is saved.
 
     Args:
         model_or_config: a transformers model, or its config.
@@ -102,19 +112,28 @@ def configure(model_or_config: Any, **options: Any) -> None:
             "expected a model of transformers' attention interface, e.g. LlamaForCausalLM"
         )
     config = getattr(model_or_config, "config", model_or_config)
+    configs = configs_of(config)
+    names = [each._attn_implementation for each in configs]
+    if any(str(name).startswith("context_parallel_") for name in names):
+        raise ValueError(
+            "the model is under context_parallel, whose attention no config can name; expected configure before, or after remove()"
+        )
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
+    if not options:
+        told = {**in_use(config), **told}
     told = {option: value for option, value in told.items() if value is not None}
-    _refuse_unknown(told)
+    refuse_others(told, everything(), "given")
     plain: dict[str, Any] = {}
-    for kind in KINDS:
-        mine = {option: value for option, value in told.items() if option in OPTIONS[kind]}
-        plain |= Settings(kind=kind).with_options(mine).plain(mine)
-    for each in configs_of(config):
+    for kind in OPTIONS:
+        plain |= Settings(kind, {}).with_options(_of(kind, told)).plain()
+    is_ours = any(name in REGISTERED for name in names)
+    for each, name in zip(configs, names, strict=True):
         setattr(each, CONFIG_KEY, dict(plain))
+        vars(each).pop(NAME_KEY, None)
+        if is_ours:
+            # a string would hold for the configs within this one, too
+            setattr(each, NAME_KEY, name if configs_of(each) == [each] else {"": name})
 
 
-def _refuse_unknown(options: Iterable[str]) -> None:
-    known = {option for options_of in OPTIONS.values() for option in options_of}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} given; expected some of {', '.join(sorted(known))}")
+def _of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if option in OPTIONS[kind]}

@@ -10,25 +10,43 @@ shifts all but the first (a warning is given when a call is affected); and it ap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dilated_attention.integrations._torchscale_images import load_longvit, load_slide_encoder
-from dilated_attention.integrations._torchscale_sequence import load_attention, load_decoder, load_encoder
-from dilated_attention.integrations._torchscale_stack import check_names
-from dilated_attention.integrations._weights import read_weights
+from dilated_attention.integrations._weights import (
+    FIRST,
+    Rows,
+    attention_fields,
+    filled,
+    needed,
+    read,
+    read_weights,
+    refuse,
+    shape_of,
+    some,
+    stack_config,
+)
+from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM
+from dilated_attention.models.config import TORCHSCALE_ENCODER
+from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig, segment_lengths_of
+from dilated_attention.models.images.slide_encoder import SlideEncoder
+from dilated_attention.models.images.vision import LongViT, VisionConfig, longvit_segment_lengths, resized_positions
+from dilated_attention.modules import MultiheadDilatedAttention
+from dilated_attention.pattern.checks import one_of
 
 __all__ = ["from_torchscale", "load_attention", "load_decoder", "load_encoder", "load_longvit", "load_slide_encoder", "load_torchscale"]
 
-_LOADERS: dict[str, Callable[..., Any]] = {
-    "attention": load_attention,
-    "encoder": load_encoder,
-    "decoder": load_decoder,
-    "slide_encoder": load_slide_encoder,
-    "longvit": load_longvit,
+# args of modules, and why they are refused
+_REFUSED_ARGS = {
+    "multiway": "separate weights for two kinds of tokens",
+    "deepnorm": "deepnorm's residual connections",
+    "moe_freq": "mixture-of-experts layers",
+    "rel_pos_buckets": "relative position biases",
+    "layernorm_embedding": "a norm of the embeddings",
+    "activation_dropout": "dropout inside the feed-forward layers, for inference set args.activation_dropout = 0",
 }
 
 
@@ -57,33 +75,328 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
     ...     state, kind="encoder", num_heads=12,
     ...     segment_lengths=[2048, 4096], dilation_rates=[1, 2])
     """
+    loaders: dict[str, Any] = {
+        "attention": load_attention,
+        "encoder": load_encoder,
+        "decoder": load_decoder,
+        "slide_encoder": load_slide_encoder,
+        "longvit": load_longvit,
+    }
     weights = read_weights(source, part)
-    if kind is None:
-        kind = _kind_of(weights)
-    if kind not in _LOADERS:
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(map(repr, _LOADERS))}")
-    return _LOADERS[kind](weights, **settings)
+    kind = _kind_of(weights) if kind is None else kind
+    one_of("kind", kind, tuple(loaders))
+    return loaders[kind](weights, **settings)
 
 
 def _kind_of(weights: dict[str, torch.Tensor]) -> str:
-    check_names(list(weights))
-    if "q_proj.weight" in weights:
-        return "attention"
-    patches = [value for name, value in weights.items() if name.endswith("patch_embed.proj.weight")]
+    refuse(weights)
+    patches = [value.ndim for name, value in weights.items() if name.endswith("patch_embed.proj.weight")]
     if patches:
-        return "longvit" if patches[0].ndim == 4 else "slide_encoder"
-    first = "layers.0.self_attn.q_proj.weight"
-    for kind in ("encoder", "decoder"):
-        if f"{kind}.{first}" in weights:
+        return "longvit" if patches[0] == 4 else "slide_encoder"
+    for kind, name in (("attention", "q_proj.weight"), ("encoder", f"encoder.{FIRST}"), ("decoder", f"decoder.{FIRST}")):
+        if name in weights:
             return kind
-    if first in weights:
+    if FIRST in weights:
         raise ValueError(
             "these are the layers of an encoder or of a decoder, which have the same names; say kind='encoder' or kind='decoder'"
         )
     raise ValueError(
-        f"these are not weights of TorchScale that are known here: {', '.join(sorted(weights)[:8])}; expected q_proj.weight, {first} or "
+        f"these are not weights of TorchScale that are known here: {some(weights)}; expected q_proj.weight, {FIRST} or "
         "patch_embed.proj.weight among them"
     )
+
+
+def load_attention(
+    source: Any,
+    *,
+    num_heads: int | None = None,
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    xpos_scale_base: float = 512.0,
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    dropout: float = 0.0,
+    backend: str = "auto",
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> MultiheadDilatedAttention:
+    """Loads one TorchScale ``DilatedAttention`` from weights named ``q_proj.weight`` …
+
+    In a decoder, call its forward with ``is_causal=True``.
+
+    Args:
+        source: see ``load_torchscale``.
+        num_heads: H; TorchScale's ``encoder_attention_heads`` or ``decoder_attention_heads``.
+        segment_lengths, dilation_rates: TorchScale's ``segment_length`` and ``dilated_ratio``, as lists or as text.
+        xpos_scale_base: XPOS's scale base, if the weights have XPOS.
+        layer_norm_eps: TorchScale's ``layernorm_eps``.
+        mixture_grad: ``"detached"``, which is TorchScale's gradient · ``"exact"``.
+        dropout: TorchScale's ``attention_dropout``.
+        backend: ``"auto"`` or a name of ``list_backends()``.
+        device, dtype: those of the parameters; None for those of the weights.
+    """
+    weights = read(source)
+    has_xpos = "xpos.scale" in weights
+    if not has_xpos and xpos_scale_base != 512.0:
+        raise ValueError(f"xpos_scale_base is {xpos_scale_base} and these weights have no xpos.scale, so no XPOS; leave it out")
+    layer = MultiheadDilatedAttention(
+        shape_of(weights, "q_proj.weight", 2)[1],
+        needed("num_heads", num_heads),
+        **attention_fields("dilated", segment_lengths, dilation_rates, mixture_grad),
+        dropout=dropout,
+        layer_norm="inner_attn_ln.weight" in weights,
+        layer_norm_eps=layer_norm_eps,
+        rotary=has_xpos,
+        xpos_scale_base=xpos_scale_base if has_xpos else None,
+        backend=backend,
+        device="meta",
+    )
+    return filled(layer, weights, (), layer.head_dim, device, dtype)
+
+
+def load_encoder(source: Any, **settings: Any) -> LongNetEncoder | LongNetLM:
+    """Loads TorchScale's ``LongNetEncoder``; with token embeddings, a LongNetLM with ``is_causal=False``.
+
+    Args:
+        source: see ``load_torchscale``; names may start with ``encoder.``.
+        settings: see ``load_decoder``.
+    """
+    return _load_stack(source, is_causal=False, **settings)
+
+
+def load_decoder(source: Any, **settings: Any) -> LongNetDecoder | LongNetLM:
+    """Loads TorchScale's ``LongNetDecoder``; with token embeddings, a LongNetLM.
+
+    Args:
+        source: see ``load_torchscale``; names may start with ``decoder.``.
+        num_heads, segment_lengths, dilation_rates, xpos_scale_base, layer_norm_eps, mixture_grad: see ``load_attention``.
+        attention: ``"dilated"`` · ``"dense"``, for TorchScale's plain ``Encoder`` and ``Decoder``, without segments and rates.
+        activation: TorchScale's ``activation_fn``: ``"gelu"`` · ``"relu"`` · ``"swish"``.
+        scale_embedding: multiply embeddings by sqrt(E), which is TorchScale's ``no_scale_embedding=False``. Its own default is not to.
+        is_pre_norm: norms come before each layer; needed if the weights do not determine this.
+        dropout, attention_dropout, drop_path: for further training; drop_path is TorchScale's ``drop_path_rate``.
+        ignore: prefixes of the names of weights to leave out.
+        backend, checkpoint_activations: see ``LongNetDecoder``.
+        device, dtype: see ``load_attention``.
+    """
+    return _load_stack(source, is_causal=True, **settings)
+
+
+def _load_stack(
+    source: Any,
+    *,
+    is_causal: bool,
+    attention: str = "dilated",
+    segment_lengths: Any = None,
+    dilation_rates: Any = None,
+    mixture_grad: str = "detached",
+    activation: str = "gelu",
+    scale_embedding: bool = False,
+    ignore: Sequence[str] = (),
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> Any:
+    weights = read(source, ignore)
+    prefix, other = ("decoder.", "encoder.") if is_causal else ("encoder.", "decoder.")
+    if prefix + FIRST not in weights:
+        if other + FIRST in weights:
+            raise ValueError(
+                f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides "
+                f"and a decoder only what comes before: use kind={other[:-1]!r}, or remove the prefix if kind is right"
+            )
+        prefix = ""
+    embedding, output = weights.get(f"{prefix}embed_tokens.weight"), weights.get(f"{prefix}output_projection.weight")
+    if embedding is None and scale_embedding:
+        raise ValueError(
+            "scale_embedding is True and the weights have no embed_tokens; multiply your embeddings by sqrt(embed_dim) instead"
+        )
+    if embedding is not None and output is None:
+        raise ValueError(
+            "there is embed_tokens.weight and no output_projection.weight, so this model makes no logits; leave the embedding out with "
+            "ignore=['embed_tokens'], and feed the layers embeddings"
+        )
+    is_tied = embedding is not None and output is not None and embedding.shape == output.shape and torch.equal(embedding, output)
+    if is_tied:
+        del weights[f"{prefix}output_projection.weight"]
+    one_of("activation", activation, ("gelu", "relu", "swish"))
+    fields = {name: settings.pop(name) for name in ("is_pre_norm", *LongNetConfig.__dataclass_fields__) if name in settings}
+    config = stack_config(
+        weights,
+        prefix,
+        is_causal=is_causal,
+        vocab_size=None if embedding is None else embedding.shape[0],
+        tie_embeddings=is_tied or embedding is None,
+        scale_embedding=scale_embedding,
+        **attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
+        ffn="silu" if activation == "swish" else activation,
+        **fields,
+    )
+    rows: Rows = (
+        (r"^(decoder\.)?norm\.", f"{prefix}layer_norm.", None),
+        (r"^(decoder\.)?blocks\.", f"{prefix}blocks.", None),
+        (r"^embedding\.", f"{prefix}embed_tokens.", None),
+        (r"^output\.", f"{prefix}output_projection.", None),
+    )
+    model: Any = LongNetLM if embedding is not None else LongNetDecoder if is_causal else LongNetEncoder
+    return filled(model(config, device="meta", **settings), weights, rows, config.head_dim, device, dtype)
+
+
+def load_slide_encoder(
+    source: Any,
+    *,
+    num_heads: int = 16,
+    max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE,
+    tile_size: int = 256,
+    segment_lengths: Any = None,
+    dilation_rates: Any = TORCHSCALE_ENCODER["dilation_rates"],
+    grid_size: int = 1000,
+    global_pool: bool = False,
+    num_classes: int | None = None,
+    norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    ignore: Sequence[str] = (),
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> SlideEncoder:
+    """Loads Prov-GigaPath's slide encoder, ``slide_encoder.pth``: the released one (768 × 12 layers) and others of its family.
+
+    Args:
+        source: see ``load_torchscale``.
+        num_heads: number of heads; 16 in all released models.
+        max_wsi_size, tile_size: Prov-GigaPath's arguments, which determine the segments; 262144 and 256 by default.
+        segment_lengths: the segment lengths themselves; None for ``segment_lengths_of(max_wsi_size, tile_size)``.
+        dilation_rates: 1, 2, 4, 8, 16 in all released models.
+        grid_size: Prov-GigaPath's ``slide_ngrids``.
+        global_pool: use the mean of the tiles instead of the class token.
+        num_classes: to start fine-tuning, a new head of this many classes.
+        norm_eps, layer_norm_eps: ε of the last norm, and of the layers' norms.
+        mixture_grad: see ``load_attention``.
+        dropout, drop_path: for further training; Prov-GigaPath uses 0.25 and 0.1.
+        ignore: prefixes of the names of weights to leave out.
+        device, dtype: see ``load_attention``.
+        options: ``backend``, ``checkpoint_activations``; for slides shared by processes ``group``, ``mesh`` …: see ``SlideEncoder``.
+    """
+    weights = read(source, ignore)
+    lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
+    encoder = stack_config(
+        weights,
+        "encoder.",
+        num_heads=num_heads,
+        is_causal=False,
+        is_pre_norm=True,
+        **attention_fields("dilated", lengths, dilation_rates, mixture_grad),
+        layer_norm_eps=layer_norm_eps,
+        dropout=dropout,
+        drop_path=drop_path,
+    )
+    config = SlideEncoderConfig(
+        encoder=encoder,
+        in_dim=shape_of(weights, "patch_embed.proj.weight", 2)[1],
+        grid_size=grid_size,
+        tile_size=tile_size,
+        global_pool=global_pool,
+        norm_eps=norm_eps,
+        num_classes=num_classes,
+    )
+    rows: Rows = (
+        (r"^encoder\.norm\.", "encoder.layer_norm.", None),
+        (r"^tile_embedding\.", "patch_embed.proj.", None),
+        (r"^class_token$", "cls_token", lambda token: token[0, 0] if token.ndim == 3 and token.shape[:2] == (1, 1) else token),
+    )
+    model = SlideEncoder(config, device="meta", **options)
+    fresh = {} if num_classes is None else _head(num_classes, encoder.embed_dim)
+    return filled(model, weights, rows, encoder.head_dim, device, dtype, fresh)
+
+
+def load_longvit(
+    source: Any,
+    *,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    num_heads: int = 16,
+    segment_lengths: Any = None,
+    dilation_rates: Any = TORCHSCALE_ENCODER["dilation_rates"],
+    attention: str = "dilated",
+    layer_norm_eps: float = 1e-5,
+    mixture_grad: str = "detached",
+    norm_eps: float | None = None,
+    drop_path: float = 0.0,
+    ignore: Sequence[str] = (),
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> LongViT:
+    """Loads LongViT: its backbone, its classifiers (single-process or sequence-parallel, with the same names), or its DINO pretraining.
+
+    The pooling follows from the file. With ``model.…``, ``fc_norm`` and ``head`` it is a classifier: norm of the mean. With ``backbone.…``
+    and a norm it is the pretraining: mean of the norms; its projection head (``head.mlp``, ``head.last_layer``) is left out. A bare
+    backbone returns patches.
+
+    Args:
+        source: see ``load_torchscale``.
+        image_size: side in pixels of the images to run on; None for that of the stored positions. Another size resizes the positions as
+            LongViT's fine-tuning does, but without rounding them to float16, and uses the segments of that size.
+        num_classes: to start fine-tuning, a new norm and a new head of this many classes instead of the file's.
+        num_heads: number of heads; 16 in LongViT-small.
+        segment_lengths: None for ``longvit_segment_lengths(image_size)``.
+        dilation_rates: 1, 2, 4, 8, 16 in LongViT.
+        attention: ``"dilated"`` · ``"dense"``, which is LongViT's ``flash_attention=False``, without segments and rates.
+        norm_eps: ε of the norm at the pooling; None for LongViT's, 1e-5 in a classifier and 1e-6 in the pretraining.
+        layer_norm_eps, mixture_grad, drop_path, ignore, device, dtype, options: see ``load_slide_encoder``.
+    """
+    weights = read(source, ignore)
+    outer = next((p for p in ("model.", "backbone.") if f"{p}pos_embed" in weights), "")
+    _, channels, patch, _ = shape_of(weights, f"{outer}patch_embed.proj.weight", 4)
+    if image_size is None:
+        image_size = int(shape_of(weights, f"{outer}pos_embed", 3)[1] ** 0.5 + 0.5) * patch
+    if image_size % patch:
+        raise ValueError(f"image_size is {image_size}; expected a multiple of the patches' side, {patch}")
+    if attention == "dense":
+        dilation_rates = None
+    elif segment_lengths is None:
+        segment_lengths = longvit_segment_lengths(image_size)
+    encoder = stack_config(
+        weights,
+        f"{outer}encoder.",
+        num_heads=num_heads,
+        is_causal=False,
+        is_pre_norm=True,
+        **attention_fields(attention, segment_lengths, dilation_rates, mixture_grad),
+        layer_norm_eps=layer_norm_eps,
+        drop_path=drop_path,
+    )
+    # the norm and head of a classifier are outside its backbone, those of the pretraining inside
+    around = "" if outer == "model." else outer
+    norm = next((name for name in ("fc_norm", "norm") if f"{around}{name}.weight" in weights), None)
+    head = weights.get(f"{around}head.weight") if norm == "fc_norm" else None
+    fresh: dict[str, torch.Tensor] = {}
+    pooling: dict[str, Any] = {"pooling": "none" if norm is None else "mean_norm", "num_classes": None if head is None else head.shape[0]}
+    if num_classes is not None:
+        fresh = {"norm.weight": torch.ones(encoder.embed_dim), "norm.bias": torch.zeros(encoder.embed_dim)}
+        fresh |= _head(num_classes, encoder.embed_dim)
+        pooling = {"pooling": "mean_norm", "num_classes": num_classes}
+    elif norm == "norm":
+        pooling = {"pooling": "norm_mean", "norm_eps": 1e-6}
+    unused = [f"{around}{name}." for name in ("fc_norm", "norm", "head") if fresh]
+    unused += ["head.mlp.", "head.last_layer."] if outer == "backbone." else []
+    weights = {name: value for name, value in weights.items() if not name.startswith(tuple(unused))}
+    if norm_eps is not None:
+        pooling["norm_eps"] = norm_eps
+    config = VisionConfig(encoder=encoder, image_size=image_size, patch_size=patch, in_channels=channels, **pooling)
+    rows: Rows = (
+        (r"^encoder\.norm\.", "encoder.layer_norm.", None),
+        (r"^encoder\.", f"{outer}encoder.", None),
+        (r"^patch_embedding\.", f"{outer}patch_embed.proj.", None),
+        (r"^positions$", f"{outer}pos_embed", lambda positions: resized_positions(positions, config.grid)),
+        (r"^norm\.", f"{around}{norm}.", None),
+        (r"^head\.", f"{around}head.", None),
+    )
+    return filled(LongViT(config, device="meta", **options), weights, rows, encoder.head_dim, device, dtype, fresh)
 
 
 def from_torchscale(module: nn.Module, **options: Any) -> Any:
@@ -107,82 +420,57 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
     foreign: Any = module
     while isinstance(getattr(foreign, "module", None), nn.Module):
         foreign = foreign.module
+    kind = type(foreign).__name__
     if hasattr(foreign, "q_proj"):
-        settings = _attention_settings(_arguments(foreign), foreign)
+        settings = _settings_of(foreign, foreign)
         if "attention" in settings:
-            raise TypeError(f"module is a {type(foreign).__name__}, which is not dilated; load the encoder or decoder around it")
+            raise TypeError(f"module is a {kind}, which is not dilated; load the encoder or decoder around it")
         return load_attention(foreign, dropout=float(foreign.dropout), **settings, **options)
     backbone = foreign.model if hasattr(foreign, "fc_norm") and isinstance(getattr(foreign, "model", None), nn.Module) else foreign
     stack = backbone.encoder if hasattr(backbone, "patch_embed") else backbone
     if not hasattr(stack, "layers") or not len(stack.layers):
-        raise TypeError(
-            f"module is a {type(foreign).__name__}; expected TorchScale's attention, encoder or decoder, or a model around them"
-        )
-    settings = _stack_settings(stack)
+        raise TypeError(f"module is a {kind}; expected TorchScale's attention, encoder or decoder, or a model around them")
+    if not getattr(stack.layers[0], "normalize_before", True):
+        raise ValueError("normalize_before is False; models here normalise before each layer, never after it (post-norm)")
+    settings = _settings_of(stack, stack.layers[0].self_attn)
+    settings |= {name: float(getattr(stack.args, name)) for name in ("dropout", "attention_dropout")}
+    settings |= {"drop_path": float(stack.args.drop_path_rate), "activation": str(stack.args.activation_fn)}
+    settings["scale_embedding"] = stack.embed_scale != 1.0
     if backbone is stack:
         # only layers of a decoder have the attribute for cross-attention
         load = load_decoder if hasattr(stack.layers[0], "encoder_attn") else load_encoder
         return load(foreign, is_pre_norm=True, **settings, **options)
-    for name, default in (("activation", "gelu"), ("scale_embedding", False), ("attention_dropout", 0.0), ("xpos_scale_base", 512.0)):
-        if settings.pop(name, default) != default:
-            raise ValueError(
-                f"{name} of {type(foreign).__name__} is not {default!r}, TorchScale's default, as in every such model that is known here"
-            )
-    if hasattr(backbone, "cls_token"):
-        if settings.pop("attention", "dilated") != "dilated":
-            raise ValueError("this slide encoder has no dilated attention; Prov-GigaPath's have")
+    usual: dict[str, Any] = {"activation": "gelu", "scale_embedding": False, "attention_dropout": 0.0, "xpos_scale_base": 512.0}
+    is_slide_encoder = hasattr(backbone, "cls_token")
+    usual |= {"attention": "dilated"} if is_slide_encoder else {"dropout": 0.0}
+    for name, value in usual.items():
+        if settings.pop(name, value) != value:
+            raise ValueError(f"{name} of {kind} is not {value!r}, TorchScale's default, as in every such model that is known here")
+    if is_slide_encoder:
         for name, theirs in (("tile_size", "tile_size"), ("grid_size", "slide_ngrids"), ("global_pool", "global_pool")):
             settings[name] = getattr(backbone, theirs)
         return load_slide_encoder(foreign, norm_eps=backbone.norm.eps, **settings, **options)
-    if settings.pop("dropout"):
-        raise ValueError("dropout of this LongViT is not 0, TorchScale's default, as in every LongViT that is known here")
     norm = getattr(foreign, "fc_norm", getattr(foreign, "norm", None))
     return load_longvit(foreign, norm_eps=None if norm is None else norm.eps, **settings, **options)
 
 
-def _arguments(module: Any) -> Any:
-    """Returns the ``args`` of a TorchScale module, checked for what is not supported here."""
+def _settings_of(module: Any, attention: Any) -> dict[str, Any]:
+    """Returns what the ``args`` of a TorchScale module say of its attention, checked for what is not supported here."""
     args = getattr(module, "args", None)
     if args is None:
         raise TypeError(f"{type(module).__name__} has no args; expected a module of TorchScale's: for weights use load_torchscale")
-    reasons = {
-        "multiway": "separate weights for two kinds of tokens",
-        "deepnorm": "deepnorm's residual connections",
-        "moe_freq": "mixture-of-experts layers",
-        "rel_pos_buckets": "relative position biases",
-        "layernorm_embedding": "a norm of the embeddings",
-        "activation_dropout": "dropout inside the feed-forward layers, for inference set args.activation_dropout = 0",
-    }
-    for name, reason in reasons.items():
+    for name, reason in _REFUSED_ARGS.items():
         if getattr(args, name, False):
             raise ValueError(f"args.{name} is {getattr(args, name)!r}; models here do not have it: {reason}")
-    return args
-
-
-def _attention_settings(args: Any, attention: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "num_heads": attention.num_heads,
-        "layer_norm_eps": args.layernorm_eps,
-    }
+    settings: dict[str, Any] = {"num_heads": attention.num_heads, "layer_norm_eps": args.layernorm_eps}
     # TorchScale's args contain it whether or not XPOS is used
     if getattr(attention, "xpos", None) is not None:
         settings["xpos_scale_base"] = float(getattr(args, "xpos_scale_base", 512))
     if hasattr(attention, "gathering"):
-        settings |= {"segment_lengths": args.segment_length, "dilation_rates": args.dilated_ratio}
-    else:
-        settings["attention"] = "dense"
-    return settings
+        return settings | {"segment_lengths": args.segment_length, "dilation_rates": args.dilated_ratio}
+    return settings | {"attention": "dense"}
 
 
-def _stack_settings(stack: Any) -> dict[str, Any]:
-    args = _arguments(stack)
-    layer = stack.layers[0]
-    if not getattr(layer, "normalize_before", True):
-        raise ValueError("normalize_before is False; models here normalise before each layer, never after it (post-norm)")
-    return _attention_settings(args, layer.self_attn) | {
-        "activation": str(args.activation_fn),
-        "scale_embedding": stack.embed_scale != 1.0,
-        "dropout": float(args.dropout),
-        "attention_dropout": float(args.attention_dropout),
-        "drop_path": float(args.drop_path_rate),
-    }
+def _head(num_classes: int, width: int) -> dict[str, torch.Tensor]:
+    """Returns a new head, as the models initialise theirs."""
+    return {"head.weight": nn.init.trunc_normal_(torch.empty(num_classes, width), std=0.02), "head.bias": torch.zeros(num_classes)}

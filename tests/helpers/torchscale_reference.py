@@ -1,7 +1,7 @@
 """TorchScale's dilated models restated in float64: what its layers, Prov-GigaPath's slide encoder and LongViT compute, key by key.
 
 Written from what those programs compute, zero keys, shifted segments and gradient-free mixture included; none of their code is here.
-Weights are dicts under TorchScale's own names. `bench train-infer --tasks parity` holds the loaders against the real code.
+Weights are dicts under TorchScale's own names. `python -m benchmarks train-infer --tasks parity` holds the loaders against the real code.
 """
 
 from __future__ import annotations

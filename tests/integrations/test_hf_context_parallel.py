@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,18 +202,12 @@ CASES: dict[str, dict[str, Any]] = {
     "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
     "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
-    "tiles, chunks and checkpoints": {
+    "checkpoints": {
         "size": 2,
-        "options": {"tiled_mlp": 10, "chunked_loss": 7},
         "args": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
     },
     "compiled": {"size": 2, "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "eager"}},
-    "fsdp": {
-        "size": 2,
-        "world": 4,
-        "options": {"tiled_mlp": 10, "chunked_loss": 7},
-        "args": {"use_cpu": False, "fsdp": True, "fsdp_config": FSDP},
-    },
+    "fsdp": {"size": 2, "world": 4, "args": {"use_cpu": False, "fsdp": True, "fsdp_config": FSDP}},
 }
 
 
@@ -234,7 +229,7 @@ def test_a_trainer_takes_the_steps_of_one_process(name: str, tmp_path: Path) -> 
 
 def test_a_stream_and_metrics_are_those_of_the_data_parallel_processes(tmp_path: Path) -> None:
     """Three samples are evaluated, so that the last batch of two processes has one more, which metrics must not see."""
-    case = {"is_stream": True, "predict": True, "evaluated": 3, "options": {"chunked_loss": 20}}
+    case = {"is_stream": True, "predict": True, "evaluated": 3}
     expected, _ = pool_of(2).run(trained, str(tmp_path / "plain"), {**case})
     for found in pool_of(4).run(trained, str(tmp_path / "shared"), {**case, "size": 2}, timeout=120):
         check(found, expected)
@@ -279,6 +274,8 @@ def test_configs_name_the_model_s_own_attention() -> None:
     expected = dilated(tokens(), labels=tokens()).loss
     with attached(dilated) as handle:
         assert handle.layout == "contiguous" and dilated.config.to_dict() == saved
+        with pytest.raises(ValueError, match=r"expected configure before, or after remove\(\)"):
+            configure(dilated)
         assert dilated(tokens(), labels=tokens()).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -295,7 +292,7 @@ def looped(rank: int, world: int, size: int | None, batch: int) -> dict[str, Any
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         # equal numbers of targets, since this loop takes the mean of its batches' losses
         rows = [{"input_ids": row, "labels": row} for row in tokens(8, 31)]
-        handle = context_parallel(accelerator, model, size=size, timeout=patience(), tiled_mlp=4) if size else None
+        handle = context_parallel(accelerator, model, size=size, timeout=patience()) if size else None
         loader = DataLoader(rows, batch_size=batch, shuffle=False)
         wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses = []
@@ -401,20 +398,44 @@ def test_code_of_the_page_runs(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "tuned" / "model.safetensors").exists()
 
 
-# ---- memory
+# ---- losses without logits
 
 
-def test_tiles_and_chunks_are_what_layers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tiles, chunks, real = llama(), [], [], torch.nn.functional.cross_entropy
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: tiles.append(out.shape[1]))
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda x, *args, **kwargs: chunks.append(len(x)) or real(x, *args, **kwargs))
-    plain = model(tokens(), labels=tokens())
-    with attached(model, tiled_mlp=16, chunked_loss=30):
+class OfLiger(transformers.modeling_outputs.CausalLMOutputWithPast):  # type: ignore[misc]
+    """What liger-kernel's forwards return."""
+
+
+OfLiger.__module__ = "liger_kernel.transformers.model.output_classes"
+
+
+def forward_of_liger(self: Any, input_ids: Any = None, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+    """As liger-kernel's: the loss comes of hidden states and the output layer's weight, in training without logits."""
+    count = kwargs.pop("num_items_in_batch")
+    logits = self.lm_head(self.model(input_ids=input_ids, **kwargs)[0]).float()
+    return OfLiger(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum") / count)
+
+
+def without_logits(rank: int, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    with launched(rank, world):
+        model = llama().train()
+        context_parallel(accelerate.Accelerator(cpu=True), model, size=world, timeout=patience())
+        # as the Trainer, which applies it when it begins to train
+        model.forward = types.MethodType(forward_of_liger, model)
         outputs = model(tokens(), labels=tokens())
-        assert outputs.logits is None and outputs.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
-    assert (tiles, chunks) == ([50, 16, 16, 16, 2], [100, 30, 30, 30, 10])
-    again = model(tokens(), labels=tokens())
-    assert torch.equal(again.logits, plain.logits) and torch.equal(again.loss, plain.loss) and (tiles[-1], chunks[-1]) == (50, 100)
+        assert outputs.logits is None
+        outputs.loss.backward()
+        return outputs.loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_loss_that_liger_computes_without_logits_is_that_of_the_whole() -> None:
+    """liger-kernel 0.8.5 itself, which needs Triton, did the same under Triton's interpreter."""
+    model = llama().train()
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    results = pool_of(2).run(without_logits)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(sum(gradients[name] for _, gradients in results) / 2, p.grad, atol=TOLERANCE, rtol=0)
+    assert [found for found, _ in results] == pytest.approx([loss.item()] * 2, rel=1e-6)
 
 
 # ---- refusals
@@ -450,25 +471,22 @@ def convolutional() -> Any:
         (bert_of, {}, "the loss of BertForMaskedLM is ForMaskedLMLoss, which may be no sum over positions"),
         (mamba, {}, "MambaForCausalLM has linear_attention"),
         (lambda: torch.nn.Linear(2, 2), {}, "model is a Linear; expected a model of transformers"),
-        (gemma2, {"chunked_loss": 5}, "changes its logits after the output layer, e.g. by a softcap"),
         (convolutional, {}, "a convolution, 'model.mix'"),
-        (llama, {"tiled_mlp": 0}, "tiled_mlp is 0"),
         (llama, {"layout": "spiral"}, "layout"),
         (llama, {"exchange": "post"}, "exchange"),
     ],
 )
 def test_models_and_options_that_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message), attached(make(), **options) as handle:
-        handle.base(tokens(), labels=tokens())
+    """And leave no trace."""
+    model = make()
 
+    def state() -> str:
+        return str((vars(model), getattr(getattr(model, "config", None), "_attn_implementation", None)))
 
-def test_a_refusal_leaves_no_trace() -> None:
-    model = llama()
-    before = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
-    with pytest.raises(ValueError, match="tiled_mlp"), attached(model, chunked_loss=3, tiled_mlp=-1):
+    before = state()
+    with pytest.raises((ValueError, TypeError), match=message), attached(model, **options):
         pass
-    after = dict(vars(model)), dict(vars(model.lm_head)), model.config.to_dict()
-    assert str(before) == str(after) and not model._forward_pre_hooks and not model._forward_hooks
+    assert state() == before and not model._forward_pre_hooks and not model._forward_hooks
     assert not [name for name in transformers.AttentionInterface._global_mapping if name.startswith("context_parallel")]
 
 
@@ -530,22 +548,6 @@ def test_a_layout_of_the_config_is_not_overruled() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is set"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is set"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches is True"),
-    ],
-)
-def test_trainers_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with launched(0, 1):
-        args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, **options})
-        trainer = transformers.Trainer(model=llama(), args=args, train_dataset=Texts(2, 9))
-        with pytest.raises(ValueError, match=message):
-            context_parallel(trainer, size=1)
-
-
 class Penalised(transformers.Trainer):  # type: ignore[misc]
     """Adds a sum over the logits that it is given: those of a part, so that on two processes half of it would be missing."""
 
@@ -553,15 +555,6 @@ class Penalised(transformers.Trainer):  # type: ignore[misc]
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss + outputs.logits.square().mean()
         return (loss, outputs) if return_outputs else loss
-
-
-class OfLogProbabilities(transformers.Trainer):  # type: ignore[misc]
-    """As TRL's trainers: calls the model for other things than its loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")[:, 1:]
-        chosen = model(**inputs).logits[:, :-1].log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0]
-        return -(chosen * (labels != -100)).sum() / num_items_in_batch
 
 
 class Counting(transformers.Trainer):  # type: ignore[misc]
@@ -574,22 +567,31 @@ class Counting(transformers.Trainer):  # type: ignore[misc]
         return super().training_step(*args, **kwargs)
 
 
-def trainer_of(kind: Any, folder: Path) -> Any:
-    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1})
+OWN_LOSS = r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
+# kind, arguments, attributes set afterwards, message
+TRAINERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "smoothing": (transformers.Trainer, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set"),
+    "noise": (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set"),
+    "dispatched": (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
+    "a class with a loss": (Penalised, {}, {}, OWN_LOSS),
+    "a loss bound to one trainer": (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),
+    "several GPUs": (transformers.Trainer, {}, {"_n_gpu": 2}, r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"),
+}
+
+
+def trainer_of(kind: Any, folder: Path, **options: Any) -> Any:
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1, **options})
     return kind(model=llama(), args=args, train_dataset=Texts(2, 9))
 
 
-@pytest.mark.parametrize("kind", [Penalised, OfLogProbabilities, "bound to one trainer"])
-def test_a_loss_of_the_trainer_s_own_is_refused_before_training(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_that_are_refused_before_training(name: str, tmp_path: Path) -> None:
+    kind, options, attributes, message = TRAINERS[name]
     with launched(0, 1):
-        if isinstance(kind, str):
-            trainer = trainer_of(transformers.Trainer, tmp_path)
-            trainer.compute_loss = functools.partial(OfLogProbabilities.compute_loss, trainer)
-        else:
-            trainer = trainer_of(kind, tmp_path)
-        with pytest.raises(
-            ValueError, match=r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
-        ):
+        trainer = trainer_of(kind, tmp_path, **options)
+        for attribute, value in attributes.items():
+            setattr(trainer.args if attribute == "_n_gpu" else trainer, attribute, value)
+        with pytest.raises(ValueError, match=message):
             context_parallel(trainer, size=1)
 
 
@@ -611,14 +613,6 @@ def test_an_older_transformers_is_refused_by_its_release(monkeypatch: pytest.Mon
                 context_parallel(*given, size=1)
 
 
-def test_several_gpus_in_one_process_are_refused_with_two_ways_out(tmp_path: Path) -> None:
-    with launched(0, 1):
-        trainer = trainer_of(transformers.Trainer, tmp_path)
-        trainer.args._n_gpu = 2
-        with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"):
-            context_parallel(trainer, size=1)
-
-
 def test_calls_that_are_refused() -> None:
     with launched(0, 1):
         accelerator = accelerate.Accelerator(cpu=True)
@@ -638,25 +632,21 @@ def test_calls_that_are_refused() -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     with launched(rank, world):
-        model, found = llama(), []
+        model, found, same = llama(), [], tokens(1, 9)
         accelerator = accelerate.Accelerator(cpu=True)
         handle = context_parallel(accelerator, model, group=dist.group.WORLD, timeout=patience())
-        same = tokens(1, 9)
-        swapped = same.flip(1) if rank else same
-        for given in (same + rank, swapped, same[:, : 8 + rank], tokens(1, 1)):
-            try:
-                model(given, labels=given)
-            except ValueError as error:
-                found.append(str(error))
-        try:
-            accelerator.gather_for_metrics(["a word"])
-        except TypeError as error:
-            found.append(str(error))
-        model.model.layers[0].self_attn.attention_dropout = 0.1
-        try:
+
+        def drops() -> None:
+            model.model.layers[0].self_attn.attention_dropout = 0.1
             model.train()(same, labels=same)
-        except ValueError as error:
-            found.append(str(error))
+
+        swapped = same.flip(1) if rank else same
+        batches = [functools.partial(model, x, labels=x) for x in (same + rank, swapped, same[:, : 8 + rank], tokens(1, 1))]
+        for call in (*batches, functools.partial(accelerator.gather_for_metrics, ["a word"]), drops):
+            try:
+                call()
+            except (ValueError, TypeError) as error:
+                found.append(str(error))
         found.append(str(float(model.eval()(same, labels=same).loss)))
         handle.remove()
         found.append(str(float(model(same, labels=same).loss)))

@@ -2,8 +2,8 @@
 
 transformers' eager attention takes its softmax in float32, so that it can show this to 1e-6 only. The attention written out in float64
 (``test_huggingface.literal``) is eager to that, and what the names compute is the former to 1e-10: on one process and on 2, 3, 4 and 8,
-with padding and packed documents, under activation checkpointing, LoRA, FSDP2 and torch.compile. The table of docs/huggingface.md is
-made here: ``python -m tests.integrations.test_hf_families`` prints it.
+with padding and packed documents, under activation checkpointing, LoRA and FSDP2; compiled: test_huggingface. The table of
+docs/huggingface.md is made here: ``python -m tests.integrations.test_hf_families`` prints it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from dilated_attention.pattern import DilatedPattern, LocalWindow
 from tests.helpers.pool import patience, pool_of
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     DECODER,
+    LENGTHS,
     LITERAL,
+    RATES,
     N,
     asks,
     bert,
@@ -37,6 +39,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     llama,
     masking,
     mistral,
+    model_of,
     modeling,
     on,
     padded,
@@ -61,8 +64,7 @@ def gemma3() -> Any:
     return seeded(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**{**DECODER, **more}))
 
 
-def phi3() -> Any:
-    return seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**{**DECODER, "sliding_window": 11}))
+phi3 = functools.partial(model_of, "Phi3", {"sliding_window": 11})
 
 
 def modernbert() -> Any:
@@ -206,21 +208,6 @@ def test_low_rank_adapters(family: str) -> None:
         assert error(results(on(model, name), inputs("padded"), padded("right")), expected) <= TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_compiled(family: str) -> None:
-    """Llama on all names; windows in turns are Gemma's, the others have one layer."""
-    given = inputs("padded")
-    model = {"llama": llama, "gpt_oss": gpt_oss}[family](num_hidden_layers=1) if family != "gemma2" else gemma2()
-    expected = results(on(model, "literal"), given, padded("right"))
-    # compiling takes longer than all other tests here; of the other names, what is captured is the forward
-    for name in NAMES if family == "llama" else ("dilated",):
-        torch._dynamo.reset()
-        compiled = torch.compile(on(model, name), backend="aot_eager" if name == "dilated" else "eager")
-        found = results(compiled, given, padded("right"))
-        assert error({key.removeprefix("_orig_mod."): x for key, x in found.items()}, expected) <= TOLERANCE
-
-
 # ---- processes
 
 
@@ -230,17 +217,21 @@ def shared_call(vocab_size: int) -> tuple[dict[str, Any], torch.Tensor]:
     return {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}, weights
 
 
+SETTINGS = {"dense": DENSE, "dilated": {"segment_lengths": LENGTHS, "dilation_rates": RATES}}
+
+
 @functools.cache
-def expected_of(family: str) -> dict[str, torch.Tensor]:
+def expected_of(family: str, settings: str) -> dict[str, torch.Tensor]:
     """What one process computes; once for the processes of all worlds."""
+    LITERAL[0] = DilatedPattern(SETTINGS[settings]["segment_lengths"], SETTINGS[settings]["dilation_rates"])
     model = FAMILIES[family].make()
     whole, weights = shared_call(model.config.vocab_size)
     return results(on(model, "literal"), whole, whole["attention_mask"], weights)
 
 
-def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Tensor]], layout: str) -> dict[str, float]:
+def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Tensor]], settings: str, layout: str) -> dict[str, float]:
     """Of this rank's logits, and of the gradients' sums over the ranks."""
-    register_dense(layout=layout, timeout=patience())
+    register(**SETTINGS[settings], layout=layout, timeout=patience())
     errors = {}
     for family, expected in wanted.items():
         model = FAMILIES[family].make()
@@ -253,7 +244,7 @@ def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Te
         # a zero more, since all of a rank's rows may be padding
         expected["logits"] = _with_zero(expected["logits"][kept[whole["attention_mask"].bool()]])
         errors[family] = 0.0
-        for attention in ("ring_dilated", "ring"):
+        for attention in ("ring_dilated", "ring") if settings == "dense" else ("ring_dilated",):
             found = results(on(model, attention), shard, real, weights[:, mine])
             for name in sorted(found.keys() - {"logits"}):
                 dist.all_reduce(found[name])
@@ -266,11 +257,13 @@ def _with_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (8, "contiguous")])
-def test_processes_share_a_sequence(world: int, layout: str) -> None:
+def test_processes_share_a_sequence(world: int, layout: str, settings: str) -> None:
     """49 positions, with 2 heads of keys for up to 8 processes."""
     families = tuple(name for name, family in FAMILIES.items() if asks(family.make())) if world < 8 else ("gpt_oss",)
-    for errors in pool_of(world).run(errors_on_a_ring, {family: expected_of(family) for family in families}, layout):
+    wanted = {family: expected_of(family, settings) for family in families}
+    for errors in pool_of(world).run(errors_on_a_ring, wanted, settings, layout):
         assert errors.keys() == set(families) and all(errors[family] <= FAMILIES[family].rounding for family in families), errors
 
 
@@ -319,15 +312,6 @@ def table() -> str:
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     assert table() in page, f"put this into docs/huggingface.md:\n{table()}"
-
-
-def test_packed_documents_that_the_masks_do_not_tell_are_refused() -> None:
-    """eager lets them see each other."""
-    model, given = gpt_oss(), inputs("packed")
-    for name in ("dilated", "block_sparse"):
-        with pytest.raises(ValueError, match="position_ids begin again or seq_idx changes"):
-            on(model, name)(**given)
-        on(model, name)(given["input_ids"], position_ids=torch.arange(N)[None])
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
     for processes in (None, 2):
-        options = ["--context", "301", "--tiled-mlp", "--chunked-loss", "--out", str(tmp_path / str(processes))]
+        options = ["--context", "301", "--out", str(tmp_path / str(processes))]
         result = run_script(EXAMPLES / "hf_context_parallel.py", *options, processes=processes)
         assert result.returncode == 0, result.stderr
         last = result.stdout.splitlines()[-1]
@@ -253,7 +253,7 @@ def test_the_longest_sequence_of_a_transformers_model(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("done: the longest sequence, of all options, has ")
     rows = json.loads(out.read_text())["rows"]
-    assert list(rows) == ["all options", "without tiled_mlp", "without chunked_loss", "without offload", "none"]
+    assert list(rows) == ["all options", "without liger", "without offload", "none"]
     for row in rows.values():
         assert [point["tokens"] for point in row["measured"]] == [256, 512]
         assert all(point["tokens a second"] > 0 and point["peak GiB"] > 0 for point in row["measured"])

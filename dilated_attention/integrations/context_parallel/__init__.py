@@ -15,9 +15,8 @@ import contextlib
 from typing import Any
 
 from dilated_attention.integrations._hf_settings import check_release
-from dilated_attention.integrations.context_parallel import batches, memory
+from dilated_attention.integrations.context_parallel import batches
 from dilated_attention.integrations.context_parallel.model import ContextParallel
-from dilated_attention.pattern.checks import as_int
 
 __all__ = ["ContextParallel", "context_parallel"]
 
@@ -32,8 +31,6 @@ def context_parallel(
     layout: str | None = None,
     exchange: str | None = None,
     timeout: float = 540.0,
-    tiled_mlp: int | None = None,
-    chunked_loss: int | None = None,
 ) -> ContextParallel:
     """Trains a causal language model on sequences that groups of W processes share; the other processes are data parallel.
 
@@ -48,6 +45,7 @@ def context_parallel(
 
     A model with an attention of transformers stays exactly dense (windows, sinks and softcaps included); one with ``"dilated"``,
     ``"ring_dilated"`` or ``"ring"`` keeps its settings. What is saved names the model's own attention: a dense model is a plain one.
+    Logits of long sequences need not exist: Liger's kernels (``use_liger_kernel=True``) compute the loss without them.
 
     Args:
         trainer_or_accelerator: a ``Trainer``, or an ``Accelerator`` whose loaders are prepared afterwards.
@@ -57,8 +55,6 @@ def context_parallel(
         layout: see ``ring_attention``; None for the model's setting, for dense models ``"zigzag"``, which balances causal attention.
         exchange: see ``ring_attention``; None for the model's setting, for dense models ``"auto"``.
         timeout: seconds that a process waits for the others of its group, of which one may be saving a checkpoint.
-        tiled_mlp: positions that an MLP takes at a time, each tile recomputed in the backward; None for all at once.
-        chunked_loss: positions whose logits exist at a time, recomputed in the backward; ``logits`` are then not returned. None for all.
 
     Returns:
         A ``ContextParallel``, whose ``remove()`` makes the model and the trainer what they were.
@@ -82,11 +78,6 @@ def context_parallel(
     with contextlib.ExitStack() as undo:
         place = batches.place_of(size, mesh, group, accelerator.device.type)
         handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
-        if chunked_loss is not None:
-            handle.chunk = as_int("chunked_loss", chunked_loss, minimum=1)
-            handle.head = memory.chunked_head(handle.base, handle.is_chunked, undo)
-        if tiled_mlp is not None:
-            memory.tile_mlps(handle.base, as_int("tiled_mlp", tiled_mlp, minimum=1), undo)
         batches.share_batches(accelerator, handle.group, undo)
         if trainer is not None:
             batches.adapt_trainer(trainer, handle, undo)

@@ -12,8 +12,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dilated_attention.integrations.context_parallel.memory import replace
 from dilated_attention.pattern.checks import as_int
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of this object, not of its class, until ``undo`` is closed."""
+    before = vars(owner)
+    if name in before:
+        undo.callback(before.__setitem__, name, before[name])
+    else:
+        undo.callback(before.pop, name, None)
+    before[name] = value
 
 
 def check_trainer(trainer: Any) -> None:
@@ -37,7 +46,6 @@ def check_trainer(trainer: Any) -> None:
         "compute_loss_func": trainer.compute_loss_func is not None,
         "model_init": trainer.model_init is not None,
         "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-        "use_liger_kernel": args.use_liger_kernel,
         "deepspeed": bool(args.deepspeed),
         "train_sampling_strategy": getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
         "eval_use_gather_object": args.eval_use_gather_object,

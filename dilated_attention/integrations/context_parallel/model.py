@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -16,22 +17,15 @@ import torch.distributed as dist
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.sharding.layout import unshard_sequence
-from dilated_attention.integrations import _hf_saving
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations._hf_settings import (
-    REGISTERED,
-    STANDS_FOR,
-    Settings,
-    base_of,
-    configs_of,
-    interfaces,
-    name_of,
-    remember,
-    settings_of,
-)
-from dilated_attention.integrations.context_parallel import cut, memory
+from dilated_attention.integrations._hf_refusals import warn_of_saving
+from dilated_attention.integrations._hf_settings import REGISTERED, Settings, base_of, configs_of, interfaces, remember, settings_of
+from dilated_attention.integrations._hf_shards import shard_inputs
+from dilated_attention.integrations.context_parallel.batches import replace
 
+# inputs without a dimension of positions
+_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 _numbers = itertools.count()
 
 
@@ -41,7 +35,6 @@ class _Call:
 
     seq_len: int
     cu_seqlens: torch.Tensor | None
-    is_chunked: bool
     has_mask: bool = False
     has_loss: bool = False
 
@@ -63,17 +56,15 @@ class ContextParallel:
         self._place, self._members = place, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
         self.base = base_of(model)
-        cut.check_model(model, self.base)
+        _check_model(model, self.base)
         self.timeout, self.whole_logits = timeout, False
-        self.chunk: int | None = None
-        self.head: memory.Head | None = None
         self.undo = undo
         self._call: _Call | None = None
         self._depth = 0
         self._outer = model
         self._register(place, {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None})
         self._loss_of_model = self.base.loss_function
-        memory.replace(undo, self.base, "_loss_function", self._loss)
+        replace(undo, self.base, "_loss_function", self._loss)
         # PEFT calls the forward of its base model, not the module, except in generate()
         for module in {id(each): each for each in (model, self.base)}.values():
             names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -84,44 +75,39 @@ class ContextParallel:
         """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
         self.undo.close()
 
-    def is_chunked(self) -> bool:
-        """Whether the forward under way computes its loss chunk by chunk."""
-        return self._call is not None and self._call.is_chunked
-
     # ---- the attention
 
     def _register(self, place: Any, given: dict[str, str]) -> None:
         attentions, masks = interfaces()
-        _hf_saving.install()
-        original = name_of(self.base.config) or "sdpa"
-        settings = REGISTERED.get(original, Settings(kind="ring", layout="zigzag"))
+        original = self.base.config._attn_implementation or "sdpa"
+        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
+        if original in REGISTERED:
+            warn_of_saving(original, self.base.config)
         if settings.kind == "block_sparse":
             raise ValueError(
                 f"attn_implementation is {original!r}, a block pattern, which transformers models have on one process only; expected a "
                 'dense model or "dilated"'
             )
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
-        settings = dataclasses.replace(settings, kind=kind, mesh=None, seq_len=None)
-        settings = settings.with_options({"timeout": self.timeout, "group": place, **given})
+        options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)
         resolved = settings_of(self.name, self.base.config)
         for option, value in given.items():
-            if getattr(resolved, option) != value:
+            if resolved.options[option] != value:
                 raise ValueError(
-                    f"{option} is {value!r}, and the model's config says {getattr(resolved, option)!r}; expected one of them: "
+                    f"{option} is {value!r}, and the model's config says {resolved.options[option]!r}; expected one of them: "
                     f"configure(model, {option}=None) removes the latter"
                 )
-        self.layout = resolved.layout
+        self.layout = resolved.options.get("layout", "contiguous")
         self._mask_of_model = masks()[original]
         for registry, function in ((attentions, self._attend), (masks, self._mask)):
             registry.register(self.name, function)
             self.undo.callback(registry._global_mapping.pop, self.name)
-        STANDS_FOR[self.name] = original
-        self.undo.callback(STANDS_FOR.pop, self.name)
         configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
-        self._configs = list({id(each): each for each in configs if name_of(each) == original}.values())
+        self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
         self._original = original
         self._switch(self.name)
         self.undo.callback(self._switch, original)
@@ -176,11 +162,10 @@ class ContextParallel:
             return None
         # first, since what one process alone refuses leaves the others waiting
         self._check_equal(given)
-        cut.check_inputs(given, self.base.config, self.size)
-        mine, bounds = cut.cut(given, self._place, self.layout)
-        whole_logits = self.whole_logits and not torch.is_grad_enabled()
+        _check_inputs(given, self.base.config, self.size)
+        mine, bounds = _cut(given, self._place, self.layout)
         length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
-        self._call = _Call(length, bounds, is_chunked=self.chunk is not None and not whole_logits)
+        self._call = _Call(length, bounds)
         return (), mine
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -191,20 +176,22 @@ class ContextParallel:
         if call is None:
             self._switch(self.name)
             return None
-        hidden = None if self.head is None else self.head.take()
         if outputs is None:
             # the forward raised
             return None
+        # Liger's forwards compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        call.has_loss |= type(outputs).__module__.startswith("liger_kernel.")
         if not call.has_mask or not call.has_loss:
             missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
             raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
         if not hasattr(outputs, "items"):
             raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
         values = dict(outputs.items())
-        if call.is_chunked:
-            assert hidden is not None
-            values.pop("logits")
-        elif self.whole_logits and not torch.is_grad_enabled():
+        if self.group is not None:
+            whole = values["loss"].detach().clone()
+            dist.all_reduce(whole, group=self.group)
+            values["loss"] = whole + self.size * (values["loss"] - values["loss"].detach())
+        if self.whole_logits and not torch.is_grad_enabled():
             others = sorted(values.keys() - {"loss", "logits"})
             if others:
                 raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")
@@ -216,7 +203,7 @@ class ContextParallel:
         # each batch, since samplers may part later than at the first; a few numbers through the store, which a whole step outweighs
         if self.size == 1:
             return
-        same = {name: f"{tuple(x.shape)} {x.dtype} {cut.checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
+        same = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
         try:
             agree(self._members, {"function": "a model under context_parallel", **same}, {}, self.timeout)
         except ValueError as error:
@@ -227,23 +214,97 @@ class ContextParallel:
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = self._call
-        if call is None:
-            loss: torch.Tensor = self._loss_of_model(*args, **kwargs)
-            return loss
-        targets, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
-        if targets is None or count is None:
+        if call is not None and (kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None):
             raise ValueError(
                 f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
                 "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
             )
-        if call.is_chunked:
-            assert self.head is not None and self.chunk is not None
-            part = self.head.summed_loss(args[0] if args else kwargs["logits"], targets, self.chunk) / count
-        else:
-            part = self._loss_of_model(*args, **kwargs)
-        call.has_loss = True
-        if self.group is None:
-            return part
-        whole = part.detach().clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole + self.size * (part - part.detach())
+        if call is not None:
+            call.has_loss = True
+        part: torch.Tensor = self._loss_of_model(*args, **kwargs)
+        return part
+
+
+def _check_model(model: Any, base: Any) -> None:
+    """Refuses models whose loss is no sum over positions, or whose layers mix positions other than by attention.
+
+    Raises:
+        ValueError, TypeError: saying which of it.
+    """
+    name = type(base).__name__
+    if not hasattr(base, "loss_function") or not hasattr(base, "config"):
+        raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(f"{name}.forward takes no **kwargs, by which its loss knows of the other parts; expected e.g. LlamaForCausalLM")
+    if not base._can_set_attn_implementation():
+        raise ValueError(f"{name} computes its attention itself; expected a model of transformers' attention interface")
+    if base.loss_function is not importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss:
+        found = getattr(base.loss_function, "__name__", base.loss_function)
+        raise ValueError(f"the loss of {name} is {found}, which may be no sum over positions; expected that of causal language models")
+    for config in configs_of(base.config):
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+            what = ", ".join(sorted(kinds)) or "recurrent layers or an encoder"
+            raise ValueError(f"{name} has {what}, which need all positions in one process; expected full and sliding attention only")
+    mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
+    if mixing is not None:
+        raise ValueError(f"{name} has a convolution, {mixing!r}, which reads neighbouring positions; expected attention only")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(f"the adapter is {adapter.peft_type}, which puts tokens before each part; expected one of weights, e.g. LoRA")
+
+
+def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
+    """Refuses inputs that have no part of one process.
+
+    Raises:
+        ValueError, TypeError: naming the input and its shape.
+    """
+    first = given.get("input_ids", given.get("inputs_embeds"))
+    if first is None:
+        raise ValueError(f"inputs are {', '.join(given)}; expected input_ids or inputs_embeds among them")
+    length = first.shape[1]
+    if length < size:
+        raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
+    if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
+    # transformers 5.24 calls past_key_values cache
+    for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
+        if not isinstance(given.get(name, False), int) or given.get(name):
+            raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict is False; expected True, by which loss and logits are found")
+    mask = given.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {shape}; expected padding, (B, {length}): other pairs than the model's own cannot be cut")
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.ndim == 0 or name in _WHOLE:
+            continue
+        if x.ndim < 2 or x.shape[1] != length or (name == "position_ids" and x.ndim != 2):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, {length}, …), a value for each position, which can be cut")
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """A number that differs, but for one case in very many, where the values or their order do."""
+    flat = x.detach().reshape(-1)
+    if x.is_floating_point():
+        # embeddings are large: no copy of them in a wider type
+        return int(flat.sum(dtype=torch.float64).view(torch.int64))
+    return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
+
+
+def _cut(given: dict[str, Any], place: Any, layout: str) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns the arguments of the model's forward for this process's positions, and the bounds of packed documents in the whole."""
+    given = {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}
+    if "shift_labels" in given and "num_items_in_batch" not in given:
+        given["num_items_in_batch"] = int((given["shift_labels"] != -100).sum())
+    mine = shard_inputs(given, group=place, layout=layout)
+    if "attention_mask" not in given or bool(given["attention_mask"].all()):
+        # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
+        mine.pop("attention_mask", None)
+    bounds = mine.pop("cu_seq_lens_q", None)
+    mine.pop("cu_seq_lens_k", None)
+    # keys of a part are no cache
+    return mine | {"use_cache": False}, bounds
