@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +27,6 @@ from tests.helpers.fused import run_fused
 HOPPER = EXAMPLES["hopper"]
 FP8: dict[str, Any] = {"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, "precision": "fp8"}
 BACKEND = registry.get("flash3_fp8")
-
-if os.environ.get("FLASH3_FP8_LIBRARY") and torch.cuda.is_available():
-    flash3_fp8.load_library(os.environ["FLASH3_FP8_LIBRARY"])
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,9 @@ import torch
 
 from dilated_attention import BackendUnavailable, attention, dilated_attention
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
-from dilated_attention.backends.flash import flash3
 from tests.helpers import gpu_cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-if os.environ.get("FLASH3_LIBRARY") and torch.cuda.is_available():
-    flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
+pytestmark = pytest.mark.gpu
 
 HALVES = (torch.bfloat16, torch.float16)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

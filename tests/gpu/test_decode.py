@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import row_keys
@@ -19,10 +17,7 @@ from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVC
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, Strided
 from dilated_attention.testing import low_precision_bound, max_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-if torch.cuda.is_available() and os.environ.get("FLASH3_LIBRARY"):
-    flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
+pytestmark = pytest.mark.gpu
 
 PATTERNS: dict[str, Any] = {
     "dense": None,

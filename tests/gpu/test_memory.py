@@ -16,7 +16,6 @@ from tests.helpers.gpu_cases import bare
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.no_poison,
     pytest.mark.alone,
 ]

@@ -13,7 +13,7 @@ from dilated_attention.engine.ops import resolve
 from dilated_attention.models.images.positions import grid_positions
 from tests.helpers.gpu_cases import bare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
+pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
 TILES = 9000
 SEGMENTS, RATES = [1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]

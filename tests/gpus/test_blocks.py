@@ -18,7 +18,7 @@ from dilated_attention.testing import low_precision_bound, max_error
 from tests.distributed import test_ring_blocks as on_cpus
 from tests.distributed.test_ring_blocks import DISAGREEMENTS, NAMES, Spread, case_of, disagreeing, together
 from tests.functional.test_block_sparse import PATTERNS, RESULTS, TOLERANCE, inputs, plain, results
-from tests.gpus.machine import DEVICE, ON_CPU, needs, pool, share, worlds
+from tests.helpers.machine import DEVICE, ON_CPU, needs, pool, share, worlds
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]
 

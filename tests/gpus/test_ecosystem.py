@@ -15,7 +15,7 @@ import torch._dynamo
 from dilated_attention import RingMultiheadDilatedAttention, shard_sequence
 from dilated_attention.distributed.comm.watchdog import POLL
 from tests.distributed.test_ring_ecosystem import CHECKS, mesh_of, run_check, step_of
-from tests.gpus.machine import needs, pool
+from tests.helpers.machine import needs, pool
 from tests.helpers.pool import here, patience
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.machine import COUNT as PROCESSES
-from tests.gpus.machine import GPUS, ON_CPU
+from tests.helpers.machine import COUNT as PROCESSES
+from tests.helpers.machine import GPUS, ON_CPU
 from tests.scripts.test_examples import EXAMPLES, bits_of, run, torchrun, write_text
 from tests.scripts.test_examples import SMALL as SMALL_TEXT
 from tests.scripts.test_genome import SMALL as SMALL_GENOME

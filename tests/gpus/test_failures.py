@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpus.machine import COUNT
 from tests.helpers.gpu_failures import MODES, launch
+from tests.helpers.machine import COUNT
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(300)]
 

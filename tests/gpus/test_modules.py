@@ -34,7 +34,7 @@ from dilated_attention.pattern import LocalWindow
 from dilated_attention.testing import largest, max_error
 from tests.distributed.test_ring_block_multihead import KINDS as BLOCK_KINDS
 from tests.distributed.test_ring_block_multihead import SETTINGS, equal_to_one_process, in_the_ecosystem
-from tests.gpus.machine import pool, worlds
+from tests.helpers.machine import pool, worlds
 from tests.helpers.pool import here, patience
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ import pytest
 from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention
 from dilated_attention.planning import plan_attention
 from tests.gpu.test_plan import WINDOW, called, peak_of
-from tests.gpus.machine import ON_CPU, pool, worlds
+from tests.helpers.machine import ON_CPU, pool, worlds
 from tests.helpers.pool import here, patience
 
 pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]

@@ -17,8 +17,8 @@ from dilated_attention import attention, dilated_attention, ring_attention, ring
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import Result, inputs, largest, max_error, results
 from dilated_attention.testing.check import truth_and_bounds
-from tests.gpus.machine import DEVICE, ON_CPU, pool, share, worlds
 from tests.helpers import ring_cases, ring_chosen
+from tests.helpers.machine import DEVICE, ON_CPU, pool, share, worlds
 from tests.helpers.pool import here, patience
 from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions, together, with_changes
 from tests.helpers.ring_chosen import spread_of

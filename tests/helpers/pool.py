@@ -124,11 +124,16 @@ class Pool:
     def on_gpus(self) -> bool:
         return "nccl" in self.backend
 
+    @property
+    def device(self) -> str:
+        """Where the parent, which is no rank, computes what ranks are held to."""
+        return "cuda" if self.on_gpus else "cpu"
+
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """What ``function(rank, world, *args)`` returns on each rank.
 
         Args:
-            timeout: seconds; None for 60, or 300 on GPUs, where a case may compile kernels.
+            timeout: seconds; None for 120, or 300 on GPUs, where a case may compile kernels.
 
         Raises:
             PoolError: naming all ranks that raised, with their tracebacks, and those that hang, with where they are.
@@ -144,7 +149,7 @@ class Pool:
                 raise PoolError(f"rank {rank} of {self.world} died since the last case") from None
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + (timeout if timeout is not None else 300.0 if self.on_gpus else 60.0)
+        deadline = time.monotonic() + (timeout if timeout is not None else 300.0 if self.on_gpus else 120.0)
         while len(results) + len(errors) < self.world:
             open_ = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in errors}
             ready = wait(list(open_), max(0.0, deadline - time.monotonic()))
