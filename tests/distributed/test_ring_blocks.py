@@ -364,7 +364,7 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "blocks",
         {"pattern": LocalWindow(41, block_size=64)},
-        "ring_block_sparse_attention: ranks .* on pattern: .* have .*40.*, rank 2 has .*41",
+        "ring_block_sparse_attention: .* on pattern: .* have .*40.*, rank 2 has .*41",
     ),
     ("blocks", {"pattern": LocalWindow(40, block_size=128)}, "block_size: ranks 0, 1 have .64, 64., rank 2 has .128, 128."),
     ("mask", {"pattern": MaskFunction(by_other_table, block_size=64)}, "ranks disagree on pattern .the blocks that its function keeps."),
@@ -376,7 +376,7 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "union",
         {"pattern": LocalWindow(41, block_size=64)},
-        "ring_block_sparse_dilated_attention: ranks .* on pattern: .* have .*40.* has .*41",
+        "ring_block_sparse_dilated_attention: .* on pattern: .*40.* has .*41",
     ),
     ("union", {"function": "blocks"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_block_sparse_attention"),
     ("union", {"function": "dilated"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_dilated_attention"),
