@@ -60,6 +60,17 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
+def on_its_gpu(rank: int) -> torch.device:
+    """From now on, this process, which is that rank, computes on its GPU."""
+    import torch
+
+    global _device_type
+    _device_type = "cuda"
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    return device
+
+
 def patience() -> float:
     """Seconds that a rank waits for another: on a GPU, where one may compile a kernel that others do not need, minutes."""
     return 240.0 if _device_type == "cuda" else 30.0
@@ -236,12 +247,7 @@ def _serve(rank: int, world: int, backend: str, bound: bool, pipe: Connection, f
     from tests.conftest import POISONED, _poisoned
 
     torch.set_num_threads(1)
-    device = None
-    if "nccl" in backend:
-        global _device_type
-        _device_type = "cuda"
-        device = device_of(rank)
-        torch.cuda.set_device(device)
+    device = on_its_gpu(rank) if "nccl" in backend else None
     for owner, name in POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
     with open(os.path.join(folder, f"stack{rank}"), "w") as stacks:
