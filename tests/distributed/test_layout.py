@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention.distributed import LAYOUTS, local_positions, members_of, shard_sequence, spans, unshard_sequence
+from dilated_attention.distributed import LAYOUTS, Layout, local_positions, members_of, shard_sequence, spans, unshard_sequence
 from tests.helpers.pool import pool_of
 
 WORLD = 5
@@ -101,3 +101,32 @@ def check_mesh(rank: int) -> None:
 @pytest.mark.timeout(180)
 def test_round_trips_over_processes() -> None:
     assert pool_of(WORLD).run(round_trips) == list(range(WORLD))
+
+
+# --- layouts of any runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_says_what_its_runs_lack() -> None:
+    for runs, words in (
+        ((((0, 5),), ((6, 9),)), "leave out position 5"),
+        ((((0, 5),), ((4, 9),)), "hold twice position 4"),
+        ((((0, 5),), ((5, 8),)), "end at position 8 of a sequence of 9"),
+        ((((5, 9), (0, 5)),), "ascending"),
+        ((), "expected the runs of at least one process"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Layout(9, runs)
+
+
+def test_a_layout_shards_and_unshards() -> None:
+    layout = Layout(9, (((0, 2), (7, 9)), ((2, 7),)))
+    assert [x.tolist() for x in pool_of(2).run(shards, layout)] == [[0, 1, 7, 8], [2, 3, 4, 5, 6]]
+    with pytest.raises(ValueError, match="the sequence has 9 on 1"):
+        shard_sequence(None, [torch.arange(9)], [0], layout=layout)
+
+
+def shards(rank: int, world: int, layout: Layout) -> torch.Tensor:
+    (mine,) = shard_sequence(None, [torch.arange(9)], [0], layout=layout)
+    (whole,) = unshard_sequence(None, [mine], [0], layout=layout)
+    assert whole.tolist() == list(range(9)) and local_positions(None, 9, layout=layout).tolist() == mine.tolist()
+    return mine
