@@ -18,7 +18,7 @@ from tests.scripts.test_genome import SMALL as SMALL_GENOME
 from tests.scripts.test_genome import write_fasta
 from tests.scripts.test_readme import PROGRAMS
 
-pytestmark = [pytest.mark.gpus, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpus, pytest.mark.alone, pytest.mark.timeout(400)]
 
 # torchrun gives each process a GPU of its own
 COUNT = PROCESSES if ON_CPU else GPUS
