@@ -12,7 +12,7 @@ import torch
 from dilated_attention import attention, block_sparse_attention, dilated_attention
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.profiling import profile_memory
-from tests.helpers.gpu_cases import bare
+from tests.helpers.gpu_memory import bare
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetLM
 from dilated_attention.pattern import DilatedPattern, LocalWindow, with_sparsity
 from dilated_attention.planning import plan_attention, plan_model
-from tests.helpers.gpu_cases import bare, is_shared, others_hold
+from tests.helpers.gpu_memory import bare, is_shared, others_hold
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 

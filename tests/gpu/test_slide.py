@@ -11,7 +11,7 @@ from dilated_attention import create_model, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.engine.ops import resolve
 from dilated_attention.models.images.positions import grid_positions
-from tests.helpers.gpu_cases import bare
+from tests.helpers.gpu_memory import bare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
