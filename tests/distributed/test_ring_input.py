@@ -107,7 +107,6 @@ OF_KIND: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"pattern": PerHead((LocalWindow(3),) * 3)}, ValueError, "PerHead got 3 patterns for 4 heads"),
         ({"layout": "striped"}, ValueError, "layout is 'striped', which spreads every block over all processes"),
         ({"head_steps": 0}, ValueError, "head_steps is 0; expected an integer ≥ 1"),
-        ({"backend": "nested"}, BackendUnavailable, "nested"),
     ],
 }
 FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

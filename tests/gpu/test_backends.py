@@ -68,8 +68,9 @@ def draw(rng: random.Random, backend: str, dtype: torch.dtype, head_dim: int) ->
     facts, is_flex = registry.get(backend).capabilities, backend == "flex"
     while True:
         space = Space.of_backend(
-            backend, head_dims=(head_dim,), max_length=rng.choice([4, 64, 400, 1500]), heads_per_kv=tuple(SWEEP[backend][2]), dropout=False,
-            layouts=("contiguous", "heads_first", "packed"), window=facts.window and not (backend == "xformers" and dtype is FP32),
+            backend, head_dims=(head_dim,), max_length=rng.choice([4, 64, 400, 1500]), heads_per_kv=tuple(SWEEP[backend][2]),
+            layouts=("contiguous", "heads_first", "packed"),
+            dropout=facts.dropout and dtype is FP32, window=facts.window and not (backend == "xformers" and dtype is FP32),
         )  # fmt: skip
         case = random_case(rng, space)
         if is_flex:
@@ -94,7 +95,7 @@ def errors(case: Case, backend: str, dtype: torch.dtype) -> list[tuple[str, floa
     """(what, error, bound)."""
     x, eps = inputs(case, dtype, "cuda"), torch.finfo(dtype).eps
     # dS is a difference of two sums of |dout ∘ v|: where it cancels, their rounding is what remains
-    more = 0.0 if dtype in HALVES else 16 * eps * max(1.0, largest(x.dout) * largest(x.v) * case.head_dim**0.5)
+    more = 0.0 if dtype in HALVES else 16 * eps * max(1.0, largest(x.dout) * largest(x.v) * case.head_dim**0.5) / (1 - case.dropout_p)
     return [(result.name, result.error, result.bound + more) for result in measure(case, backend, dtype, "cuda")]
 
 
@@ -119,41 +120,6 @@ def test_random_cases_match_float64(backend: str, dtype: torch.dtype, head_dim: 
     shown = {what: round(ratio, 2) for what, ratio in worst.items()}
     print(f"{backend} {dtype} {head_dim}: {count} cases, {len(failures)} failures; largest error / bound {shown}")
     assert not failures, f"{len(failures)} of {count}\n" + "\n".join(failures[:6])
-
-
-DROPPING: dict[str, dict[str, object]] = {
-    "branches": {"mixture_grad": "detached", "head_offsets": "blocked"},
-    "padding": {"key_padding_mask": True, "is_causal": True},
-    "documents": {"cu_seqlens": (0, 7, 40, 300), "tail": "zero_keys"},
-}
-
-
-@pytest.mark.kernel("kind")
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("kind", DROPPING)
-def test_tiles_drop_the_pairs_that_math_drops(kind: str, dtype: torch.dtype) -> None:
-    """Another pair dropped would be as large an error as the results of another seed, which are shown to be far off."""
-    need("tiles", dtype)
-    torch.manual_seed(5)
-    batch, options = 1 if kind == "documents" else 2, dict(DROPPING[kind])
-    if kind == "padding":
-        options["key_padding_mask"] = torch.rand(batch, 300, device="cuda") < 0.3
-    if kind == "documents":
-        options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], dtype=torch.int32, device="cuda")
-    q, k, v = (torch.randn(batch, 300, heads, 64, device="cuda").to(dtype).requires_grad_() for heads in (4, 2, 2))
-    dout = torch.randn_like(q)
-
-    def run(backend: str, seed: int) -> list[torch.Tensor]:
-        torch.manual_seed(seed)
-        out = dilated_attention(q, k, v, [64, 300], [1, 3], dropout_p=0.4, backend=backend, **options)  # type: ignore[arg-type]
-        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
-
-    found, wanted, other = run("tiles", 1), run("math", 1), run("math", 2)
-    limit = 1e-4 if dtype is FP32 else 0.02
-    for what, x, true, off in zip(("out", "dq", "dk", "dv"), found, wanted, other, strict=True):
-        error, distance = (((y - true).norm() / true.norm()).item() for y in (x, off))
-        print(f"{kind} {dtype} {what}: {error:.1e}, another seed {distance:.2f}")
-        assert error < limit < 0.1 < distance, what
 
 
 @pytest.mark.parametrize("first", range(8, 257, 64))

@@ -8,7 +8,8 @@ import pytest
 
 from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention
 from dilated_attention.planning import plan_attention
-from tests.gpu.test_plan import WINDOW, called, peak_of
+from tests.gpu.test_plan import WINDOW, called
+from tests.helpers.gpu_memory import peak_of
 from tests.helpers.machine import ON_CPU, worlds
 from tests.helpers.pool import Pool, here, patience
 

@@ -81,37 +81,6 @@ def test_random_calls(pool: Pool, name: str) -> None:
         check(pool, spreads[first : first + BATCH], kernel.dtype)
 
 
-def test_random_calls_reach_everything() -> None:
-    """At least 200 of them; every exchange, layout and option, and the kernel that a sweep is named after in most of its calls."""
-    drawn = {
-        name: [draw(world, 10_000 + 100 * index + seed, sweep.kernel) for world in (2, 3, 4) for seed in range(sweep.calls)]
-        for index, (name, sweep) in enumerate(SWEEPS.items())
-    }
-    every = [spread for spreads in drawn.values() for spread in spreads]
-    cases = [spread.case for spread in every]
-    assert len(every) >= 200
-    exchanges = ("all_gather", "ring", "all_to_all", "2d")
-    assert {(spread.exchange, spread.layout) for spread in every} >= {(a, b) for a in exchanges for b in ring_cases.LAYOUTS}
-    wanted = (
-        sum(case.is_causal for case in cases),
-        sum(case.window is not None for case in cases),
-        sum(case.bounds is not None for case in cases),
-        sum(case.padding != "none" for case in cases),
-        sum(case.dropout_p > 0 for case in cases),
-        sum(case.pattern.tail == "zero_keys" for case in cases),
-        sum(case.mixture_grad == "detached" for case in cases),
-        sum(case.lse_grad for case in cases),
-        sum(case.heads != case.kv_heads for case in cases),
-        sum(spread.steps for spread in every),
-        sum(not spread.seq_len_given for spread in every),
-        sum(spread.memory != "rows" for spread in every),
-    )
-    assert min(wanted) >= 8, wanted
-    for name, spreads in drawn.items():
-        backend = SWEEPS[name].kernel.backend
-        assert sum(spread.backend == backend for spread in spreads) >= len(spreads) // 3, name
-
-
 def cpu_and_gpu(rank: int, world: int, spreads: Sequence[Spread]) -> list[Result]:
     """The calls with tensors on the CPU and on the GPU in turn, in one group: results of both."""
     found = []

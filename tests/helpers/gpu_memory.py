@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,3 +32,15 @@ def bare() -> int:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """Bytes beyond what was there, of a second run, which has kernels, plans and lists."""
+    run()
+    # what goes only during the second run would be counted out of it
+    before = bare()
+    torch.cuda.reset_peak_memory_stats()
+    kept = run()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
