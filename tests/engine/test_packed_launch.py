@@ -178,7 +178,7 @@ BRANCHES = (
 )
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpu/test_packed.py")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
 # each of the four kinds of branches with each third seed, whose heads are grouped
 @pytest.mark.parametrize("seed", range(16))
 def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_range_of_queries_of_several_branches(by_bounds: ByBounds, seed: int, 
         torch.testing.assert_close(a.double(), b, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; compiled ones: tests/gpu/test_packed.py")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
 @pytest.mark.parametrize(("lengths", "rates", "launches"), [((9,), (5,), 0), ((9, 9), (5, 1), 2), ((9, 9), (5, 4), 2)], ids=str)
 def test_queries_in_no_branch(
     by_bounds: ByBounds, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], rates: tuple[int, ...], launches: int
