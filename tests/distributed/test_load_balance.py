@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
 from dilated_attention.distributed.load_balance.work import DENSE, BlockWork, BranchWork, Documents, works_of
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
 
@@ -90,26 +89,6 @@ def test_pairs_of_blocks_are_those_of_the_lists(pattern: BlockPattern, is_causal
     cuts = torch.tensor([x for start, end in itertools.pairwise(bounds) for x in (*range(start, end, work.unit), end)])
     factor = 1 if work.groups == 1 or pattern.at(1300).per_head else 1 / work.groups
     torch.testing.assert_close(work.pairs_before(cuts), before[cuts] * factor)
-
-
-def random_shards(bounds: list[int], size: int, seed: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    rng = random.Random(seed)
-    cuts = sorted({*bounds, *(rng.randint(0, bounds[-1]) for _ in range(12))})
-    owned = [(rng.randrange(size), run) for run in itertools.pairwise(cuts)]
-    return tuple(tuple(run for owner, run in owned if owner == rank) for rank in range(size))
-
-
-@settings(max_examples=60)
-@given(bounds=bounds_of(), size=st.integers(1, 5), seed=st.integers(0, 99), is_causal=st.booleans(), data=st.data())
-def test_rows_received_are_those_that_the_plan_needs(bounds: list[int], size: int, seed: int, is_causal: bool, data: st.DataObject) -> None:
-    length, rate = data.draw(st.sampled_from([(DENSE.segment_lengths[0], 1), (13, 1), (24, 4), (60, 6)]))
-    # all offsets once, so that a row counts for one of r heads
-    pattern, shards = DilatedPattern((length,), (rate,)), random_shards(bounds, size, seed)
-    documents = tuple(itertools.pairwise(bounds))
-    found = BranchWork(pattern, Documents(documents), rate, is_causal=is_causal).rows_received(shards)
-    problem = RingProblem(pattern, documents, shards, rate, rate, is_causal, None, "all_gather", ())
-    exact = [float(needed_keys(problem, rank, CPU).double().mean(0).sum()) for rank in range(size)]
-    assert found == pytest.approx(exact)
 
 
 def held(layout: Layout) -> list[int]:
