@@ -116,7 +116,7 @@ def main() -> int:
     if max(count, int(os.environ.get("DILATED_GPUS_SHARED", "0")) if count and args.several else 0) < least:
         parser.error(f"needs {least} CUDA GPU{'s' * (least > 1)} and finds {count}; tests that need none: make test")
     # at most 16 processes a GPU, and one for 8 GiB of its memory, of which a few tests take more than twice that
-    room = min(16, torch.cuda.mem_get_info()[1] // (8 << 30))
+    room = min(16, torch.cuda.get_device_properties(0).total_memory // (8 << 30))
     each = args.processes or max(1, min((os.cpu_count() or 1) // count, room))
     mark, named = ("gpus" if args.several else "gpu"), os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     # the others need not even be imported, a dozen times
