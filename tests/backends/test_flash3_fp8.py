@@ -19,10 +19,9 @@ from dilated_attention import (
 )
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.flash import flash3_fp8
-from dilated_attention.backends.flash.flash3_fp8 import E4M3_MAX, Flash3Fp8Backend, quantise
+from dilated_attention.backends.flash.flash3_fp8 import Flash3Fp8Backend, quantise
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.factory import EXAMPLES
-from tests.helpers.fused import run_fused
 
 HOPPER = EXAMPLES["hopper"]
 FP8: dict[str, Any] = {"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, "precision": "fp8"}
@@ -46,14 +45,9 @@ def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
         for name, against in registry.table(request):
             if name != "flash3_fp8":
                 assert 'computes in the inputs\' precision only, not fp8: precision="native"' in against, name
-
-
-def test_the_argument_is_not_ignored() -> None:
     native = AttentionRequest(**(FP8 | {"precision": "native"}))
-    assert registry.select(native).name == "flash4"
+    assert registry.select(native).name == "flash4" and "fp8" not in native.describe() and "fp8" in AttentionRequest(**FP8).describe()
     assert BACKEND.reasons_against(native) == ['computes fp8 only, not native: precision="fp8"']
-    assert "fp8" in AttentionRequest(**FP8).describe()
-    assert "fp8" not in native.describe()
 
 
 @pytest.mark.parametrize(
@@ -183,15 +177,10 @@ def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
     torch.testing.assert_close(lse, whole_lse)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_dilated_call_runs_on_it_segment_by_segment(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, fused: bool, causal: bool
-) -> None:
+def test_a_dilated_call_runs_on_it_segment_by_segment(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     monkeypatch.setattr(Flash3Fp8Backend, "reasons_against", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
     monkeypatch.setattr(registry, "cached", {})
-    if fused:
-        run_fused(monkeypatch)
     q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))
     native, native_lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True)
     assert not stand_in.calls
@@ -246,15 +235,6 @@ def test_values_that_are_not_finite_stay_so_and_spoil_no_scale() -> None:
     assert descale.isfinite().all()
     assert mean.isfinite().all()
     assert torch.equal(y[0, :, 0].float(), clean.y[0, :, 0].float())
-
-
-def test_zeros_and_the_largest_element_are_exact() -> None:
-    x = torch.zeros(1, 4, 2, 16)
-    x[0, 1, 1, 2] = -1e-20
-    y, descale, _ = quantise(x, 2)
-    assert descale.isfinite().all()
-    assert (y[:, :, 0].float() == 0).all()
-    assert y[0, 1, 1, 2].float() == -E4M3_MAX
 
 
 def test_library_paths_are_checked(tmp_path: Any) -> None:

@@ -198,22 +198,12 @@ def call(
 # (what all call first, what the last rank calls in its place, what the message says beside which ranks)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "is_causal": ({}, CAUSAL, "ring_attention: ranks disagree on is_causal: "),
-    "scale": ({}, {"scale": 0.1}, "ring_attention: ranks disagree on scale: "),
-    "layout": ({}, {"layout": "zigzag"}, "ring_attention: ranks disagree on layout: "),
-    "dropout_p": ({"dropout_p": 0.5}, {"dropout_p": 0.25}, "ring_attention: ranks disagree on dropout_p: "),
-    "window": ({"window": 8}, {"window": 9}, "ring_attention: ranks disagree on window: "),
     "exchange": ({"exchange": "ring"}, {"exchange": "all_gather"}, "ring_attention: ranks disagree on exchange: "),
-    "deterministic": ({}, {"deterministic": True}, "ring_attention: ranks disagree on deterministic: "),
     "requires_grad": ({}, {"grad": True}, "ring_attention: ranks disagree on requires_grad: "),
     "return_lse": ({"grad": True}, {"grad": True, "return_lse": True}, "ring_attention: ranks disagree on return_lse: "),
-    "seq_len": ({}, {"seq_len": N + 2}, "ring_attention: ranks disagree on seq_len: "),
     "seq_len asked for": ({}, {"seq_len": None}, "ring_attention: ranks disagree on seq_len: "),
     "heads of equal bytes": ({"H": 4, "D": 16}, {"H": 8, "D": 8}, "ring_attention: ranks disagree on q.shape[2]: "),
-    "dtype": ({}, {"dtype": torch.bfloat16}, "ring_attention: ranks disagree on dtype: "),
     "segment_lengths": ({"function": "dilated"}, {"function": "dilated", "w": [32, N]}, "ranks disagree on segment_lengths: "),
-    "dilation_rates": ({"function": "dilated"}, {"function": "dilated", "r": [1, 4]}, "ranks disagree on dilation_rates: "),
-    "head_offsets": ({"function": "dilated"}, {"function": "dilated", "head_offsets": "zero"}, "ranks disagree on head_offsets: "),
-    "mixture_grad": ({"function": "dilated"}, {"function": "dilated", "mixture_grad": "detached"}, "ranks disagree on mixture_grad: "),
     "function": ({}, {"function": "dilated", "w": [N], "r": [1]}, "ranks disagree on function: "),
     "pattern": (
         {"function": "blocks"},
