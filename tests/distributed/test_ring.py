@@ -6,7 +6,6 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``gpus/test_ring
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from dilated_attention import DilatedPattern, attention, balanced_layout, dilate
 from dilated_attention.backends import registry
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed import LAYOUTS, Layout
-from dilated_attention.distributed.exchange import cost, crossing, setup
+from dilated_attention.distributed.exchange import crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.distributed.exchange.rows import sparse_rows, transfer
 from dilated_attention.testing import (
@@ -283,14 +282,3 @@ def test_nan_stays_with_the_queries_that_see_it(pool: Pool, exchange: str, at: i
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2, 4)))
 def test_a_gradient_of_lse_on_one_rank_alone(pool: Pool, exchange: str, layout: str) -> None:
     assert max(pool.run(ring_cases.lse_gradient_of_the_last, exchange, layout)) <= 1e-10
-
-
-def test_auto_never_takes_what_cannot_be() -> None:
-    """Keys that are too big, a window and heads that do not divide: of three reasons one is but a preference."""
-    sizes: dict[str, Any] = {"size": 8, "layout": "contiguous", "seq_len": 2**25, "batch": 1, "num_heads": 12, "num_kv_heads": 12}
-    sizes |= {"head_dim": 128, "itemsize": 2, "is_causal": True, "is_dense": True, "branch_heads": "all", "has_window": True}
-    question = cost.ExchangeRequest(**sizes, needs_grad=True, memory=10**10)
-    offers = {offer.exchange: offer for offer in cost.exchange_estimates(question)}
-    assert offers["all_gather"].reason is not None and offers["all_gather"].possible
-    assert not offers["ring"].possible and not offers["all_to_all"].possible
-    assert cost.choose(question) == "all_gather"

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dilated_attention import (
-    RingAttention,
     RingMultiheadDilatedAttention,
     shard_sequence,
     unshard_sequence,
@@ -340,10 +339,6 @@ def every_kind_of_attention_in_a_model(mesh: Any) -> None:
 
 @on_processes
 def groups_are_checked(mesh: Any) -> None:
-    with pytest.raises(ValueError, match=r"the mesh has 2 axes \('dp', 'cp'\)"):
-        RingAttention(mesh=mesh)
-    with pytest.raises(ValueError, match="group and mesh are both given"):
-        RingAttention(mesh=mesh["cp"], group=dist.group.WORLD)
     size = mesh["cp"].size()
     with pytest.raises(ValueError, match=f"spread over {size} processes, and generate runs on one"):
         language_model(mesh=mesh["cp"]).generate(torch.zeros(1, 3, dtype=torch.long, device=here()), 2)

@@ -114,23 +114,6 @@ def test_first_uses_of_many_groups_at_once(how: str, world: int, count: int) -> 
             assert after >= 2
 
 
-def overlapping(rank: int, world: int) -> str:
-    """Ranks 0 and 1 share a ring; 1 and 2 then make a group by themselves, which torch names by how many groups a process has."""
-    mine = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
-    attend("dense", shard_sequence(mine, whole(0), [1] * 3), mine, False)
-    if rank == 0:
-        return ""
-    group = dist.new_group([1, 2], timeout=SOON, use_local_synchronization=True)
-    dist.all_reduce(torch.ones(1), group=group)
-    return str(group.group_name)
-
-
-def test_a_ring_leaves_the_names_of_later_groups_alone() -> None:
-    with closing(Pool(3)) as pool:
-        _, *names = pool.run(overlapping)
-        assert names[0] == names[1]
-
-
 def two_groups(rank: int, world: int) -> None:
     """Calls on two groups in turn, the backward of one after the forward of the other; then groups are destroyed and made again."""
     for life in range(3):
