@@ -27,13 +27,21 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from dilated_attention.backends import registry
-from tests.gpus.machine import COUNT, GPUS
+from dilated_attention.backends.flash import flash3, flash3_fp8
+from tests.helpers.machine import COUNT, GPUS
 
 # torch.manual_seed notes for each kind of accelerator, with the stack as text, that it is to be seeded once there is one: milliseconds in
 # the deep stacks of tests, thousands of times
 if not torch.cuda.is_available():
     for _kind in (torch.cuda, torch.xpu, torch.mtia):
         _kind.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
+
+# libraries that are asked for by their path
+if torch.cuda.is_available():
+    if library := os.environ.get("FLASH3_LIBRARY"):
+        flash3.load_library(library, os.environ.get("FLASH3_CUDART"))
+    if library := os.environ.get("FLASH3_FP8_LIBRARY"):
+        flash3_fp8.load_library(library)
 
 POISONED = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
 
@@ -156,6 +164,12 @@ def memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 * 2**30:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A test with it runs on the CPU, and on a GPU where one is there: pytest -m gpu for that alone."""
+    return str(request.param)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention.distributed import LAYOUTS, local_positions, members_of, shard_sequence, spans, unshard_sequence
+from dilated_attention.distributed import LAYOUTS, Layout, local_positions, members_of, shard_sequence, spans, unshard_sequence
 from tests.helpers.pool import pool_of
 
 WORLD = 5
@@ -66,7 +66,6 @@ def round_trips(rank: int, world: int) -> int:
         for layout in LAYOUTS:
             for n in (0, 1, 4, 11, 24):
                 check_round_trip(group, rank, size, layout, n)
-    check_mesh(rank)
     # lengths that are no sequence's: every rank says so, and none waits
     with pytest.raises(ValueError, match=r"buffers\[0\] has \[3, 1, 1, 1, 1\] positions on the group's ranks; a contiguous sequence of 7"):
         unshard_sequence(None, [torch.zeros(3 if rank == 0 else 1)], [0])
@@ -90,14 +89,35 @@ def check_round_trip(group: dist.ProcessGroup, rank: int, size: int, layout: str
     torch.testing.assert_close(grad, expected)
 
 
-def check_mesh(rank: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "cp"))
-    members = members_of(mesh["cp"])
-    assert (members.rank, members.size) == (rank, WORLD)
-    with pytest.raises(ValueError, match=r"the mesh has 2 axes \('dp', 'cp'\); a sequence is spread over one: pass mesh\['cp'\]"):
-        members_of(mesh)
-
-
 @pytest.mark.timeout(180)
 def test_round_trips_over_processes() -> None:
     assert pool_of(WORLD).run(round_trips) == list(range(WORLD))
+
+
+# --- layouts of any runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_says_what_its_runs_lack() -> None:
+    for runs, words in (
+        ((((0, 5),), ((6, 9),)), "leave out position 5"),
+        ((((0, 5),), ((4, 9),)), "hold twice position 4"),
+        ((((0, 5),), ((5, 8),)), "end at position 8 of a sequence of 9"),
+        ((((5, 9), (0, 5)),), "ascending"),
+        ((), "expected the runs of at least one process"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Layout(9, runs)
+
+
+def test_a_layout_shards_and_unshards() -> None:
+    layout = Layout(9, (((0, 2), (7, 9)), ((2, 7),)))
+    assert [x.tolist() for x in pool_of(2).run(shards, layout)] == [[0, 1, 7, 8], [2, 3, 4, 5, 6]]
+    with pytest.raises(ValueError, match="the sequence has 9 on 1"):
+        shard_sequence(None, [torch.arange(9)], [0], layout=layout)
+
+
+def shards(rank: int, world: int, layout: Layout) -> torch.Tensor:
+    (mine,) = shard_sequence(None, [torch.arange(9)], [0], layout=layout)
+    (whole,) = unshard_sequence(None, [mine], [0], layout=layout)
+    assert whole.tolist() == list(range(9)) and local_positions(None, 9, layout=layout).tolist() == mine.tolist()
+    return mine

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
-from dilated_attention.distributed import Layout
-from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
+from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.load_balance.work import DENSE, BlockWork, BranchWork, Documents, works_of
-from dilated_attention.pattern import BigBird, BlockPattern, Causal, LocalWindow, RandomBlocks, Strided, TopBlocks
+from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
 
 CPU = torch.device("cpu")
 N = 131072
@@ -90,26 +89,6 @@ def test_pairs_of_blocks_are_those_of_the_lists(pattern: BlockPattern, is_causal
     cuts = torch.tensor([x for start, end in itertools.pairwise(bounds) for x in (*range(start, end, work.unit), end)])
     factor = 1 if work.groups == 1 or pattern.at(1300).per_head else 1 / work.groups
     torch.testing.assert_close(work.pairs_before(cuts), before[cuts] * factor)
-
-
-def random_shards(bounds: list[int], size: int, seed: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    rng = random.Random(seed)
-    cuts = sorted({*bounds, *(rng.randint(0, bounds[-1]) for _ in range(12))})
-    owned = [(rng.randrange(size), run) for run in itertools.pairwise(cuts)]
-    return tuple(tuple(run for owner, run in owned if owner == rank) for rank in range(size))
-
-
-@settings(max_examples=60)
-@given(bounds=bounds_of(), size=st.integers(1, 5), seed=st.integers(0, 99), is_causal=st.booleans(), data=st.data())
-def test_rows_received_are_those_that_the_plan_needs(bounds: list[int], size: int, seed: int, is_causal: bool, data: st.DataObject) -> None:
-    length, rate = data.draw(st.sampled_from([(DENSE.segment_lengths[0], 1), (13, 1), (24, 4), (60, 6)]))
-    # all offsets once, so that a row counts for one of r heads
-    pattern, shards = DilatedPattern((length,), (rate,)), random_shards(bounds, size, seed)
-    documents = tuple(itertools.pairwise(bounds))
-    found = BranchWork(pattern, Documents(documents), rate, is_causal=is_causal).rows_received(shards)
-    problem = RingProblem(pattern, documents, shards, rate, rate, is_causal, None, "all_gather", ())
-    exact = [float(needed_keys(problem, rank, CPU).double().mean(0).sum()) for rank in range(size)]
-    assert found == pytest.approx(exact)
 
 
 def held(layout: Layout) -> list[int]:
@@ -187,6 +166,37 @@ def test_one_document_gets_the_layouts_that_are_known() -> None:
     short = balanced_layout(DilatedPattern((64, 128), (1, 2)), 4096, 4, 2, is_causal=True)
     assert [len(mine) for mine in short.runs] == [1] * 4 and short.imbalance == pytest.approx(1)
     assert balanced_layout([None], 0, 3).runs == ((), (), ()) and sum(held(balanced_layout(None, 2, 5))) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n", "world", "is_causal", "kind"),
+    [
+        (LocalWindow(300), 128 * 256, 4, False, "contiguous"),
+        (LocalWindow(300), 128 * 256, 4, True, "contiguous"),
+        (Causal(), 128 * 64, 4, False, "zigzag"),
+        (RandomBlocks(0.4), 128 * 192 + 5, 2, True, "zigzag"),
+        (Document((128 * 320, 128 * 80, 128 * 80, 128 * 32)), 128 * 512, 4, False, "dealt"),
+        (Strided(7) & Causal(), 128 * 61, 5, False, "any"),
+        (LocalWindow(5), 100, 4, False, "any"),
+        (LocalWindow(5), 0, 3, False, "contiguous"),
+    ],
+)
+def test_layouts_of_blocks_are_even_and_of_few_runs(pattern: BlockPattern, n: int, world: int, is_causal: bool, kind: str) -> None:
+    layout = balanced_layout(pattern, n, world, is_causal=is_causal)
+    blocks = [sum(-(-(end - start) // 128) for start, end in runs) for runs in layout.runs]
+    assert layout.size == world and max(blocks) - min(blocks) <= 1
+    assert all(start % 128 == 0 for runs in layout.runs for start, _ in runs)
+    if kind != "any":
+        assert layout.imbalance <= 1.02
+        # by the definition: pairs of kept blocks, here all of 128
+        rows = pattern.entries(n, 1).row if not is_causal else pattern.at(n).causal().entries(n, 1).row
+        loads = [sum(int(((rows >= a // 128) & (rows < -(-b // 128))).sum()) for a, b in runs) for runs in layout.runs]
+        assert n == 0 or max(loads) * world / sum(loads) == pytest.approx(layout.imbalance, rel=0.01)
+    longest = max(len(runs) for runs in layout.runs)
+    assert longest <= {"contiguous": 1, "zigzag": 2}.get(kind, 64)
+    if kind == "dealt":
+        assert longest > 1
+    assert Layout(n, layout.runs).name == layout.name and spans(n, 0, world, layout.name) == spans(n, 0, world, layout)
 
 
 @pytest.mark.parametrize(

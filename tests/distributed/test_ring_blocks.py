@@ -1,8 +1,10 @@
-"""Block-sparse attention of a sequence spread over processes: what every rank gets is what the whole gives, in float64, to 1e-10."""
+"""Block-sparse attention of spread sequences, alone and beside dilated branches: what the definition gives, in float64, to 1e-10.
+
+Over gloo, and over NCCL where GPUs are there (pytest -m gpus), also in half precision.
+"""
 
 from __future__ import annotations
 
-import pickle
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -16,40 +18,16 @@ from hypothesis import strategies as st
 
 from dilated_attention import (
     BackendUnavailable,
-    RingBlockSparseAttention,
+    DilatedPattern,
     balanced_layout,
-    block_sparse_attention,
-    create_attention,
-    local_positions,
     ring_attention,
     ring_block_sparse_attention,
     ring_block_sparse_dilated_attention,
-    shard_sequence,
-    unshard_sequence,
+    ring_dilated_attention,
 )
-from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.block_exchange.cost import LANES, TransferLoad, choose, even, seconds
-from dilated_attention.distributed.block_exchange.lists import join_rows, lists_of_buffer
-from dilated_attention.distributed.block_exchange.parts import make_block_steps
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs
-from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes
-from dilated_attention.distributed.exchange import setup
-from dilated_attention.engine.blocks.lists import block_lists, select_rows
-from dilated_attention.pattern import (
-    BigBird,
-    BlockPattern,
-    Causal,
-    Document,
-    GlobalLocal,
-    LocalWindow,
-    MaskFunction,
-    PerHead,
-    RandomBlocks,
-    Strided,
-    TopBlocks,
-    with_sparsity,
-)
+from dilated_attention.distributed import Layout
+from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, MaskFunction, RandomBlocks, with_sparsity
+from dilated_attention.testing import low_precision_bound, max_error
 from tests.functional.test_block_sparse import (
     PATTERNS,
     RESULTS,
@@ -57,7 +35,7 @@ from tests.functional.test_block_sparse import (
     Case,
     Inputs,
     by_table,
-    errors,
+    call,
     inputs,
     of_branches,
     plain,
@@ -65,11 +43,18 @@ from tests.functional.test_block_sparse import (
     some_branches,
     some_patterns,
 )
-from tests.helpers.comm_volume import block_bytes
-from tests.helpers.op_settings import PLAIN
-from tests.helpers.pool import here, patience, pool_of
+from tests.helpers.machine import ON_CPU, share, worlds
+from tests.helpers.pool import Pool, here, patience, pool_of
+from tests.helpers.ring_cases import SEQUENCE_DIM, positions
 
-SEQUENCE_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+# beside which a union's blocks are
+BRANCHES = (
+    DilatedPattern((16, 64), (1, 4)),
+    DilatedPattern((50, 2**40), (3, 2)),
+    DilatedPattern((2**40, 100, 48), (1, 5, 2), "blocked"),
+    DilatedPattern((32, 90), (2, 2), "zero"),
+    DilatedPattern((40, 150), (1, 3), branch_heads="split"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +79,6 @@ def layout_of(spread: Spread, world: int) -> str | Layout:
     blocks = [(start, min(start + size, N)) for start in range(0, N, size)]
     owners = random.Random(case.seed).choices(range(world), k=len(blocks))
     return Layout(N, tuple(tuple(block for block, owner in zip(blocks, owners, strict=True) if owner == rank) for rank in range(world)))
-
-
-def positions(N: int, rank: int, world: int, layout: str | Layout) -> torch.Tensor:
-    return torch.cat([torch.arange(*span) for span in spans(N, rank, world, layout)])
 
 
 def ring(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
@@ -144,13 +125,21 @@ def together(spread: Spread, parts: Sequence[dict[str, torch.Tensor]]) -> dict[s
     return whole
 
 
-def check(world: int, spreads: Sequence[Spread], truth: Callable[..., Any] = plain) -> None:
+def check(pool: Pool, spreads: Sequence[Spread], truth: Callable[..., Any] = plain) -> None:
     """``truth``: the definition, or what one process computes."""
-    ranks = pool_of(world).run(run, list(spreads), timeout=120)
+    ranks = pool.run(run, list(spreads))
     for index, spread in enumerate(spreads):
         found = together(spread, [rank[index] for rank in ranks])
-        for name, error in errors(found, results(truth, spread.case, inputs(spread.case))).items():
-            assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {world} ranks: {spread}"
+        wanted = results(truth, spread.case, inputs(spread.case, device=pool.device))
+        for name in RESULTS:
+            error = max_error(found[name].to(pool.device), wanted[name])
+            assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {pool.world} ranks: {spread}"
+
+
+def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern] = BRANCHES) -> list[Spread]:
+    if kind == "blocks":
+        return list(spreads)
+    return [replace(x, case=replace(x.case, branches=choices[index % len(choices)])) for index, x in enumerate(spreads)]
 
 
 def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
@@ -172,11 +161,6 @@ def of_every_pattern(world: int) -> list[Spread]:
             case = case_of(PATTERNS[name](N, block), N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
             spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
     return spreads
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_pattern(world: int) -> None:
-    check(world, of_every_pattern(world))
 
 
 N_BIG = 330
@@ -206,18 +190,6 @@ def of_every_option(world: int) -> list[Spread]:
     return spreads
 
 
-@pytest.mark.parametrize("world", [2, 5])
-def test_every_option(world: int) -> None:
-    check(world, of_every_option(world))
-
-
-def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
-    pattern = with_sparsity(0.3, "big_bird", block_size=64)
-    assert pattern.at(1000).per_head and not pattern.at(300).per_head
-    case = case_of(pattern, 1300, heads=2, bounds=(0, 300, 1300))
-    check(2, [Spread(case=case), Spread(case=case, head_steps=2)])
-
-
 def of_every_length(world: int) -> list[Spread]:
     """Nothing, fewer positions than ranks, than blocks, a block and one."""
     pattern = LocalWindow(20, block_size=64) | RandomBlocks(0.3, block_size=64)
@@ -229,13 +201,41 @@ def of_every_length(world: int) -> list[Spread]:
     ]
 
 
+CHOSEN: dict[str, Callable[[int], list[Spread]]] = {"pattern": of_every_pattern, "option": of_every_option, "length": of_every_length}
+
+
+SIZES = (("blocks", (1, 2, 3), (2, 3, 4)), ("union", (3, 5), (2,)))
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+@pytest.mark.parametrize(
+    ("kind", "pool"),
+    [pytest.param(kind, *x.values, id=f"{kind}-{x.id}", marks=x.marks) for kind, sizes, gpus in SIZES for x in worlds(*sizes, gpus=gpus)],
+)
+def test_every_pattern_option_and_length(kind: str, pool: Pool, what: str) -> None:
+    """Empty ranks, too: there are fewer positions than ranks, or none."""
+    spreads = of_kind(kind, CHOSEN[what](pool.world), BRANCHES[pool.world % 5 :] + BRANCHES[: pool.world % 5])
+    # a world of five is slow on two cores
+    check(pool, spreads[: share(len(spreads))] if pool.on_gpus else spreads[:: 1 + (pool.world == 5 and what == "pattern")])
+
+
+def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
+    pattern = with_sparsity(0.3, "big_bird", block_size=64)
+    assert pattern.at(1000).per_head and not pattern.at(300).per_head
+    case = case_of(pattern, 1300, heads=2, bounds=(0, 300, 1300))
+    check(pool_of(2), [Spread(case=case), Spread(case=case, head_steps=2)])
+
+
 @pytest.mark.parametrize("world", [1, 3])
-def test_every_length(world: int) -> None:
-    check(world, of_every_length(world))
+def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
+    """The definition by a mask has none."""
+    tails = [replace(branches, tail="zero_keys") for branches in BRANCHES]
+    spreads = [Spread(case=case_of(SHARED, N_BIG, **OPTIONS[name])) for name in ("batch", "causal", "documents", "padding", "scale")]
+    check(pool_of(world), of_kind("union", spreads, tails), call)
 
 
 @st.composite
-def some_spreads(draw: st.DrawFn, with_branches: bool = False) -> Spread:
+def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 2))
     N = draw(st.integers(0, 500))
@@ -259,84 +259,94 @@ def some_spreads(draw: st.DrawFn, with_branches: bool = False) -> Spread:
     return Spread(case=case, layout=layout, head_steps=head_steps, seq_len_given=draw(st.booleans()))
 
 
-@settings(max_examples=25)
-@given(st.sampled_from((1, 2, 3, 4)), some_spreads())
+@settings(max_examples=40)
+@given(st.sampled_from((1, 2, 3, 4)), st.booleans().flatmap(some_spreads))
 def test_anything_with_anything(world: int, spread: Spread) -> None:
-    check(world, [spread])
+    check(pool_of(world), [spread])
 
 
-# --- what travels ----------------------------------------------------------------------------------------------------------------
+# --- half precision on GPUs -------------------------------------------------------------------------------------------------------
 
 
-def measured(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype) -> list[tuple[Bytes, dict[int, int]]]:
-    """Bytes of forward and backward, and of the forward those sent to each peer."""
-    found = []
-    for spread in spreads:
-        case, layout = spread.case, layout_of(spread, world)
-        x = local_inputs(inputs(case, dtype), positions(case.num_keys, rank, world, layout))
-        leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
-        with traffic() as forward:
-            out, lse = ring(case, x, *leaves, layout=layout, seq_len=case.num_keys, head_steps=spread.head_steps)
-        with traffic() as backward:
-            torch.autograd.grad([out, lse], leaves, [x.dout, x.dlse])
-        found.append((Bytes(forward.sent, forward.received, backward.sent, backward.received), dict(forward.sent_to)))
-    return found
+@dataclass(frozen=True)
+class Kernel:
+    """What a sweep's kernels are compiled for; ``backend`` but for dropout, which it has not."""
+
+    backend: str
+    block: tuple[int, int]
+    head_dim: int
+    kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
 
 
-def of_every_holder(world: int) -> list[Spread]:
-    spreads = []
-    for N in (64 * world, 64 * world + 37, world - 1):
-        patterns = [
-            LocalWindow(40, block_size=64),
-            GlobalLocal(20, 70, block_size=64),
-            RandomBlocks(0.3, block_size=(64, 128)),
-            BigBird(30, 3, 1, block_size=(128, 64)),
-            PerHead((LocalWindow(1), LocalWindow(150), RandomBlocks(0.2, seed=1), RandomBlocks(0.4, seed=2))),
-        ]
-        for index, pattern in enumerate(patterns):
-            for layout in ("contiguous", "zigzag", "balanced", "dealt")[index % 2 :: 2]:
-                case = case_of(pattern, N, batch=2, is_causal=index % 2 == 0, head_dim=3)
-                spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
-    return spreads
+KERNELS = {
+    "triton, 64": Kernel("triton", (64, 64), 64, 1),
+    "auto, 128": Kernel("auto", (128, 128), 128, 2),
+}
+# those that exist at one length only
+OF_ONE_LENGTH = ("documents", "table", "table of heads")
 
 
-def check_bytes(world: int, spreads: Sequence[Spread]) -> None:
-    dtype = torch.float32 if world % 2 else torch.float64
-    ranks = pool_of(world).run(measured, list(spreads), dtype)
+def draw(world: int, seed: int, kernel: Kernel) -> Spread:
+    rng = random.Random(world * 100_003 + seed)
+    n = rng.choice([rng.randint(70, 200), rng.randint(200, 700), 128 * world * rng.randint(1, 2)])
+    bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 3))), n) if rng.random() < 0.2 else None
+    name = rng.choice([name for name in NAMES if bounds is None or name not in OF_ONE_LENGTH])
+    dropout_p = 0.3 if rng.random() < 0.1 else 0.0
+    case = case_of(
+        PATTERNS[name](n, kernel.block),
+        n,
+        heads=2,
+        kv_heads=kernel.kv_heads,
+        head_dim=kernel.head_dim,
+        batch=1 if bounds else rng.choice([1, 2]),
+        is_causal=rng.random() < 0.5,
+        bounds=bounds,
+        padding=rng.random() < 0.15,
+        dropout_p=dropout_p,
+        scale=rng.choice([None, None, 0.1]),
+        seed=rng.randint(0, 2**16),
+    )
+    return Spread(
+        case=case,
+        layout=rng.choice(["contiguous", "zigzag", "balanced", "dealt"]),
+        head_steps=rng.choice([None, 1, 2]),
+        seq_len_given=rng.random() < 0.7,
+        backend="auto" if dropout_p or ON_CPU else kernel.backend,
+    )
+
+
+def bounds_of(spread: Spread, pool: Pool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """(results in float64, what each is held to): 2·E(plain attention in this dtype) and roundings, as in ``testing.measure``."""
+    case = spread.case
+    x = inputs(case, dtype, pool.device)
+    truth, same, wide = (results(plain, case, x, kind) for kind in (torch.float64, dtype, torch.float32))
+    bounds = {name: low_precision_bound(same[name], truth[name], dtype) for name in RESULTS}
+    # an error of δ acts as a gradient of lse does: here that of the rounded out which every flash backward reads
+    leaves = [y.double().requires_grad_() for y in (x.q, x.k, x.v)]
+    out, lse = plain(case, x, *leaves)
+    error = (x.dout.double() * (out.to(dtype).double() - out)).sum(-1).transpose(1, 2).detach()
+    for name, grad in zip(("dq", "dk"), torch.autograd.grad(lse, leaves[:2], error), strict=True):
+        bounds[name] += 2 * float(grad.abs().max())
+    for name in ("dk", "dv"):
+        # every rank's share is rounded once, before they are summed in float32
+        bounds[name] += pool.world / 2 * torch.finfo(dtype).eps * float(truth[name].abs().max())
+    bounds["lse"] = low_precision_bound(wide["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
+    return truth, bounds
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("pool", worlds(gpus=(2, 3, 4)))
+def test_random_calls_in_half_precision(pool: Pool, name: str) -> None:
+    kernel = KERNELS[name]
+    spreads = [draw(pool.world, seed, kernel) for seed in range(share(20))]
+    ranks = pool.run(run, spreads, kernel.dtype)
     for index, spread in enumerate(spreads):
-        case, layout = spread.case, layout_of(spread, world)
-        sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
-        steps = even(case.kv_heads, spread.head_steps or 1)
-        for rank in range(world):
-            branches = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
-            options: dict[str, Any] = {"is_causal": case.is_causal, "head_steps": steps, "branches": branches}
-            want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, **options)
-            assert ranks[rank][index][0] == want, f"rank {rank} of {world}: {spread}"
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_bytes_on_the_wire_are_those_of_the_formula(world: int) -> None:
-    check_bytes(world, of_every_holder(world))
-
-
-def test_a_window_asks_neighbours_only_and_nothing_of_others() -> None:
-    """By hand: windows of 64 on four shards of two blocks: one block of each neighbour, K and V of 2 heads of 3 floats."""
-    spread = Spread(case=case_of(LocalWindow(64, block_size=64), 512, head_dim=3))
-    block = 2 * 64 * 2 * 3 * 4
-    ranks = pool_of(4).run(measured, [spread], torch.float32)
-    assert [found[0][1] for found in ranks] == [{1: block}, {0: block, 2: block}, {1: block, 3: block}, {2: block}]
-    causal = replace(spread, case=replace(spread.case, is_causal=True))
-    ranks = pool_of(4).run(measured, [causal], torch.float32)
-    assert [found[0][1] for found in ranks] == [{1: block}, {2: block}, {3: block}, {}]
-
-
-def test_a_pattern_that_stays_at_home_moves_nothing() -> None:
-    spreads = [
-        Spread(case=case_of(LocalWindow(500, block_size=64), 512, bounds=(0, 128, 256, 384, 512))),
-        Spread(case=case_of(RandomBlocks(0.0, block_size=64), 512)),
-    ]
-    for found in pool_of(4).run(measured, spreads, torch.float32):
-        assert all(total == Bytes(0, 0, 0, 0) and not sent for total, sent in found)
+        found = together(spread, [rank[index] for rank in ranks])
+        truth, bounds = bounds_of(spread, pool, kernel.dtype)
+        for what in RESULTS:
+            error = max_error(found[what].to(pool.device), truth[what])
+            assert error <= bounds[what], f"E({what}) = {error:.3g} > {bounds[what]:.3g} on {pool.world} GPUs: {spread}"
 
 
 # --- calls that are refused ------------------------------------------------------------------------------------------------------
@@ -346,272 +356,65 @@ def by_other_table(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor,
     return (query // 64 + key // 64) % 3 == 0
 
 
-DISAGREEMENTS = ("call", "pattern", "block_size", "function", "is_causal", "head_steps", "layout", "backend")
+WINDOW = LocalWindow(40, block_size=64)
+FLASH4 = ({"backend": "flash4"}, "ranks disagree on kernels: ranks 0, 1 have available, rank 2 has unavailable: backend='flash4'")
+# function, what the last rank calls it with (or another function), what all are told
+DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("blocks", {"function": "dense"}, "function: ranks 0, 1 have ring_block_sparse_attention, rank 2 has ring_attention"),
+    (
+        "blocks",
+        {"pattern": LocalWindow(41, block_size=64)},
+        "ring_block_sparse_attention: .* on pattern: .* have .*40.*, rank 2 has .*41",
+    ),
+    ("blocks", {"pattern": LocalWindow(40, block_size=128)}, "block_size: ranks 0, 1 have .64, 64., rank 2 has .128, 128."),
+    ("mask", {"pattern": MaskFunction(by_other_table, block_size=64)}, "ranks disagree on pattern .the blocks that its function keeps."),
+    ("blocks", {"is_causal": True}, "ranks disagree on is_causal: ranks 0, 1 have False, rank 2 has True"),
+    ("blocks", {"head_steps": 2}, "ranks disagree on head_steps: ranks 0, 1 have 1, rank 2 has 2"),
+    ("blocks", {"layout": "zigzag"}, "ranks disagree on layout: ranks 0, 1 have contiguous, rank 2 has zigzag"),
+    ("blocks", *FLASH4),
+    ("union", {"dilation_rates": [2]}, "ring_block_sparse_dilated_attention: ranks disagree on branches: ranks 0, 1 have .*rank 2 has "),
+    (
+        "union",
+        {"pattern": LocalWindow(41, block_size=64)},
+        "ring_block_sparse_dilated_attention: .* on pattern: .*40.* has .*41",
+    ),
+    ("union", {"function": "blocks"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_block_sparse_attention"),
+    ("union", {"function": "dilated"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_dilated_attention"),
+    ("union", {"tail": "zero_keys"}, "ranks disagree on branches: .*mask.*zero_keys"),
+    ("union", *FLASH4),
+]
+FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "dense": (ring_attention, {}),
+    "dilated": (ring_dilated_attention, {"segment_lengths": [16], "dilation_rates": [1]}),
+    "blocks": (ring_block_sparse_attention, {"pattern": WINDOW, "head_steps": 1}),
+    "mask": (ring_block_sparse_attention, {"pattern": MaskFunction(by_table, block_size=64)}),
+    "union": (ring_block_sparse_dilated_attention, {"segment_lengths": [16], "dilation_rates": [1], "pattern": WINDOW}),
+}
 
 
-def disagreeing(rank: int, world: int, which: str, length: int) -> str:
-    # a length of its own for each case: what ranks have agreed on once is not compared again
-    q = torch.zeros(1, length, 2, 4, device=here())
-    odd = rank == world - 1
-    pattern: BlockPattern = LocalWindow(40, block_size=64)
-    options: dict[str, Any] = {}
-    if which == "pattern":
-        pattern = LocalWindow(41 if odd else 40, block_size=64)
-    elif which == "block_size":
-        pattern = LocalWindow(40, block_size=128 if odd else 64)
-    elif which == "function":
-        pattern = MaskFunction(by_other_table if odd else by_table, block_size=64)
-    elif which == "backend":
-        options["backend"] = "flash4" if odd else "auto"
-    elif which != "call":
-        options[which] = {"is_causal": odd, "head_steps": 2 if odd else 1, "layout": "zigzag" if odd else "contiguous"}[which]
-    try:
-        if which == "call" and odd:
-            ring_attention(q, q, q, seq_len=length * world, timeout=patience())
-        ring_block_sparse_attention(q, q, q, pattern, seq_len=length * world, timeout=patience(), **options)
-    except (ValueError, BackendUnavailable) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def disagreeing(rank: int, world: int) -> list[str]:
+    texts = []
+    for index, (usual, changes, _) in enumerate(DISAGREEMENTS):
+        # a length of its own for each case: what ranks have agreed on once is not compared again
+        q = torch.zeros(1, 64 + index, 2, 4, device=here())
+        name, options = usual, {}
+        if rank == world - 1:
+            name, options = changes.get("function", usual), {key: value for key, value in changes.items() if key != "function"}
+        function, arguments = FUNCTIONS[name]
+        try:
+            function(q, q, q, seq_len=(64 + index) * world, timeout=patience(), **arguments | options)
+        except (ValueError, BackendUnavailable) as error:
+            texts.append(str(error))
+        else:
+            texts.append("no error")
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("which", "words"),
-    [
-        ("call", "ranks disagree on function: ranks 0, 1 have ring_block_sparse_attention, rank 2 has ring_attention"),
-        ("pattern", "ring_block_sparse_attention: ranks disagree on pattern: ranks 0, 1 have .*40.*, rank 2 has .*41"),
-        ("block_size", "block_size: ranks 0, 1 have .64, 64., rank 2 has .128, 128."),
-        ("function", "ranks disagree on pattern .the blocks that its function keeps."),
-        ("is_causal", "ranks disagree on is_causal: ranks 0, 1 have False, rank 2 has True"),
-        ("head_steps", "ranks disagree on head_steps: ranks 0, 1 have 1, rank 2 has 2"),
-        ("layout", "ranks disagree on layout: ranks 0, 1 have contiguous, rank 2 has zigzag"),
-        ("backend", "ranks disagree on kernels: ranks 0, 1 have available, rank 2 has unavailable: backend='flash4'"),
-    ],
-)
-def test_ranks_that_disagree_all_raise_the_same(which: str, words: str) -> None:
-    texts = pool_of(3).run(disagreeing, which, 64 + DISAGREEMENTS.index(which))
-    assert len(set(texts)) == 1, texts
-    assert re.search(words, texts[0]), texts[0]
+@pytest.mark.parametrize("pool", worlds(3, gpus=(3,)))
+def test_ranks_that_disagree_all_raise_the_same(pool: Pool) -> None:
+    ranks = pool.run(disagreeing)
+    for index, (_, changes, words) in enumerate(DISAGREEMENTS):
+        texts = {rank[index] for rank in ranks}
+        assert len(texts) == 1 and re.search(words, *texts), (changes, texts)
     # and the group goes on
-    check(3, [Spread(case=case_of(SHARED, 100))])
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"pattern": 3}, TypeError, "pattern is 3"),
-        ({"pattern": TopBlocks(2, block_size=64)}, ValueError, "chosen by content; the processes of a ring find what to exchange"),
-        ({"layout": "striped"}, ValueError, "layout is 'striped', which spreads every block over all processes"),
-        ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'; expected one of 'contiguous', 'zigzag' or a Layout"),
-        ({"layout": Layout(32, (((0, 32),),))}, ValueError, "layout is for 32 positions on 1 processes, the sequence has 64 on 1"),
-        ({"head_steps": 0}, ValueError, "head_steps is 0; expected an integer ≥ 1"),
-        ({"timeout": 0}, ValueError, "timeout is 0"),
-        ({"seq_len": 65}, ValueError, r"the group's ranks hold \[64\] positions; a contiguous sequence of 65 has \[65\]"),
-        ({"v": torch.zeros(1, 63, 2, 4)}, ValueError, "k has shape"),
-        ({"q": torch.zeros(1, 63, 2, 4)}, ValueError, "q has 63 rows and k has 64"),
-        ({"pattern": PerHead((LocalWindow(3),) * 3)}, ValueError, "PerHead got 3 patterns for 2 heads"),
-        ({"backend": "flash4"}, BackendUnavailable, "flash4"),
-    ],
-)
-def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    x = torch.zeros(1, 64, 2, 4)
-    arguments: dict[str, Any] = {"q": x, "k": x, "v": x, "pattern": LocalWindow(40, block_size=64)} | changes
-    with pytest.raises(error, match=words):
-        ring_block_sparse_attention(**arguments)
-
-
-# --- the module ------------------------------------------------------------------------------------------------------------------
-
-
-def module(rank: int, world: int) -> None:
-    N = 64 * world + 9
-    pattern = BigBird(30, 3, 1, block_size=64)
-    layout = balanced_layout(pattern, N, world, 4, is_causal=True)
-    whole = [torch.randn(2, N, heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
-    whole = [x.to(here()) for x in whole]
-    q, k, v = (x.requires_grad_() for x in shard_sequence(None, whole, [1, 1, 1], layout=layout))
-    layer = RingBlockSparseAttention(pattern, layout=layout, timeout=patience())
-    made = create_attention("ring_block_sparse", pattern=pattern, layout=layout, timeout=patience())
-    (want,) = shard_sequence(None, [block_sparse_attention(*whole, pattern, is_causal=True)], [1], layout=layout)
-    out = layer(q, k, v, is_causal=True, seq_len=N)
-    torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
-    torch.testing.assert_close(made(q, k, v, is_causal=True, seq_len=N), want, atol=1e-12, rtol=0)
-    grads = torch.autograd.grad(out.sin().sum(), (q, k, v))
-    torch._dynamo.reset()
-    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    again = fast(q, k, v, is_causal=True, seq_len=N)
-    torch.testing.assert_close(again, out)
-    torch.testing.assert_close(torch.autograd.grad(again.sin().sum(), (q, k, v)), grads)
-    # without a length the op itself asks for it
-    torch.testing.assert_close(fast(q, k, v, is_causal=True), out)
-    copy = pickle.loads(pickle.dumps(layer))
-    torch.testing.assert_close(copy(q, k, v, is_causal=True, seq_len=N), out)
-    assert "BigBird" in repr(layer) and "layout='runs:" in repr(layer)
-    # bf16 and a gradient of lse that some ranks do not use
-    half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-    out, lse = layer(*half, return_lse=True, seq_len=N)
-    assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
-    assert all(grad.dtype is torch.bfloat16 for grad in torch.autograd.grad(lse.sum() if rank else out.sum(), half))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_module(world: int) -> None:
-    pool_of(world).run(module)
-
-
-# --- its parts -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "N", "world", "is_causal", "kind"),
-    [
-        (LocalWindow(300), 128 * 256, 4, False, "contiguous"),
-        (LocalWindow(300), 128 * 256, 4, True, "contiguous"),
-        (Causal(), 128 * 64, 4, False, "zigzag"),
-        (RandomBlocks(0.4), 128 * 192 + 5, 2, True, "zigzag"),
-        (Document((128 * 320, 128 * 80, 128 * 80, 128 * 32)), 128 * 512, 4, False, "dealt"),
-        (Strided(7) & Causal(), 128 * 61, 5, False, "any"),
-        (LocalWindow(5), 100, 4, False, "any"),
-        (LocalWindow(5), 0, 3, False, "contiguous"),
-    ],
-)
-def test_balanced_layouts(pattern: BlockPattern, N: int, world: int, is_causal: bool, kind: str) -> None:
-    layout = balanced_layout(pattern, N, world, is_causal=is_causal)
-    blocks = [sum(-(-(end - start) // 128) for start, end in runs) for runs in layout.runs]
-    assert layout.size == world and max(blocks) - min(blocks) <= 1
-    assert all(start % 128 == 0 for runs in layout.runs for start, _ in runs)
-    if kind != "any":
-        assert layout.imbalance <= 1.02
-        # by the definition: pairs of kept blocks, here all of 128
-        rows = pattern.entries(N, 1).row if not is_causal else pattern.at(N).causal().entries(N, 1).row
-        loads = [sum(int(((rows >= a // 128) & (rows < -(-b // 128))).sum()) for a, b in runs) for runs in layout.runs]
-        assert N == 0 or max(loads) * world / sum(loads) == pytest.approx(layout.imbalance, rel=0.01)
-    longest = max(len(runs) for runs in layout.runs)
-    assert longest <= {"contiguous": 1, "zigzag": 2}.get(kind, 64)
-    if kind == "dealt":
-        assert longest > 1
-    assert [Layout(N, layout.runs).name == layout.name] and spans(N, 0, world, layout.name) == spans(N, 0, world, layout)
-
-
-def test_a_layout_says_what_its_runs_lack() -> None:
-    for runs, words in (
-        ((((0, 5),), ((6, 9),)), "leave out position 5"),
-        ((((0, 5),), ((4, 9),)), "hold twice position 4"),
-        ((((0, 5),), ((5, 8),)), "end at position 8 of a sequence of 9"),
-        ((((5, 9), (0, 5)),), "ascending"),
-        ((), "expected the runs of at least one process"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            Layout(9, runs)
-
-
-def test_a_layout_shards_and_unshards() -> None:
-    layout = Layout(9, (((0, 2), (7, 9)), ((2, 7),)))
-    assert [x.tolist() for x in pool_of(2).run(shards, layout)] == [[0, 1, 7, 8], [2, 3, 4, 5, 6]]
-    with pytest.raises(ValueError, match="the sequence has 9 on 1"):
-        shard_sequence(None, [torch.arange(9)], [0], layout=layout)
-
-
-def shards(rank: int, world: int, layout: Layout) -> torch.Tensor:
-    (mine,) = shard_sequence(None, [torch.arange(9)], [0], layout=layout)
-    (whole,) = unshard_sequence(None, [mine], [0], layout=layout)
-    assert whole.tolist() == list(range(9)) and local_positions(None, 9, layout=layout).tolist() == mine.tolist()
-    return mine
-
-
-def test_intervals_move_with_their_blocks() -> None:
-    """A window's masks are intervals; in a buffer they stay so while its blocks lie in order, and become bits where they do not."""
-    lists = block_lists(LocalWindow(100, block_size=64), 64 * 8, 1, device="cpu")
-    assert lists.mask_kind == "interval"
-    gone = torch.tensor([-1, -1, 0, 1, 2, 3, 4, 5])
-    rows = select_rows(lists, torch.arange(4, 6))
-    moved = lists_of_buffer(rows, gone, 64 * 6)
-    assert moved.mask_kind == "interval" and moved.interval is not None and rows.interval is not None
-    assert torch.equal(moved.interval[0], rows.interval[0] - 128)
-    assert torch.equal(moved.interval[1], rows.interval[1] - 128)
-    swapped = torch.tensor([-1, -1, 3, 4, 5, 0, 1, 2])
-    assert lists_of_buffer(rows, swapped, 64 * 6).mask_kind == "bits"
-    # only the diagonal is masked, wherever it lies
-    causal = block_lists(RandomBlocks(0.5, block_size=64), 64 * 8, 1, is_causal=True, device="cpu")
-    anywhere = torch.randperm(8, generator=torch.Generator().manual_seed(0))
-    assert lists_of_buffer(causal, anywhere, 64 * 8).mask_kind == "interval"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_joined_rows_are_those_of_the_whole(seed: int) -> None:
-    pattern = [SHARED, OF_HEADS, RandomBlocks(0.3, block_size=64), LocalWindow(9, block_size=64)][seed]
-    whole = block_lists(pattern, 600, 2, is_causal=seed % 2 == 0, device="cpu")
-    q_block = pattern.q_block
-    parts = [
-        block_lists(pattern, 600, 2, first_query=first, num_queries=last - first, is_causal=seed % 2 == 0, device="cpu")
-        for first, last in ((0, 2 * q_block), (3 * q_block, 600))
-    ]
-    joined = join_rows(parts)
-    want = select_rows(whole, torch.tensor([row for row in range(whole.num_rows) if row != 2]))
-    assert torch.equal(joined.row_starts, want.row_starts) and torch.equal(joined.columns, want.columns)
-    assert joined.num_queries == want.num_queries and joined.mask_kind == want.mask_kind
-    if joined.masks is not None and want.masks is not None:
-        kept = joined.masks >= 0
-        assert torch.equal(kept, want.masks >= 0)
-        assert torch.equal(joined.bits[joined.masks[kept].long()], want.bits[want.masks[kept].long()])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_steps_hold_every_head_and_the_model_prefers_the_faster(seed: int) -> None:
-    rng = random.Random(seed)
-    load = TransferLoad(rng.choice([1, 8, 16, 12]), rng.uniform(1e-5, 1e-3), rng.uniform(1e-6, 1e-4), rng.randint(10**5, 10**8), 10**8)
-    way = choose(load, 10**12)
-    assert sum(way.steps) == load.heads and min(way.steps) >= 1
-    assert all(seconds(load, way) <= seconds(load, replace(way, steps=(load.heads,), lane=lane)) for lane in LANES)
-    assert choose(load, 10**12, 3).steps == even(load.heads, 3)
-    # too little memory for more than a head at a time
-    assert choose(load, 10**8).steps == (1,) * load.heads
-    assert choose(replace(load, brought=0), 10**12).steps == (load.heads,)
-
-
-def test_a_window_starts_with_few_heads_and_random_blocks_grow() -> None:
-    """Of 16 heads of 128 on 4 GPUs of 32,768 tokens at 10 %: what is waited for is a head's keys."""
-    compute, launch = 0.366e-3, 0.114e-3
-    window, everything = (
-        choose(TransferLoad(16, compute, launch, brought, 67 * 10**6), 141 * 10**9) for brought in (7 * 10**6, 50 * 10**6)
-    )
-    assert window.steps[0] <= 2 and len(window.steps) == 2
-    assert everything.steps[0] <= 2 and list(everything.steps) == sorted(everything.steps)
-    assert everything.lane.most_ctas is None
-
-
-def test_short_calls_take_few_steps() -> None:
-    """Random blocks of 10 %, 16 heads of 64 on 2 GPUs: in three steps a forward waits for the host, 3.0 ms against 2.3 of the GPU."""
-    long, short = (TransferLoad(16, compute, launch, brought, 2 * brought) for compute, launch, brought in (
-        (9.2e-5, 4.4e-5, 8_388_608), (5.7e-6, 2.6e-5, 2_093_056),
-    ))  # fmt: skip
-    assert len(choose(long, 80 * 10**9).steps) == 2 and choose(short, 80 * 10**9).steps == (16,)
-
-
-@pytest.mark.parametrize("pattern", [LocalWindow(70, block_size=64), LocalWindow(70, block_size=64) & Causal(block_size=64)])
-def test_windows_stay_intervals_on_every_rank(pattern: BlockPattern) -> None:
-    """Kernels that take intervals, not bits, are for them: also where a zigzag's runs lie in the buffer in another order."""
-    N, world = 64 * 24, 4
-    for layout in ("contiguous", "zigzag"):
-        shards = tuple(ascending_runs(spans(N, rank, world, layout)) for rank in range(world))
-        ring_problem = RingBlockProblem(pattern, ((0, N),), shards, 2, 1, False)
-        for rank in range(world):
-            _, ((part,),), _ = make_block_steps(ring_problem, rank, (1,), torch.device("cpu"), None, PLAIN)
-            assert part.lists.mask_kind == "interval"
-
-
-def test_steps_of_heads_without_masks_ask_for_none() -> None:
-    pattern = PerHead((LocalWindow(70, block_size=64), RandomBlocks(0.5, block_size=64)))
-    ring_problem = RingBlockProblem(pattern, ((0, 512),), (((0, 512),),), 2, 2, False)
-    _, parts, _ = make_block_steps(ring_problem, 0, (1, 1), torch.device("cpu"), None, PLAIN)
-    assert [part.lists.mask_kind for some in parts for part in some] == ["interval", "none"]
-
-
-def test_setups_are_forgotten_when_their_lists_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "MAX_CACHED_BYTES", 1)
-    x = torch.randn(1, 130, 1, 4)
-    for window in (3, 4, 5):
-        ring_block_sparse_attention(x, x, x, LocalWindow(window, block_size=64))
-        assert len(setup._setups) == 1
-    kept = next(iter(setup._setups.values()))
-    ring_block_sparse_attention(x, x, x, LocalWindow(5, block_size=64))
-    assert next(iter(setup._setups.values())) is kept
+    check(pool, of_kind("blocks", [Spread(case=case_of(SHARED, 100))]) + of_kind("union", [Spread(case=case_of(SHARED, 100))]))

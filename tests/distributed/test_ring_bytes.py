@@ -4,49 +4,59 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern
+from dilated_attention.distributed.block_exchange.cost import even
 from dilated_attention.distributed.comm.comm_stats import traffic
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
+from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.testing import inputs
-from tests.distributed.test_ring import spread_of
-from tests.distributed.test_ring_layouts import random_layout
-from tests.helpers.comm_volume import dense_bytes, dilated_bytes
+from tests.distributed import test_ring_blocks as blocks
+from tests.functional.test_block_sparse import inputs as block_inputs
+from tests.helpers.comm_volume import block_bytes, dense_bytes, dilated_bytes
 from tests.helpers.pool import pool_of
-from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, ring_call
+from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
+from tests.helpers.ring_chosen import spread_of
 
 D = 8
+Count = tuple[Bytes, dict[int, int]]
 
 
-def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, needs_grad: bool) -> list[Bytes]:
-    """What this rank exchanges in each call, forward and backward. Nothing but keys, their gradients and what changes hands."""
+def counted(function: Any, case: Any, x: Any, needs_grad: bool = True, **options: Any) -> Count:
+    """Bytes of forward and backward, and of the forward those sent to each peer: keys, their gradients and what changes hands alone."""
+    leaves = [y.detach().requires_grad_(needs_grad) for y in (x.q, x.k, x.v)]
+    with traffic() as forward:
+        out, lse = function(case, x, *leaves, **options)
+    with traffic() as backward:
+        if needs_grad:
+            outputs, grads = ([out, lse], [x.dout, x.dlse]) if getattr(case, "lse_grad", True) else ([out], [x.dout])
+            torch.autograd.grad(outputs, leaves, grads)
+    return Bytes(forward.sent, forward.received, backward.sent, backward.received), dict(forward.sent_to)
+
+
+def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, needs_grad: bool) -> list[Count]:
     found = []
     for spread in spreads:
-        case = spread.case
-        x = local_inputs(inputs(case, dtype), positions(case.num_keys, rank, world, spread.layout))
-        leaves = [y.detach().requires_grad_(needs_grad) for y in (x.q, x.k, x.v)]
-        function = ring_call(spread)
-        if spread.steps:
-            with byte_limits_of_one():
-                found.append(_count(function, case, x, leaves, needs_grad))
-        else:
-            found.append(_count(function, case, x, leaves, needs_grad))
+        x = local_inputs(inputs(spread.case, dtype), positions(spread.case.num_keys, rank, world, spread.layout))
+        with byte_limits_of_one() if spread.steps else nullcontext():
+            found.append(counted(ring_call(spread), spread.case, x, needs_grad))
     return found
 
 
-def _count(function: Any, case: Any, x: Any, leaves: list[torch.Tensor], needs_grad: bool) -> Bytes:
-    with traffic() as forward:
-        out, lse = function(case, x, *leaves)
-    with traffic() as backward:
-        if needs_grad:
-            outputs, grads = ([out, lse], [x.dout, x.dlse]) if case.lse_grad else ([out], [x.dout])
-            torch.autograd.grad(outputs, leaves, grads)
-    return Bytes(forward.sent, forward.received, backward.sent, backward.received)
+def of_blocks(rank: int, world: int, spreads: Sequence[blocks.Spread], dtype: torch.dtype) -> list[Count]:
+    found = []
+    for spread in spreads:
+        case, layout = spread.case, blocks.layout_of(spread, world)
+        x = blocks.local_inputs(block_inputs(case, dtype), positions(case.num_keys, rank, world, layout))
+        found.append(counted(blocks.ring, case, x, layout=layout, seq_len=case.num_keys, head_steps=spread.head_steps))
+    return found
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype
     calls = {2: order[::2], 4: order[1::2], 8: order[::3]}[world]
     needs_grad = world < 8
     for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype, needs_grad, timeout=120.0)):
-        for one, count in zip(calls, found, strict=True):
+        for one, (count, _) in zip(calls, found, strict=True):
             wanted = formula(one, world, rank, dtype)
             assert count.forward_sent == wanted.forward_sent and count.forward_received == wanted.forward_received, (rank, one)
             if needs_grad:
@@ -186,3 +196,70 @@ def test_formulas_by_hand() -> None:
     assert dilated_bytes(32, 4, 2, (8, 4), (1, 4), sizes, is_causal=True) == Bytes(0, 0, 0, 0)
     # one query head and one key/value head of 24 rows come (3 · 16 bytes a row), three heads of 8 rows of out and lse (20 bytes) go back
     assert heads_bytes(32, 4, 0, "zigzag", sizes).forward_received == 24 * 48 + 24 * 20
+
+
+# --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
+
+
+def of_every_holder(world: int) -> list[blocks.Spread]:
+    spreads = []
+    for N in (64 * world, 64 * world + 37, world - 1):
+        patterns = [
+            LocalWindow(40, block_size=64),
+            GlobalLocal(20, 70, block_size=64),
+            RandomBlocks(0.3, block_size=(64, 128)),
+            BigBird(30, 3, 1, block_size=(128, 64)),
+            PerHead((LocalWindow(1), LocalWindow(150), RandomBlocks(0.2, seed=1), RandomBlocks(0.4, seed=2))),
+        ]
+        for index, pattern in enumerate(patterns):
+            for layout in ("contiguous", "zigzag", "balanced", "dealt")[index % 2 :: 2]:
+                case = blocks.case_of(pattern, N, batch=2, is_causal=index % 2 == 0, head_dim=3)
+                spreads.append(blocks.Spread(case=case, layout=layout, head_steps=1 + index % 2))
+    return spreads
+
+
+@pytest.mark.parametrize(("kind", "world"), [("blocks", 2), ("blocks", 3), ("union", 3)])
+def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
+    whole = 64 * world
+    branches = [((whole,), (1,)), ((24, whole), (1, 4)), ((whole - 5, 17), (3, 1)), ((8, 16), (1, 2)), ((whole, whole), (2, 3))]
+    spreads = blocks.of_kind(kind, of_every_holder(world), [DilatedPattern(*x) for x in branches])
+    dtype = torch.float32 if world % 2 else torch.float64
+    ranks = pool_of(world).run(of_blocks, spreads, dtype)
+    for index, spread in enumerate(spreads):
+        case, layout = spread.case, blocks.layout_of(spread, world)
+        sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
+        beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
+        options: dict[str, Any] = {
+            "is_causal": case.is_causal,
+            "head_steps": even(case.kv_heads, spread.head_steps or 1),
+            "branches": beside,
+        }
+        for rank in range(world):
+            want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, **options)
+            assert ranks[rank][index][0] == want, f"rank {rank} of {world}: {spread}"
+
+
+def test_blocks_by_hand() -> None:
+    """Windows of 64 on four shards of two blocks: one block of each neighbour, K and V of 2 heads of 3 floats; others move nothing."""
+    block = 2 * 64 * 2 * 3 * 4
+    window = blocks.Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 512, head_dim=3))
+    nothing = blocks.Spread(case=blocks.case_of(RandomBlocks(0.0, block_size=64), 512))
+    at_home = [
+        blocks.Spread(case=blocks.case_of(LocalWindow(500, block_size=64), 512, bounds=(0, 128, 256, 384, 512))),
+        nothing,
+        *blocks.of_kind("union", [nothing], [DilatedPattern((64, 128), (1, 2))]),
+    ]
+    spreads = [window, replace(window, case=replace(window.case, is_causal=True)), *at_home]
+    ranks = pool_of(4).run(of_blocks, spreads, torch.float32)
+    assert [found[0][1] for found in ranks] == [{1: block}, {0: block, 2: block}, {1: block, 3: block}, {2: block}]
+    assert [found[1][1] for found in ranks] == [{1: block}, {2: block}, {3: block}, {}]
+    assert all(count == (Bytes(0, 0, 0, 0), {}) for found in ranks for count in found[2:])
+
+
+def test_a_key_that_both_parts_need_travels_once() -> None:
+    """By hand: two ranks of one block: the window keeps the whole other block, and so does the branch; K and V of 2 heads of 3 floats."""
+    spread = blocks.Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 128, head_dim=3))
+    block = 2 * 64 * 2 * 3 * 4
+    spreads = blocks.of_kind("union", [spread] * 2, [DilatedPattern((128,), (r,)) for r in (1, 4)])
+    for found in pool_of(2).run(of_blocks, spreads, torch.float32):
+        assert all(total == Bytes(block, block, 2 * block, 2 * block) for total, _ in found)

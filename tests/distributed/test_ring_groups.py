@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,15 @@ def whole(seed: int) -> list[torch.Tensor]:
 
 def attend(kind: str, tensors: list[torch.Tensor], group: Any, is_causal: bool) -> list[torch.Tensor]:
     """(out, dq, dk, dv), on one process where ``group`` is None."""
+    alone, spread, arguments = {
+        "dense": (attention, ring_attention, ()),
+        "dilated": (dilated_attention, ring_dilated_attention, ([64, N], [1, 2])),
+        "blocks": (block_sparse_attention, ring_block_sparse_attention, (LocalWindow(64, block_size=64),)),
+    }[kind]
+    options: dict[str, Any] = {} if group is None else {"group": group, "seq_len": N, "timeout": 20.0, "layout": "contiguous"}
     leaves = [x.clone().requires_grad_() for x in tensors]
-    arguments: dict[str, Any] = {"is_causal": is_causal}
-    if group is not None:
-        arguments |= {"group": group, "seq_len": N, "timeout": 20.0, "layout": "contiguous"}
-    if kind == "dense":
-        out = (attention if group is None else ring_attention)(*leaves, **arguments)
-    elif kind == "dilated":
-        out = (dilated_attention if group is None else ring_dilated_attention)(*leaves, [64, N], [1, 2], **arguments)
-    else:
-        out = (block_sparse_attention if group is None else ring_block_sparse_attention)(
-            *leaves, LocalWindow(64, block_size=64), **arguments
-        )
-    out.square().sum().backward()
-    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    out = (alone if group is None else spread)(*leaves, *arguments, is_causal=is_causal, **options)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
 def made(rank: int, world: int, how: str, count: int) -> list[Any]:
@@ -111,34 +107,11 @@ def first_uses(rank: int, world: int, how: str, count: int) -> tuple[int, list[s
 
 @pytest.mark.parametrize(("how", "world", "count"), [("whole", 2, 8), ("mesh", 4, 4), ("members", 3, 4)])
 def test_first_uses_of_many_groups_at_once(how: str, world: int, count: int) -> None:
-    pool = Pool(world)
-    try:
+    with closing(Pool(world)) as pool:
         for rank, (compared, errors, after) in enumerate(pool.run(first_uses, how, count, timeout=100.0)):
             assert not errors
             assert compared == (0 if how == "members" and rank == 0 else 8 * count)
             assert after >= 2
-    finally:
-        pool.close()
-
-
-def overlapping(rank: int, world: int) -> str:
-    """Ranks 0 and 1 share a ring; 1 and 2 then make a group by themselves, which torch names by how many groups a process has."""
-    mine = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
-    attend("dense", shard_sequence(mine, whole(0), [1] * 3), mine, False)
-    if rank == 0:
-        return ""
-    group = dist.new_group([1, 2], timeout=SOON, use_local_synchronization=True)
-    dist.all_reduce(torch.ones(1), group=group)
-    return str(group.group_name)
-
-
-def test_a_ring_leaves_the_names_of_later_groups_alone() -> None:
-    pool = Pool(3)
-    try:
-        _, *names = pool.run(overlapping)
-        assert names[0] == names[1]
-    finally:
-        pool.close()
 
 
 def two_groups(rank: int, world: int) -> None:
@@ -158,11 +131,8 @@ def two_groups(rank: int, world: int) -> None:
 
 
 def test_two_groups_in_turn_and_anew() -> None:
-    pool = Pool(2)
-    try:
+    with closing(Pool(2)) as pool:
         pool.run(two_groups)
-    finally:
-        pool.close()
 
 
 _GROUP = """

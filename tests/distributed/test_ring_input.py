@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from dilated_attention import (
     RingMultiheadDilatedAttention,
     ring_attention,
     ring_block_sparse_attention,
+    ring_block_sparse_dilated_attention,
     ring_dilated_attention,
     shard_sequence,
 )
+from dilated_attention.distributed import Layout
 from dilated_attention.distributed.comm import session
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import LocalWindow, PerHead, TopBlocks
 from tests.helpers.pool import pool_of
 
 
@@ -38,8 +41,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (tensors(q=torch.zeros(2, 7, 4, 8)), ValueError, "q has 7 rows and k has 8; a process holds queries and keys of the same positions"),
     (tensors(heads=3), ValueError, "q has 3 heads and k has 2"),
     (tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.float64)), ValueError, "q, k, v have dtypes"),
-    ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'; expected one of 'contiguous', 'zigzag', 'striped'"),
+    ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'; expected one of 'contiguous', 'zigzag'"),
     ({"layout": None}, TypeError, "layout is None"),
+    ({"layout": Layout(32, (((0, 32),),))}, ValueError, "layout is for 32 positions on 1 processes, the sequence has 8 on 1"),
     ({"exchange": "gather"}, ValueError, "exchange is 'gather'; expected one of 'auto', 'all_gather', 'ring', 'all_to_all', '2d'"),
     ({"exchange": 2}, TypeError, "exchange is 2"),
     ({"timeout": 0}, ValueError, "timeout is 0; expected a number of seconds > 0"),
@@ -71,44 +75,61 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"group": 1, "mesh": 2}, ValueError, "group and mesh are both given; .* pass group= or mesh="),
     ({"group": 3}, ValueError, r"torch\.distributed is not initialised"),
 ]
-DENSE_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"window": (1, 2), "exchange": "ring"}, ValueError, "exchange='ring' with a window: .* use exchange='all_gather'"),
-    ({"window": -2}, ValueError, "window is -2"),
-    ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\)"),
-    ({"window": 1.5}, TypeError, r"window is 1\.5"),
-]
-DILATED_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"segment_lengths": [4, 8], "dilation_rates": [1]}, ValueError, "segment_lengths has 2 entries"),
-    ({"segment_lengths": 4}, TypeError, "segment_lengths is 4"),
-    ({"segment_lengths": [0]}, ValueError, r"segment_lengths\[0\] is 0"),
-    ({"dilation_rates": [5]}, ValueError, r"dilation_rates\[0\] is 5"),
-    ({"head_offsets": "odd"}, ValueError, "head_offsets is 'odd'"),
-    ({"head_offsets": [[0, 0]]}, ValueError, "2 integers per branch for 4 heads"),
-    ({"branch_heads": "some"}, ValueError, "branch_heads is 'some'"),
-    ({"tail": "cut"}, ValueError, "tail is 'cut'"),
-    ({"mixture_grad": "none"}, ValueError, "mixture_grad is 'none'"),
-    (
-        {"exchange": "all_to_all", "branch_heads": "split"},
-        ValueError,
-        "exchange='all_to_all': branch_heads='split' .* use exchange='all_gather'",
+OF_KIND: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+    "dense": [
+        ({"window": (1, 2), "exchange": "ring"}, ValueError, "exchange='ring' with a window: .* use exchange='all_gather'"),
+        ({"window": -2}, ValueError, "window is -2"),
+        ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\)"),
+        ({"window": 1.5}, TypeError, r"window is 1\.5"),
+    ],
+    "dilated": [
+        ({"segment_lengths": 4}, TypeError, "segment_lengths is 4"),
+        ({"segment_lengths": [0]}, ValueError, r"segment_lengths\[0\] is 0"),
+        ({"dilation_rates": [5]}, ValueError, r"dilation_rates\[0\] is 5"),
+        ({"head_offsets": "odd"}, ValueError, "head_offsets is 'odd'"),
+        ({"branch_heads": "some"}, ValueError, "branch_heads is 'some'"),
+        ({"mixture_grad": "none"}, ValueError, "mixture_grad is 'none'"),
+        (
+            {"exchange": "all_to_all", "branch_heads": "split"},
+            ValueError,
+            "exchange='all_to_all': branch_heads='split' .* use exchange='all_gather'",
+        ),
+    ],
+    "dilated, union": [
+        ({"segment_lengths": [4, 8]}, ValueError, "segment_lengths has 2 entries"),
+        ({"dilation_rates": ["1"]}, TypeError, "dilation_rates"),
+        ({"head_offsets": [[0, 0]]}, ValueError, "2 integers per branch for 4 heads"),
+        ({"tail": "cut"}, ValueError, "tail is 'cut'"),
+    ],
+    "blocks, union": [
+        ({"pattern": 3}, TypeError, "pattern is 3"),
+        ({"pattern": TopBlocks(2, block_size=64)}, ValueError, "chosen by content; the processes of a ring find what to exchange"),
+        ({"pattern": PerHead((LocalWindow(3),) * 3)}, ValueError, "PerHead got 3 patterns for 4 heads"),
+        ({"layout": "striped"}, ValueError, "layout is 'striped', which spreads every block over all processes"),
+        ({"head_steps": 0}, ValueError, "head_steps is 0; expected an integer ≥ 1"),
+    ],
+}
+FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "dense": (ring_attention, {}),
+    "dilated": (ring_dilated_attention, {"segment_lengths": [4], "dilation_rates": [2]}),
+    "blocks": (ring_block_sparse_attention, {"pattern": LocalWindow(40, block_size=64)}),
+    "union": (
+        ring_block_sparse_dilated_attention,
+        {"segment_lengths": [4], "dilation_rates": [2], "pattern": LocalWindow(40, block_size=64)},
     ),
-]
+}
+EXCHANGE = {"exchange", "ranks_per_node"}
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), BAD + DENSE_BAD)
-def test_ring_attention_refuses(arguments: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_bad_input_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(error, match=text):
-        ring_attention(**(tensors() | arguments))
-
-
-@pytest.mark.parametrize(("arguments", "error", "text"), BAD + DILATED_BAD)
-def test_ring_dilated_attention_refuses(
-    arguments: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(error, match=text):
-        ring_dilated_attention(**(tensors() | {"segment_lengths": [4], "dilation_rates": [2]} | arguments))
+    function, base = FUNCTIONS[kind]
+    # all keys of blocks come in one exchange, which has no name
+    shared = [x for x in BAD if kind in ("dense", "dilated") or not EXCHANGE & x[0].keys()]
+    for arguments, error, text in [*shared, *(x for kinds, cases in OF_KIND.items() if kind in kinds.split(", ") for x in cases)]:
+        with pytest.raises(error, match=text):
+            function(**(tensors() | base | arguments))
 
 
 # --- in a world of four -----------------------------------------------------------------------------------------------------------
@@ -140,6 +161,7 @@ BASE = {"segment_lengths": [4, 16], "dilation_rates": [1, 2], "seq_len": 32}
 # (arguments of all, those of rank 2, text): what one rank has of its own
 ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BASE, tensors(batch=1), r"q\.shape\[0\]: ranks 0, 1, 3 have 2, rank 2 has 1"),
+    (BASE, tensors(batch=0), r"q\.shape\[0\]: ranks 0, 1, 3 have 2, rank 2 has 0"),
     (BASE, tensors(heads=8), r"q\.shape\[2\]: ranks 0, 1, 3 have 4, rank 2 has 8"),
     (BASE, tensors(kv_heads=4), r"k\.shape\[2\]: ranks 0, 1, 3 have 2, rank 2 has 4"),
     (BASE, {name: x[..., :4] for name, x in tensors().items()}, r"q\.shape\[3\]: ranks 0, 1, 3 have 8, rank 2 has 4"),
@@ -297,14 +319,3 @@ def empty(rank: int, world: int, batch: int, length: int) -> int:
 def test_nothing_is_attended_to_as_on_one_process(world: int, batch: int, length: int) -> None:
     found = [empty(0, 1, batch, length)] if world == 1 else pool_of(world).run(empty, batch, length)
     assert found == [2 * len(EMPTY) + 3] * world
-
-
-def batches(rank: int, world: int) -> str:
-    return call_of(rank, tensors(batch=rank) | {"seq_len": 8 * world})
-
-
-def test_a_batch_of_nothing_on_one_rank_only_is_refused() -> None:
-    assert (
-        pool_of(2).run(batches)
-        == ["ValueError: ring_attention: ranks disagree on q.shape[0]: rank 0 has 0, rank 1 has 1; all ranks must make the same call"] * 2
-    )

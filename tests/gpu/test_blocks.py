@@ -10,9 +10,9 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import low_precision_bound, max_error
-from tests.helpers.block_cases import BlockCase, Problem, dense, expected, make
+from tests.helpers.block_cases import BlockCase, Problem, dense, expected, lists_from_dense, make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 BACKENDS = ("flash4", "triton", "flex")
@@ -56,41 +56,46 @@ def takes(name: str, problem: Problem, *, needs_grad: bool) -> list[str]:
     return registry.get(name).reasons_against(request)
 
 
-def check(name: str, problem: Problem, *, split: bool = False) -> str:
-    """What was compared: "" where the backend takes neither pass. Skips where its package is missing."""
+def check(name: str, problem: Problem, *, halves: bool = False) -> str:
+    """What was compared: "" where the backend takes neither pass. Skips where its package is missing.
+
+    ``halves``: the gradients are the sum over two halves of the keys, each with the whole's out and lse.
+    """
     missing = [reason for reason in takes(name, problem, needs_grad=False) if "is not installed" in reason]
     if missing:
         pytest.skip(missing[0])
     able = {needs_grad: not takes(name, problem, needs_grad=needs_grad) for needs_grad in (False, True)}
-    if not any(able.values()):
-        return ""
-    backend = registry.get(name)
-    truth = dict(zip(NAMES, expected(problem, lse_grad=backend.capabilities.lse_grad), strict=True))
+    backend, case = registry.get(name), problem.case
+    has_dlse = backend.capabilities.lse_grad and not halves
+    truth = dict(zip(NAMES, expected(problem, lse_grad=has_dlse), strict=True))
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     out, lse = dense(problem, *leaves)
     loss = (out * problem.dout).sum()
-    if backend.capabilities.lse_grad:
+    if has_dlse:
         loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * problem.dlse).sum()
     plain = dict(zip(NAMES, (out, lse, *torch.autograd.grad(loss, leaves)), strict=True))
     found = {}
-    q, k, v, lists, options = problem.q, problem.k, problem.v, problem.lists, problem.options
+    tensors, options = (problem.q, problem.k, problem.v), problem.options
     if able[False]:
-        found["out"], found["lse"] = backend.forward(q, k, v, options, lists)
+        found["out"], found["lse"] = backend.forward(*tensors, options, problem.lists)
     if able[True]:
-        full_out, full_lse = truth["out"].to(q.dtype), truth["lse"].float()
+        full_out, full_lse = truth["out"].to(case.dtype), truth["lse"].float()
         full_lse = full_lse.masked_fill(full_lse == -torch.inf, torch.inf)
-        dlse = problem.dlse if backend.capabilities.lse_grad else None
-        grads = backend.backward(problem.dout, q, k, v, full_out, full_lse, options, lists, dlse=dlse)
-        found.update(zip(NAMES[2:], grads, strict=True))
+        dlse, parts = problem.dlse if has_dlse else None, [problem.lists]
+        if halves:
+            first = torch.arange(case.num_keys, device="cuda") < case.num_keys // 2 // case.k_block * case.k_block
+            parts = [lists_from_dense(problem.mask & half, case.q_block, case.k_block, problem.interval) for half in (first, ~first)]
+        shares = [backend.backward(problem.dout, *tensors, full_out, full_lse, options, lists, dlse=dlse) for lists in parts]
+        found.update(zip(NAMES[2:], (sum(x.float() for x in grads) for grads in zip(*shares, strict=True)), strict=True))
     for what, x in found.items():
         error = max_error(x, truth[what])
-        bound = 1e-4 if what == "lse" else low_precision_bound(plain[what], truth[what], problem.case.dtype)
-        assert error <= bound, f"{name} {what}: {error:.3g} > {bound:.3g} for {problem.case}"
+        bound = 1e-4 if what == "lse" else (1 + halves) * low_precision_bound(plain[what], truth[what], case.dtype)
+        assert error <= bound, f"{name} {what}: {error:.3g} > {bound:.3g} for {case}"
     return " ".join(found)
 
 
 # (head dim, blocks, dtype) that each takes, every head dim and every block size once: a kernel costs seconds to compile, another case
-# milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and tests/backends/test_block_kernels.py has those
+# milliseconds. flex searches for tiles where a block has 64, a minute for each kernel, and GPU_CASES has those
 BF16, FP16 = torch.bfloat16, torch.float16
 EACH = [
     (32, BLOCKS[0], FP16),
@@ -117,6 +122,36 @@ def test_random_lists(name: str, head_dim: int, blocks: tuple[int, int], dtype: 
     assert compared >= 3
 
 
+USUAL = BlockCase(num_queries=700, num_keys=900, heads=4, kv_heads=4, q_block=128, k_block=128)
+GPU_CASES = {
+    "random": replace(USUAL, num_queries=2048, num_keys=2048, density=0.3),
+    "intervals": replace(USUAL, num_queries=1500, num_keys=1800, kv_heads=2, masks="interval"),
+    "lists of each head": replace(USUAL, num_queries=1333, kv_heads=2, groups=(1, 4)),
+    "lists of each of both": replace(USUAL, batch=2, groups=(2, 4)),
+    "padding": replace(USUAL, batch=2, kv_heads=2, padding="each"),
+    "few queries": replace(USUAL, num_queries=100, num_keys=1500, groups=(1, 4)),
+    "views": replace(USUAL, batch=2, heads=2, kv_heads=2, layout="packed"),
+    "nothing kept": replace(USUAL, density=0.0),
+    "64x64": replace(USUAL, num_keys=1300, kv_heads=2, q_block=64, k_block=64, masks="interval"),
+    "64x64 few queries": replace(USUAL, num_queries=100, num_keys=1300, kv_heads=2, q_block=64, k_block=64),
+    "64x128": replace(USUAL, num_keys=1300, kv_heads=2, q_block=64),
+    "128x64": replace(USUAL, num_keys=1300, kv_heads=2, k_block=64, groups=(1, 4)),
+}
+SETTINGS = [
+    (name, dtype, head_dim)
+    for dtype, head_dim in ((BF16, 64), (BF16, 128), (torch.float32, 64))
+    for name in GPU_CASES
+    if "64" not in name or (dtype, head_dim) == (BF16, 64)
+]
+
+
+@pytest.mark.kernel("backend", "dtype", "head_dim")
+@pytest.mark.parametrize(("name", "dtype", "head_dim"), SETTINGS, ids=str)
+@pytest.mark.parametrize("backend", ["flex", "math"])
+def test_chosen_lists(backend: str, name: str, dtype: torch.dtype, head_dim: int) -> None:
+    assert check(backend, make(replace(GPU_CASES[name], dtype=dtype, head_dim=head_dim), "cuda"))
+
+
 @pytest.mark.kernel("name", "head_dim")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("masks", ["none", "interval"])
@@ -128,6 +163,7 @@ def test_the_usual_case(name: str, head_dim: int, masks: str) -> None:
     )  # fmt: skip
     assert check(name, make(case, "cuda"))
     assert check(name, make(replace(case, kv_heads=2, batch=2), "cuda"))
+    assert check(name, make(case, "cuda"), halves=True)
     capped = check(name, make(replace(case, softcap=1.5), "cuda"))
     assert bool(capped) == registry.get(name).capabilities.softcap
 
@@ -149,21 +185,22 @@ def test_one_long_list_among_short_ones(name: str) -> None:
     mask = torch.zeros(1, 1, 80, 80, dtype=torch.bool, device="cuda")
     mask[..., torch.arange(80), torch.arange(80)] = True
     mask[..., 3, :] = mask[..., 7] = True
-    from tests.helpers.block_cases import lists_from_dense
-
     dense_mask = mask.repeat_interleave(128, -2).repeat_interleave(128, -1)
     big = make(replace(case, density=0.0), "cuda")
     problem = replace(big, mask=dense_mask, lists=lists_from_dense(dense_mask, 128, 128))
     assert check(name, problem)
 
 
-@pytest.mark.parametrize("name", ["triton"])
-def test_results_repeat(name: str) -> None:
-    problem = make(
-        random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none"), "cuda"
-    )
-    backend = registry.get(name)
-    first = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
-    for _ in range(200):
-        again = backend.forward(problem.q, problem.k, problem.v, problem.options, problem.lists)
-        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+@pytest.mark.parametrize("name", ["triton", "math"])
+def test_deterministic_results_repeat(name: str) -> None:
+    case = random_case(3, num_queries=2048, num_keys=2048, head_dim=64, q_block=128, k_block=128, masks="none", padding="none")
+    problem, backend = make(case, "cuda"), registry.get(name)
+    tensors, options = (problem.q, problem.k, problem.v), replace(problem.options, deterministic=True)
+
+    def passes() -> tuple[torch.Tensor, ...]:
+        out, lse = backend.forward(*tensors, options, problem.lists)
+        return out, lse, *backend.backward(problem.dout, *tensors, out, lse, options, problem.lists)
+
+    first = passes()
+    for _ in range(100 if name == "triton" else 10):
+        assert all(map(torch.equal, passes(), first))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import row_keys
@@ -19,10 +17,7 @@ from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVC
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, Strided
 from dilated_attention.testing import low_precision_bound, max_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-if torch.cuda.is_available() and os.environ.get("FLASH3_LIBRARY"):
-    flash3.load_library(os.environ["FLASH3_LIBRARY"], os.environ.get("FLASH3_CUDART"))
+pytestmark = pytest.mark.gpu
 
 PATTERNS: dict[str, Any] = {
     "dense": None,
@@ -66,20 +61,26 @@ def case(seed: int, dtype: torch.dtype, head_dim: int, name: str) -> tuple[torch
     return q, cached, keys.runs(positions), positions
 
 
+def judge(dtype: torch.dtype, head_dim: int, name: str, backend: str, seeds: range) -> None:
+    for seed in seeds:
+        q, cached, runs, _ = case(seed * 1000 + head_dim, dtype, head_dim, name)
+        exact = Cached(cached.k.double(), cached.v.double(), cached.table, cached.wraps)
+        truth, truth_lse = torch_decode.decode(q.double(), exact, runs, head_dim**-0.5)
+        plain, _ = torch_decode.decode(q, cached, runs, head_dim**-0.5)
+        if backend == "flash3":
+            cached = Cached(cached.k.nan_to_num(), cached.v.nan_to_num(), cached.table, cached.wraps)
+        out, lse = dispatch.decode(q, cached, runs, head_dim**-0.5, backend)
+        bound = 1e-5 if dtype is torch.float32 else low_precision_bound(plain, truth, dtype)
+        assert max_error(out, truth) <= bound, (seed, dtype)
+        assert max_error(lse, truth_lse) <= (1e-3 if backend == "flash3" else 1e-4)
+
+
 @pytest.mark.kernel("dtype", "head_dim")
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("head_dim", [24, 40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kernel_against_float64(dtype: torch.dtype, head_dim: int, name: str) -> None:
-    for seed in range(4):
-        q, cached, runs, _ = case(seed * 1000 + head_dim, dtype, head_dim, name)
-        exact = Cached(cached.k.double(), cached.v.double(), cached.table, cached.wraps)
-        truth, truth_lse = torch_decode.decode(q.double(), exact, runs, head_dim**-0.5)
-        plain, _ = torch_decode.decode(q, cached, runs, head_dim**-0.5)
-        out, lse = dispatch.decode(q, cached, runs, head_dim**-0.5, "triton")
-        bound = 1e-5 if dtype is torch.float32 else low_precision_bound(plain, truth, dtype)
-        assert max_error(out, truth) <= bound, (seed, dtype)
-        assert max_error(lse, truth_lse) <= 1e-4
+    judge(dtype, head_dim, name, "triton", range(4))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -88,15 +89,7 @@ def test_flash3_over_stretches_and_pages(dtype: torch.dtype, head_dim: int) -> N
     explained = explain_decode(dtype=dtype, head_dim=head_dim, dense=True, backend="flash3")
     if explained.chosen is None:
         pytest.skip(str(explained))
-    for seed in range(8):
-        q, cached, runs, _ = case(seed, dtype, head_dim, "dense")
-        exact = Cached(cached.k.double(), cached.v.double(), cached.table, cached.wraps)
-        truth, truth_lse = torch_decode.decode(q.double(), exact, runs, head_dim**-0.5)
-        plain, _ = torch_decode.decode(q, cached, runs, head_dim**-0.5)
-        clean = Cached(cached.k.nan_to_num(), cached.v.nan_to_num(), cached.table, cached.wraps)
-        out, lse = dispatch.decode(q, clean, runs, head_dim**-0.5, "flash3")
-        assert max_error(out, truth) <= low_precision_bound(plain, truth, dtype), seed
-        assert max_error(lse, truth_lse) <= 1e-3
+    judge(dtype, head_dim, "dense", "flash3", range(8))
 
 
 def test_no_step_waits_for_the_host() -> None:

@@ -10,7 +10,7 @@ from benchmarks.truth import Truth
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from dilated_attention.engine.branches import chunking
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
+pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
 LENGTHS = [2048 << i for i in range(5)]
 PAPER = [1, 2, 4, 6, 12]

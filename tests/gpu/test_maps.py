@@ -11,7 +11,7 @@ from dilated_attention import MultiheadDilatedAttention
 from dilated_attention.functional import attention_map, attention_received
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, PerHead, TopBlocks, with_sparsity
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 N, H = 700, 4
 BRANCHES = ([64, 300, 700], [1, 3, 4])

@@ -12,11 +12,10 @@ import torch
 from dilated_attention import attention, block_sparse_attention, dilated_attention
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.profiling import profile_memory
-from tests.helpers.gpu_cases import bare
+from tests.helpers.gpu_memory import bare
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.no_poison,
     pytest.mark.alone,
 ]

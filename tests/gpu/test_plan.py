@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
-from dilated_attention.backends import AttentionRequest, detect, registry
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.branches.strategy import saved_budget
-from dilated_attention.engine.kernels.tiles_layout import num_places
-from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetLM
-from dilated_attention.pattern import DilatedPattern, LocalWindow, with_sparsity
+from dilated_attention.pattern import LocalWindow, with_sparsity
 from dilated_attention.planning import plan_attention, plan_model
-from tests.helpers.gpu_cases import bare, is_shared, others_hold
+from tests.helpers.gpu_memory import bare, is_shared, others_hold, peak_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -30,18 +25,6 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor]]] = {
     "block_sparse": ({"pattern": WINDOW}, lambda q, k, v, **o: block_sparse_attention(q, k, v, WINDOW, **o)),
     "random blocks": ({"pattern": with_sparsity(0.1)}, lambda q, k, v, **o: block_sparse_attention(q, k, v, with_sparsity(0.1), **o)),
 }
-
-
-def peak_of(run: Callable[[], Any]) -> int:
-    """Bytes beyond what was there, of a second run, which has kernels, plans and lists."""
-    run()
-    # what goes only during the second run would be counted out of it
-    before = bare()
-    torch.cuda.reset_peak_memory_stats()
-    kept = run()
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
 
 
 def called(
@@ -71,26 +54,6 @@ def test_planned_peaks_are_what_the_gpu_takes(kind: str, training: bool, heads: 
     there = dict(plan.memory.forward).get("lists of blocks", 0) + dict(plan.memory.backward).get("lists as the kernel reads them", 0)
     building = dict(plan.memory.backward).get("lists by key block, while they are sorted", 0)
     assert plan.peak - there - building == pytest.approx(found, rel=0.1), str(plan.memory)
-
-
-@pytest.mark.parametrize("mixture_grad", ["exact", "detached"])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 12, 64), (16, 4, 128)])
-def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_grad: str, heads: int, kv_heads: int, dim: int) -> None:
-    if registry.get("tiles").reasons_against(AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=dim)):
-        pytest.skip("tiles cannot run on this GPU")
-    n, pattern = 2**16, DilatedPattern(**LONGNET)
-    # by name nothing is kept where query heads share keys, and in inference
-    detached = mixture_grad == "detached" and training
-    shape = Shape(heads, kv_heads, (0, n), (0, n), ((0, n),), False)
-    own = num_places(pattern, shape) * heads * dim * 2
-    counted = attention_memory(
-        pattern, n, heads, dim, num_kv_heads=kv_heads, dtype=torch.bfloat16, device_type="cuda", needs_grad=training, tiles=(True, True),
-        detached=detached, saved_bytes=own if detached and heads == kv_heads and own <= saved_budget() else 0,
-    )  # fmt: skip
-    options = LONGNET | {"mixture_grad": mixture_grad, "backend": "tiles"}
-    found = peak_of(lambda: called(dilated_attention, (1, n, heads, dim), kv_heads, training, **options))
-    assert counted.peak == pytest.approx(found, rel=0.1), str(counted)
 
 
 # three blocks each: layers behind another take the same; the loss in many chunks, in one, and none

@@ -1,4 +1,4 @@
-"""A training step of Prov-GigaPath's slide encoder on a GPU: in a CUDA graph, and what its attention keeps. Skipped without CUDA."""
+"""A training step of Prov-GigaPath's slide encoder on a GPU: in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dilated_attention import create_model, dilated_attention
-from dilated_attention.backends import registry
-from dilated_attention.engine.ops import resolve
+from dilated_attention import create_model
 from dilated_attention.models.images.positions import grid_positions
-from tests.helpers.gpu_cases import bare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.no_poison]
+pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
 TILES = 9000
-SEGMENTS, RATES = [1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]
 
 
 def make_step(
@@ -111,27 +107,3 @@ def test_a_captured_check_of_the_grid_lets_tiles_inside_it_pass() -> None:
     assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="raise grid_size"):
         grid_positions(coords + 10**6, 64)
-
-
-@pytest.mark.parametrize("backend", ["auto", "sdpa_cudnn"])
-@pytest.mark.parametrize("n", [5001, 20_000])
-def test_kept_outputs_give_the_gradients_of_those_made_again(monkeypatch: pytest.MonkeyPatch, n: int, backend: str) -> None:
-    """TorchScale's semantics: zero keys, blocked offsets, detached mixing."""
-    torch.manual_seed(n)
-    q, k, v, dout = (torch.randn(1, n, 16, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
-    options = {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": "detached", "backend": backend}
-    sizes, results = [], []
-    for keeps in (True, False):
-        if not keeps:
-            monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
-            registry.cached.clear()
-        # what the last backward still holds would be counted out of this call's memory when it goes
-        before = bare()
-        out = dilated_attention(q, k, v, SEGMENTS, RATES, **options)
-        sizes.append(torch.cuda.memory_allocated() - before)
-        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
-    # 1.94 rows of a head for each position
-    assert 1.8 * q.numel() * 2 < sizes[0] - sizes[1] < 2.1 * q.numel() * 2
-    for name, kept, again in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        error = float((kept - again).float().norm() / again.float().norm())
-        assert error < (4e-3 if name == "out" else 1.5e-2), (name, error)

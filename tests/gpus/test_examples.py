@@ -1,4 +1,4 @@
-"""The examples and the program of docs/ring.md under torchrun on GPUs, in small. Needs 2 and 4 GPUs; pyrodigal for one of them.
+"""The examples and the program of docs/ring.md under torchrun on GPUs, in small. Needs 2 and 4 GPUs.
 
 Kernels of torch itself, but in one of them: a process would compile FlashAttention-4 for longer than it trains.
 """
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.machine import COUNT as PROCESSES
-from tests.gpus.machine import GPUS, ON_CPU
+from tests.helpers.machine import COUNT as PROCESSES
+from tests.helpers.machine import GPUS, ON_CPU
 from tests.scripts.test_examples import EXAMPLES, bits_of, run, torchrun, write_text
 from tests.scripts.test_examples import SMALL as SMALL_TEXT
 from tests.scripts.test_genome import SMALL as SMALL_GENOME
 from tests.scripts.test_genome import write_fasta
 from tests.scripts.test_readme import PROGRAMS
 
-pytestmark = [pytest.mark.gpus, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpus, pytest.mark.alone, pytest.mark.timeout(400)]
 
 # torchrun gives each process a GPU of its own
 COUNT = PROCESSES if ON_CPU else GPUS
@@ -38,12 +38,6 @@ def train(folder: Path, processes: int, *options: str, steps: int = 3, lr: str =
     # the first rank alone reports
     assert result.returncode == 0 and result.stdout.count("done: validation") == 1, result.stdout + result.stderr
     return bits_of(out)
-
-
-@needs_2
-def test_processes_train_data_parallel(tmp_path: Path) -> None:
-    bits = train(tmp_path, 2, steps=8, lr="1e-2")
-    assert len(bits) == 8 and bits[-1] < bits[0] - 0.5, bits
 
 
 @needs_2
@@ -86,14 +80,6 @@ def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -
     common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", *([] if ON_CPU else ["--compile"])]
     bits = genome(tmp_path, 4, *common, "--context-parallel", "4", "--fsdp", "--embed-dim", "128")
     assert len(bits) == 7 and bits[5] < bits[0]
-
-
-@needs_2
-def test_the_chromosome_of_the_wheel(tmp_path: Path) -> None:
-    pytest.importorskip("pyrodigal", reason="pyrodigal is not installed")
-    small = ["--steps", "2", "--context", "8192", "--first-segment", "1024", "--held-out", "0.02", "--markov-order", "2"]
-    bits = genome(tmp_path, 2, *small, "--context-parallel", "2", "--backend", "sdpa")
-    assert len(bits) == 3
 
 
 @needs_4

@@ -8,11 +8,10 @@ import pytest
 
 from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention
 from dilated_attention.planning import plan_attention
-from tests.gpu.test_plan import WINDOW, called, peak_of
-from tests.gpus.machine import ON_CPU, pool, worlds
-from tests.helpers.pool import here, patience
-
-pytestmark = [pytest.mark.gpus, pytest.mark.timeout(600)]
+from tests.gpu.test_plan import WINDOW, called
+from tests.helpers.gpu_memory import peak_of
+from tests.helpers.machine import ON_CPU, worlds
+from tests.helpers.pool import Pool, here, patience
 
 RINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ring": (ring_attention, {"layout": "zigzag"}),
@@ -45,10 +44,10 @@ def peaks(rank: int, world: int, kind: str, training: bool, n: int) -> tuple[int
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("kind", RINGS)
-@pytest.mark.parametrize("world", worlds(2))
-def test_planned_peaks_are_what_gpus_take(world: int, kind: str, training: bool) -> None:
+@pytest.mark.parametrize("pool", worlds(gpus=(2,)))
+def test_planned_peaks_are_what_gpus_take(pool: Pool, kind: str, training: bool) -> None:
     n = 512 if ON_CPU else 2**16 if kind == "ring" else 2**18
     # planned for the rank that needs the most
-    planned, found, text = max(pool(world).run(peaks, kind, training, n), key=lambda x: x[1])
+    planned, found, text = max(pool.run(peaks, kind, training, n), key=lambda x: x[1])
     assert planned > 0
     assert ON_CPU or 0.9 * found <= planned <= 1.1 * found, f"took {found / 2**20:.0f} MiB\n{text}"

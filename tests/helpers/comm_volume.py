@@ -20,19 +20,16 @@ A backward receives the keys and values again, and sends a contribution to dK an
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.distributed.sharding.layout import joined, spans
-from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import BlockPattern
+from tests.helpers.ring_cases import positions
 
-# (reader, holder) → rows × heads received
-Seen = Callable[[int, int], int]
+Documents = Sequence[tuple[int, int]]
 
 
 def dense_bytes(
@@ -44,40 +41,23 @@ def dense_bytes(
     *,
     is_causal: bool,
     window: tuple[int | None, int | None] | None = None,
-    documents: Sequence[Range] | None = None,
+    documents: Documents | None = None,
 ) -> Bytes:
     """Returns the bytes of ``ring_attention`` with all_gather (in any number of head steps) or ring; any layout but striped.
 
     Args:
         documents: (start, end) of packed documents, which partition the sequence; None for one.
     """
-    documents = documents or [(0, seq_len)]
-    runs = [_runs(seq_len, r, size, layout) for r in range(size)]
     left, right = window or (None, None)
-    if is_causal:
-        right = 0
+    firsts, lasts = _documents(seq_len, documents)
 
-    def reach(run: Range, document: Range) -> Range:
-        """Returns the keys that a run's queries in a document see."""
-        (start, end), (first, last) = (max(run[0], document[0]), min(run[1], document[1])), document
-        if start >= end:
-            return 0, 0
-        return first if left is None else max(first, start - left), last if right is None else min(last, end + right)
+    def needed(rows: torch.Tensor) -> torch.Tensor:
+        low = firsts[rows] if left is None else torch.maximum(firsts[rows], rows - left)
+        reach = 0 if is_causal else right
+        high = lasts[rows] if reach is None else torch.minimum(lasts[rows], rows + reach + 1)
+        return _covered(seq_len, low, high).expand(sizes.kv_heads, -1)
 
-    def seen(reader: int, holder: int) -> int:
-        """Returns rows × key/value heads of ``holder`` that ``reader`` sees."""
-        once = 0
-        for start, stop in runs[holder]:
-            parts = [
-                (max(start, low), min(stop, high)) for low, high in itertools.starmap(reach, itertools.product(runs[reader], documents))
-            ]
-            end = start
-            for low, high in sorted(part for part in parts if part[0] < part[1]):
-                once += max(0, high - max(low, end))
-                end = max(end, high)
-        return once * sizes.kv_heads
-
-    return _of_keys(size, rank, sizes, seen)
+    return _of_keys(rank, sizes, [positions(seq_len, r, size, layout) for r in range(size)], needed)
 
 
 def dilated_bytes(
@@ -90,16 +70,18 @@ def dilated_bytes(
     *,
     is_causal: bool,
     layout: str | Layout = "contiguous",
-    documents: Sequence[Range] | None = None,
+    documents: Documents | None = None,
 ) -> Bytes:
-    """Returns the bytes of ``ring_dilated_attention`` with all_gather and offsets h mod r: for small N, any layout but striped.
+    """Returns the bytes of ``ring_dilated_attention`` with all_gather and offsets h mod r: any layout but striped.
 
     Args:
         documents: (start, end) of packed documents, which partition the sequence; None for one.
     """
-    held = [_runs(seq_len, r, size, layout) for r in range(size)]
-    kept = [_rows_of_branches(seq_len, runs, lengths, rates, sizes, is_causal, documents or [(0, seq_len)]) for runs in held]
-    return _of_keys(size, rank, sizes, _seen_of(kept, seq_len, size, layout))
+
+    def needed(rows: torch.Tensor) -> torch.Tensor:
+        return _of_branches(seq_len, rows, lengths, rates, sizes, is_causal, documents)
+
+    return _of_keys(rank, sizes, [positions(seq_len, r, size, layout) for r in range(size)], needed)
 
 
 def block_bytes(
@@ -123,61 +105,57 @@ def block_bytes(
     """
     mask = pattern.dense_mask(seq_len, seq_len, sizes.heads, is_causal=is_causal)
     q_blocks, k_blocks = (torch.arange(seq_len) // block for block in (pattern.q_block, pattern.k_block))
-    positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
 
-    def of_rank(r: int) -> torch.Tensor:
-        """Returns bool (K, N): keys in blocks that some query block of the rank keeps; a block counts whole, even with others' queries."""
-        mine = torch.isin(q_blocks, q_blocks[positions[r]])
-        keys = mask[:, mine].any(1).unflatten(0, (sizes.kv_heads, -1)).any(1)
-        steps = [part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))]
-        together = torch.cat(steps)
+    def needed(rows: torch.Tensor) -> torch.Tensor:
+        # a block counts whole, even with others' queries
+        keys = mask[:, torch.isin(q_blocks, q_blocks[rows])].any(1).unflatten(0, (sizes.kv_heads, -1)).any(1)
+        together = torch.cat([part.any(0).expand(part.shape) for part in keys.split(list(head_steps or (sizes.kv_heads,)))])
         blocks = torch.zeros(sizes.kv_heads, -(-seq_len // pattern.k_block), dtype=torch.int64).index_add_(1, k_blocks, together.long())
-        needed = blocks[:, k_blocks] > 0
-        if branches is not None:
-            needed |= _rows_of_branches(seq_len, _runs(seq_len, r, size, layout), *branches, sizes, is_causal, [(0, seq_len)])
-        return needed
+        found = blocks[:, k_blocks] > 0
+        return found if branches is None else found | _of_branches(seq_len, rows, *branches, sizes, is_causal, None)
 
-    return _of_keys(size, rank, sizes, _seen_of([of_rank(r) for r in range(size)], seq_len, size, layout))
+    return _of_keys(rank, sizes, [positions(seq_len, r, size, layout) for r in range(size)], needed)
 
 
-def _rows_of_branches(
+def _documents(seq_len: int, documents: Documents | None) -> tuple[torch.Tensor, ...]:
+    """Returns the first position of each position's document, and the one behind its last."""
+    bounds = torch.tensor(documents or [(0, seq_len)])
+    return bounds.repeat_interleave(bounds[:, 1] - bounds[:, 0], 0).unbind(1)
+
+
+def _covered(seq_len: int, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Returns bool (N,): the positions in some [low, high)."""
+    some = low < high
+    steps = torch.zeros(seq_len + 1, dtype=torch.int64)
+    for edge, change in ((low[some], 1), (high[some], -1)):
+        steps.index_add_(0, edge, torch.full_like(edge, change))
+    return steps.cumsum(0)[:seq_len] > 0
+
+
+def _of_branches(
     seq_len: int,
-    runs: list[Range],
+    rows: torch.Tensor,
     lengths: tuple[int, ...],
     rates: tuple[int, ...],
     sizes: CommSizes,
     is_causal: bool,
-    documents: Sequence[Range],
+    documents: Documents | None,
 ) -> torch.Tensor:
-    """Returns bool (K, N): the keys in a segment of some run, at the offset h mod r of one of the key/value head's query heads."""
-    positions, heads = torch.arange(seq_len), torch.arange(sizes.heads)
-    bounds = torch.tensor(documents)
-    firsts, lasts = bounds.repeat_interleave(bounds[:, 1] - bounds[:, 0], 0).unbind(1)
+    """Returns bool (K, N): the keys in a segment of some row, at the offset h mod r of one of the key/value head's query heads."""
+    (firsts, lasts), where, heads = _documents(seq_len, documents), torch.arange(seq_len), torch.arange(sizes.heads)
     found = torch.zeros(sizes.kv_heads, seq_len, dtype=torch.bool)
     for length, rate in zip(lengths, rates, strict=True):
-        starts = firsts + (positions - firsts) // length * length
-        ends = torch.minimum(starts + length, lasts)
-        taken = ((positions - starts) % rate == heads[:, None] % rate).unflatten(0, (sizes.kv_heads, -1)).any(1)
-        for first, last in runs:
-            reached = (starts < last) & (ends > first)
-            found |= taken & reached & (positions < last) if is_causal else taken & reached
+        starts = firsts + (where - firsts) // length * length
+        ends = torch.minimum(starts + length, lasts)[rows]
+        taken = ((where - starts) % rate == heads[:, None] % rate).unflatten(0, (sizes.kv_heads, -1)).any(1)
+        found |= taken & _covered(seq_len, starts[rows], torch.minimum(ends, rows + 1) if is_causal else ends)
     return found
 
 
-def _seen_of(kept: list[torch.Tensor], seq_len: int, size: int, layout: str | Layout) -> Seen:
-    """Returns the count of rows × key/value heads for what each rank needs of all keys, bool (K, N)."""
-    positions = [torch.cat([torch.arange(*span) for span in spans(seq_len, r, size, layout)]) for r in range(size)]
-    return lambda reader, holder: int(kept[reader][:, positions[holder]].sum())
-
-
-def _runs(seq_len: int, rank: int, size: int, layout: str | Layout) -> list[Range]:
-    """Returns a rank's runs; the last rank's two runs of a zigzag are one."""
-    return list(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)))
-
-
-def _of_keys(size: int, rank: int, sizes: CommSizes, seen: Seen) -> Bytes:
-    """Returns the bytes of keys that are received and of gradient contributions that go back."""
+def _of_keys(rank: int, sizes: CommSizes, held: list[torch.Tensor], needed: Callable[[torch.Tensor], torch.Tensor]) -> Bytes:
+    """Returns the bytes of keys that are received and of gradient contributions that go back, of positions ``held`` by each rank."""
     row = 2 * sizes.head_dim * sizes.batch * sizes.itemsize
-    others = [r for r in range(size) if r != rank]
-    sent, received = row * sum(seen(other, rank) for other in others), row * sum(seen(rank, other) for other in others)
+    others, mine = [r for r in range(len(held)) if r != rank], needed(held[rank])
+    sent = row * sum(int(needed(held[other])[:, held[rank]].sum()) for other in others)
+    received = row * sum(int(mine[:, held[other]].sum()) for other in others)
     return Bytes(sent, received, sent + received, sent + received)

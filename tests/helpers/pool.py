@@ -60,6 +60,17 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
+def on_its_gpu(rank: int) -> torch.device:
+    """From now on, this process, which is that rank, computes on its GPU."""
+    import torch
+
+    global _device_type
+    _device_type = "cuda"
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    return device
+
+
 def patience() -> float:
     """Seconds that a rank waits for another: on a GPU, where one may compile a kernel that others do not need, minutes."""
     return 240.0 if _device_type == "cuda" else 30.0
@@ -124,11 +135,16 @@ class Pool:
     def on_gpus(self) -> bool:
         return "nccl" in self.backend
 
+    @property
+    def device(self) -> str:
+        """Where the parent, which is no rank, computes what ranks are held to."""
+        return "cuda" if self.on_gpus else "cpu"
+
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """What ``function(rank, world, *args)`` returns on each rank.
 
         Args:
-            timeout: seconds; None for 60, or 300 on GPUs, where a case may compile kernels.
+            timeout: seconds; None for 120, or 300 on GPUs, where a case may compile kernels.
 
         Raises:
             PoolError: naming all ranks that raised, with their tracebacks, and those that hang, with where they are.
@@ -144,7 +160,7 @@ class Pool:
                 raise PoolError(f"rank {rank} of {self.world} died since the last case") from None
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + (timeout if timeout is not None else 300.0 if self.on_gpus else 60.0)
+        deadline = time.monotonic() + (timeout if timeout is not None else 300.0 if self.on_gpus else 120.0)
         while len(results) + len(errors) < self.world:
             open_ = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in errors}
             ready = wait(list(open_), max(0.0, deadline - time.monotonic()))
@@ -231,12 +247,7 @@ def _serve(rank: int, world: int, backend: str, bound: bool, pipe: Connection, f
     from tests.conftest import POISONED, _poisoned
 
     torch.set_num_threads(1)
-    device = None
-    if "nccl" in backend:
-        global _device_type
-        _device_type = "cuda"
-        device = device_of(rank)
-        torch.cuda.set_device(device)
+    device = on_its_gpu(rank) if "nccl" in backend else None
     for owner, name in POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
     with open(os.path.join(folder, f"stack{rank}"), "w") as stacks:

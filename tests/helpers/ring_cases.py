@@ -6,6 +6,7 @@ Every rank makes the whole inputs from the case's seed and cuts out its rows; th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
-from dilated_attention.distributed import LAYOUTS, spans
+from dilated_attention.distributed import LAYOUTS, Layout, spans
 from dilated_attention.distributed.exchange import cost, setup
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
@@ -143,6 +144,16 @@ def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool
         offsets = tuple(tuple(rng.randint(0, rate - 1) for _ in range(heads)) for rate in rates)
     tail = "zero_keys" if rng.random() < 0.3 else "mask"
     return DilatedPattern(tuple(lengths), tuple(rates), offsets, "split" if kind == "split" else "all", tail)
+
+
+def random_layout(seq_len: int, world: int, seed: int) -> Layout:
+    """Runs of random lengths, dealt at random: neighbours may go to one rank, and a rank may get none."""
+    rng = random.Random(seed)
+    cuts = sorted({0, seq_len, *(rng.randint(0, seq_len) for _ in range(rng.randint(0, 4 * world)))})
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for start, end in itertools.pairwise(cuts):
+        runs[rng.randrange(world)].append((start, end))
+    return Layout(seq_len, tuple(tuple(mine) for mine in runs))
 
 
 def positions(seq_len: int, rank: int, world: int, layout: str) -> torch.Tensor:

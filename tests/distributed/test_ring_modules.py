@@ -1,0 +1,312 @@
+"""Every module of spread sequences against its twin of one process: results and gradients, weights, copies, compilation, layouts.
+
+Over gloo in float64, and over NCCL where GPUs are there (pytest -m gpus) in bfloat16, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from dilated_attention import (
+    DilatedAttention,
+    MultiheadBlockSparseDilatedAttention,
+    RingAttention,
+    RingDilatedAttention,
+    RingMultiheadBlockSparseDilatedAttention,
+    balanced_layout,
+    create_attention,
+    shard_sequence,
+)
+from dilated_attention.distributed import Layout, explain_exchange
+from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
+from dilated_attention.modules import set_layout
+from dilated_attention.pattern import BigBird, LocalWindow, TopBlocks
+from dilated_attention.testing import largest, max_error
+from tests.helpers.machine import worlds
+from tests.helpers.pool import Pool, here, patience, pool_of
+from tests.helpers.ring_cases import random_layout
+
+# no multiple of a block
+N, HEADS, D = 333, 4, 32
+BRANCHES: dict[str, Any] = {"segment_lengths": [48, 2**40], "dilation_rates": [1, 3]}
+WINDOW, PER_HEAD = LocalWindow(40, block_size=64), BigBird(30, 3, 1, block_size=64)
+BLOCKS: dict[str, Any] = {"pattern": WINDOW}
+KINDS: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring_dilated": BRANCHES,
+    "ring_block_sparse": BLOCKS,
+    "ring_block_sparse_dilated": BRANCHES | BLOCKS,
+    "ring_multihead_dilated": BRANCHES,
+    "ring_multihead_block_sparse": BLOCKS,
+    "ring_multihead_block_sparse_dilated": BRANCHES | BLOCKS,
+}
+MULTIHEAD = [kind for kind in KINDS if "multihead" in kind]
+# of modules with projections
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grouped heads": {"num_kv_heads": 2, "qk_norm": True, "rotary": True},
+    "xpos": {"rotary": True, "xpos_scale_base": 50.0, "bias": False},
+    "dropout": {"dropout": 0.3, "num_kv_heads": 2},
+    "no norm": {"layer_norm": False, "scale": 0.4, "gamma_init": 2.0},
+}
+CALLS = ("causal", "padding", "documents")
+
+
+def make(kind: str, *, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """The module of several processes, or of one where ``kind`` has no ring; made on the CPU, where a seed gives the same weights."""
+    torch.manual_seed(0)
+    settings = KINDS[kind if kind.startswith("ring") else f"ring_{kind}"] | settings
+    if "multihead" in kind:
+        settings |= {"embed_dim": HEADS * D, "num_heads": HEADS}
+    if kind.startswith("ring"):
+        settings["timeout"] = patience()
+    return create_attention(kind, **settings).to(here(), dtype)
+
+
+def of_one(kind: str, **settings: Any) -> Any:
+    """The twin of one process."""
+    settings.pop("head_steps", None)
+    return DilatedAttention([2**62], [1], head_offsets="zero") if kind == "ring" else make(kind.removeprefix("ring_"), **settings)
+
+
+def tensors(kind: str, batch: int, dtype: torch.dtype, count: int = 3) -> list[torch.Tensor]:
+    """Two inputs or three, and dout."""
+    rng = torch.Generator().manual_seed(1)
+    shape = (batch, N, HEADS * D) if "multihead" in kind else (batch, N, HEADS, D)
+    made = [torch.randn(shape, generator=rng, dtype=torch.float64).to(here(), dtype) for _ in range(4)]
+    return [made[0], made[2], made[3]] if "multihead" in kind else made
+
+
+def step(module: nn.Module, given: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """(out, gradients of the inputs, gradients of the parameters)."""
+    *leaves, dout = (x.detach().requires_grad_() for x in given)
+    # equal seeds on all processes, and on one, draw equal dropout
+    torch.manual_seed(7)
+    # a query and a value, whose keys are the query's
+    out = module(leaves[0], None, leaves[1], **options) if len(leaves) == 2 else module(*leaves, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *module.parameters()], dout)]
+
+
+def errors(rank: int, world: int, kind: str, settings: dict[str, Any], dtype: torch.dtype) -> list[tuple[str, float, float]]:
+    """(what, error, bound) of this rank's rows and of the parameters, in three calls of three layouts."""
+    report = []
+    for index, what in enumerate(CALLS):
+        pattern = (WINDOW, PER_HEAD)[(index + len(settings)) % 2]
+        changes = settings | ({"pattern": pattern} if "block" in kind else {})
+        named = "zigzag" if world % 2 else "contiguous"
+        layout = (named, "zigzag", balanced_layout(pattern if "block" in kind else None, N, world, HEADS, is_causal=True))[index]
+        alone, ring = of_one(kind, dtype=dtype, **changes), make(kind, dtype=dtype, layout=layout, **changes)
+        if kind != "ring":
+            ring.load_state_dict(alone.state_dict())
+        given = tensors(kind, 1 if what == "documents" else 2, dtype)
+        options: dict[str, Any] = {"is_causal": what != "padding"}
+        padding = (torch.arange(N)[None] >= torch.tensor([[N], [N - 70]])).to(here())
+        if what == "documents":
+            options["cu_seqlens"] = torch.tensor([0, 90, 90, N], dtype=torch.int32, device=here())
+        of_mask = {"key_padding_mask": padding} if what == "padding" else {}
+        narrow = step(alone, given, **options, **of_mask)
+        truth = step(copy.deepcopy(alone).double(), [x.double() for x in given], **options, **of_mask)
+        *parts, mask = shard_sequence(None, [*given, padding], [1] * (len(given) + 1), layout=layout)
+        found = step(ring, parts, **options, **({"key_padding_mask": mask} if of_mask else {}), seq_len=N if index else None)
+        for number, (x, same, true) in enumerate(zip(found, narrow, truth, strict=True)):
+            # each rank's share of a gradient is rounded once
+            bound = 1e-9 * max(1.0, largest(true))
+            if dtype is not torch.float64:
+                bound = 2 * max_error(same, true) + (1 + world / 2) * torch.finfo(dtype).eps * largest(true)
+            if number < len(given):
+                (true,) = shard_sequence(None, [true], [1], layout=layout)
+            else:
+                x = x.double().contiguous()
+                dist.all_reduce(x)
+            report.append((f"result {number} of {what}", max_error(x, true), bound))
+    return report
+
+
+CASES = [(kind, {}) for kind in KINDS] + [(kind, settings) for kind in MULTIHEAD for settings in SETTINGS.values()]
+CASES += [(kind, {"head_steps": 2}) for kind in KINDS if "block" in kind]
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
+@pytest.mark.parametrize("pool", worlds(2, gpus=(2, 3)))
+def test_processes_give_what_one_gives(pool: Pool, kind: str, settings: dict[str, Any]) -> None:
+    for dtype in (torch.float64, torch.bfloat16) if pool.on_gpus and not settings else (torch.float64,):
+        for rank, report in enumerate(pool.run(errors, kind, settings, dtype)):
+            for what, error, bound in report:
+                assert error <= bound, f"rank {rank} of {pool.world}: E({what}) = {error:.3g} > {bound:.3g} in {dtype}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_one_process_is_the_other_module_to_the_bit(layout: str, kind: str) -> None:
+    settings = {} if kind == "ring" else {"dropout": 0.2}
+    if "multihead" in kind:
+        settings |= {"rotary": True, "num_kv_heads": 2}
+    alone, ring = of_one(kind, **settings), make(kind, layout=layout, **settings)
+    given = tensors(kind, 2, torch.float64)
+    assert all(map(torch.equal, step(alone, given, is_causal=True), step(ring, given, is_causal=True)))
+
+
+def in_the_ecosystem(rank: int, world: int, kind: str) -> None:
+    """Weights of either module in the other, copies, pickles, also another process's, compilation, bfloat16, refusals."""
+    settings = {"rotary": True} if "multihead" in kind else {}
+    alone, ring = of_one(kind, **settings), make(kind, layout="contiguous", **settings)
+    if kind != "ring":
+        torch.manual_seed(rank + 100)
+        assert ring.load_state_dict(alone.state_dict(), strict=True) and alone.load_state_dict(ring.state_dict(), strict=True)
+    given = tensors(kind, 2, torch.float64)
+    want = step(alone, given, is_causal=True)
+    parts = shard_sequence(None, given, [1] * len(given))
+    (whole_out,) = shard_sequence(None, want[:1], [1])
+    expected = step(ring, parts, is_causal=True, seq_len=N)
+    torch.testing.assert_close(expected[0], whole_out, atol=1e-10, rtol=1e-8)
+    buffer = io.BytesIO()
+    torch.save(ring, buffer)
+    buffer.seek(0)
+    # a module that another process pickled works out positions by this one's rank
+    received: list[Any] = [ring]
+    dist.broadcast_object_list(received, src=0)
+    twins = [copy.deepcopy(ring), pickle.loads(pickle.dumps(ring)), torch.load(buffer, weights_only=False), received[0].to(here())]
+    for module in twins:
+        torch.testing.assert_close(step(module, parts, is_causal=True, seq_len=N)[0], whole_out, atol=1e-10, rtol=1e-8)
+    torch._dynamo.reset()
+    fast = torch.compile(ring, fullgraph=True, backend="aot_eager")
+    for got, true in zip(step(fast, parts, is_causal=True, seq_len=N), expected, strict=True):
+        torch.testing.assert_close(got, true, atol=1e-12, rtol=1e-10)
+    if "multihead" in kind:
+        with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
+            fast(parts[0], is_causal=True)
+    else:
+        # without rotary positions the op itself asks for the length
+        torch.testing.assert_close(step(fast, parts, is_causal=True)[0], expected[0])
+    half = step(copy.deepcopy(ring).bfloat16(), [x.bfloat16() for x in parts], seq_len=N)
+    assert {x.dtype for x in half} == {torch.bfloat16}
+    # refused on every process, none waits
+    with pytest.raises(ValueError, match=f"a contiguous sequence of {N + world} has"):
+        step(ring, parts, seq_len=N + world)
+    with pytest.raises(ValueError, match="rows and k has"):
+        ring(parts[0], *[parts[0][:, 1:]] * (1 if "multihead" in kind else 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
+def test_weights_copies_compilation_and_refusals(pool: Pool, kind: str) -> None:
+    pool.run(in_the_ecosystem, kind)
+
+
+# --- construction -----------------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"layout": "diagonal"}, "layout is 'diagonal'", "ring"),
+    ({"layout": "striped"}, "layout is 'striped'", "block"),
+    ({"exchange": "pigeon"}, "exchange is 'pigeon'", "dense or dilated"),
+    ({"ranks_per_node": 0}, "ranks_per_node is 0", "dense or dilated"),
+    ({"timeout": 0}, "timeout is 0", "ring"),
+    ({"group": object()}, "torch.distributed is not initialised", "ring"),
+    ({"pattern": TopBlocks(1)}, "chosen by content", "block"),
+    ({"pattern": None}, "neither given", "block"),
+    ({"head_steps": 0}, "head_steps is 0", "block"),
+    ({"num_kv_heads": 3}, "num_kv_heads is 3", "multihead"),
+    ({"xpos_scale_base": 512.0}, "use rotary=True", "multihead"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_work_is_refused_at_construction(kind: str) -> None:
+    size = {"embed_dim": 16, "num_heads": 4} if "multihead" in kind else {}
+    for settings, text, whose in REFUSED:
+        if whose in kind or (whose == "dense or dilated" and "block" not in kind):
+            with pytest.raises(ValueError, match=re.escape(text)):
+                create_attention(kind, **{**size, **KINDS[kind], **settings})
+
+
+def test_offsets_of_branches_are_one_for_each_head() -> None:
+    for kind in (MultiheadBlockSparseDilatedAttention, RingMultiheadBlockSparseDilatedAttention):
+        with pytest.raises(ValueError, match="2 integers per branch for 4 heads"):
+            kind(16, 4, [16], [1], WINDOW, head_offsets=[[0, 0]])
+
+
+def test_reprs_say_where_the_sequence_lies() -> None:
+    assert repr(RingAttention(window=3)) == "RingAttention(layout='zigzag', one process, window=3)"
+    text = repr(RingDilatedAttention([4], [1], layout="striped", exchange="2d", ranks_per_node=2, backend="math"))
+    assert "layout='striped', exchange='2d', ranks_per_node=2, one process, backend='math'" in text
+    assert repr(make("ring_block_sparse")).startswith("RingBlockSparseAttention(LocalWindow(")
+    assert "block_pattern=LocalWindow(" in repr(make("ring_block_sparse_dilated"))
+    sparse = {"sparsity_ratio": 0.3, "sparsity": "local"}
+    text = repr(create_attention("ring_multihead_block_sparse_dilated", embed_dim=16, num_heads=4, rotary=True, **sparse, **BRANCHES))
+    assert "rotary_base=10000.0" in text and "RingBlockSparseDilatedAttention(" in text and "one process" in text
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_modules_show_a_layout_in_short_and_refuse_what_is_none() -> None:
+    layout = Layout(64, (((0, 16), (16, 64)),))
+    layer = RingDilatedAttention([8, 32], [1, 4], layout=layout)
+    assert layer.ring.layout == layout.name and "layout='runs:64:0-16,16-64'" in repr(layer)
+    many = Layout(64, (tuple((i, i + 1) for i in range(0, 64, 2)), tuple((i, i + 1) for i in range(1, 64, 2))))
+    set_layout(layer, many)
+    assert "… (64 runs, hash" in repr(layer)
+    x = torch.zeros(1, 64, 2, 8)
+    with pytest.raises(ValueError, match="layout is for 64 positions on 2 processes, the sequence has 64 on 1; make one for them"):
+        layer(x, x, x)
+    with pytest.raises(TypeError, match=r"layout is 'zigzag' \(str\); expected a Layout"):
+        set_layout(layer, "zigzag")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"module is a Linear without a ring.*pass group= or mesh="):
+        set_layout(torch.nn.Linear(2, 2), layout)
+
+
+CONFIG = LongNetConfig(
+    vocab_size=20, embed_dim=16, num_layers=2, num_heads=4, segment_lengths=(8, 32), dilation_rates=(1, 4), drop_path=0.0, is_causal=True
+)
+
+
+def packed_steps(rank: int, world: int, checkpoint: bool) -> list[float]:
+    """Errors of the loss and of all gradients of a model that gets another layout for each batch of packed documents."""
+    models = []
+    for options in ({}, {"group": dist.group.WORLD, "checkpoint_activations": checkpoint, "timeout": patience()}):
+        torch.manual_seed(0)
+        models.append(LongNetLM(CONFIG, dtype=torch.float64, **options))
+    (alone, spread), found = models, []
+    for seed in range(3):
+        rng = torch.Generator().manual_seed(seed)
+        bounds = torch.tensor([0, *sorted(torch.randint(1, 64, (5,), generator=rng).tolist()), 64], dtype=torch.int32)
+        tokens = torch.randint(20, (1, 65), generator=rng)
+        expected = alone(tokens[:, :-1], targets=tokens[:, 1:], cu_seqlens=bounds)
+        layout = balanced_layout(CONFIG.pattern, 64, world, 4, is_causal=True, cu_seqlens=bounds)
+        set_layout(spread, layout)
+        mine = shard_sequence(None, [tokens[:, :-1], tokens[:, 1:]], [1, 1], layout=layout)
+        loss = spread(mine[0], targets=mine[1], cu_seqlens=bounds, seq_len=64 if seed else None)
+        found.append(float((loss - expected).abs()))
+        expected.backward()
+        loss.backward()
+        average_gradients(spread)
+        pairs = zip(alone.parameters(), spread.parameters(), strict=True)
+        found += [float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None]
+        for model in models:
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_model_gets_another_layout_for_each_batch(checkpoint: bool) -> None:
+    for found in pool_of(3).run(packed_steps, checkpoint):
+        # the loss is float32
+        assert len(found) > 20 and max(found) < 1e-6
+
+
+def test_the_cost_model_takes_a_layout_to_be_balanced() -> None:
+    sizes: dict[str, Any] = {"num_heads": 8, "is_causal": True}
+    table = explain_exchange(4096, 2, layout=random_layout(4096, 2, 1), **sizes)
+    assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)
+    with pytest.raises(ValueError, match="layout is 'diagonal'"):
+        explain_exchange(4096, 2, layout="diagonal", **sizes)
