@@ -188,8 +188,6 @@ def told_of(machine: Machine, ends: list[End], victim: int) -> None:
         # one that waits for another victim of the stall may see it leave before it has said why
         gone = rf"(?:from|to) rank (\d) failed after [\d.]+ s: .*[Cc]onnection (?:closed|reset).*rank \1 {SILENT}"
         left = re.search(gone, end.error, re.S)
-            rf"(?:from|to) rank (\d) failed after [\d.]+ s: .*[Cc]onnection (?:closed|reset).*rank \1 {SILENT}", end.error, re.S
-        )
         assert f"rank {victim} {SILENT}" in end.error or left, end
         if machine.backend == "gloo":
             way = "(sending 4.0 MB to|receiving 4.0 MB from)"
