@@ -277,5 +277,14 @@ def _launch_bytes(plan: Plan, sizes: CallSizes, max_bytes: int, of: Callable[[Pr
     return max(most, rounded + before)
 
 
+def readable(num_bytes: float) -> str:
+    """Formats a number of bytes, e.g. as 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} TiB" if num_bytes >= 100 else f"{num_bytes:.3g} TiB"
+
+
 def _mib(size: int) -> str:
     return f"{size / 2**20:>12,.1f} MiB"
