@@ -55,13 +55,11 @@ class MemoryEstimate:
         inputs: bytes of q, k, v and the key padding mask.
         forward: (what, bytes) at the peak of the forward, including the inputs.
         backward: the same for the backward; empty without one.
-        reserve: bytes in addition to the peak that torch's allocator is known to hold in blocks too small for any further tensor.
     """
 
     inputs: int
     forward: tuple[tuple[str, int], ...]
     backward: tuple[tuple[str, int], ...] = ()
-    reserve: int = 0
 
     @property
     def forward_peak(self) -> int:

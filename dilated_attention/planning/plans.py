@@ -10,10 +10,10 @@ from typing import Any
 
 from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.models.summary import USABLE, readable
-from dilated_attention.planning.estimate.gpus import THIS_CPU
-from dilated_attention.planning.estimate.problem import RINGS
-from dilated_attention.planning.estimate.ring_estimate import Exchange
-from dilated_attention.planning.estimate.speed import Pass
+from dilated_attention.planning.gpus import THIS_CPU
+from dilated_attention.planning.problem import RINGS
+from dilated_attention.planning.ring import Exchange
+from dilated_attention.planning.speed import Pass
 
 _PASSES = ("forward", "backward")
 # (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers
@@ -72,12 +72,11 @@ class Plan:
     fits: bool
     longest: int
 
-    def _fit(self, peak: int, reserve: int = 0) -> str:
-        """Says whether ``peak`` bytes fit. ``reserve``: bytes of the memory that the allocator cannot use again."""
+    def _fit(self, peak: int) -> str:
+        """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        found += f", and {readable(reserve)} are in pieces that the allocator cannot use again" if reserve else ""
         lines = [f"fits         {found}; {_longest(self.longest)}"]
         if self.device == THIS_CPU:
             lines.append(f"             {OF_MALLOC}")
@@ -135,7 +134,7 @@ class AttentionPlan(Plan):
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
         del found["dense_pairs"]
-        moved, sizes = found["exchange"]["bytes"], ("peak", "reserve", "forward_peak", "backward_peak")
+        moved, sizes = found["exchange"]["bytes"], ("peak", "forward_peak", "backward_peak")
         return found | {
             "layout": self.layout if self.world_size > 1 else None,
             "keys_per_query": self.keys_per_query,
@@ -211,7 +210,7 @@ class AttentionPlan(Plan):
                 f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
                 f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
             ]
-        return "\n".join([*lines, "", self._fit(self.peak, self.memory.reserve)])
+        return "\n".join([*lines, "", self._fit(self.peak)])
 
 
 @dataclass(frozen=True, kw_only=True)

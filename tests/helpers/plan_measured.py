@@ -20,7 +20,6 @@ import torch
 from dilated_attention import attention, block_sparse_attention, dilated_attention
 from dilated_attention.factory import create_model
 from dilated_attention.pattern import LocalWindow
-from tests.helpers.standard import standard_attention
 
 BRANCHES = {"segment_lengths": (256, 1024, 8192), "dilation_rates": (1, 4, 16)}
 WINDOW = LocalWindow((255, 0))
@@ -63,7 +62,6 @@ CASES: dict[str, Callable[[int], None]] = {
     "dense training": lambda n: call(attention, (n, 256, 64), torch.float32, True),
     "block_sparse forward": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, False),
     "block_sparse training": lambda n: call(lambda q, k, v: block_sparse_attention(q, k, v, WINDOW), (n, 4, 64), torch.float32, True),
-    "standard training": lambda n: call(standard_attention, (n, 4, 64), torch.float32, True),
     "model": lambda n: step("longnet-tiny", n, {}),
     "model, checkpointed": lambda n: step("longnet-tiny", n, {"checkpoint_activations": True, "num_layers": 4}),
 }

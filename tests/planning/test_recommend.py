@@ -22,9 +22,7 @@ from dilated_attention.models import PagedKVCache
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
 from dilated_attention.planning import find_gpu, plan_model
-from dilated_attention.planning.advice.answer import Recommendation, rule_table
-from dilated_attention.planning.advice.case import Case, Model, branches
-from dilated_attention.planning.advice.recommend import USE_CASES, recommend
+from dilated_attention.planning.advice import USE_CASES, Case, Model, Recommendation, branches, recommend, rule_table
 
 DOCS = Path(__file__).parents[2]
 MACHINES = ("cpu", "V100", "A100", "H100", "H200")

@@ -10,13 +10,13 @@ import torch
 
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
-from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.memory import counts_of, memory_of
-from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, make_problem
-from dilated_attention.planning.estimate.ring_estimate import exchange_of
-from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.blocks import MOST_FOR_SIZE
+from dilated_attention.planning.gpus import Gpu
+from dilated_attention.planning.memory import counts_of, memory_of
 from dilated_attention.planning.plans import AttentionPlan
+from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
+from dilated_attention.planning.ring import exchange_of
+from dilated_attention.planning.speed import passes_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
@@ -50,8 +50,7 @@ def plan_attention(
 
     Args:
         kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · for a sequence shared by several processes ``"ring"`` (dense) ·
-            ``"ring_dilated"`` · ``"ring_block_sparse"`` · for comparison ``"standard"`` (all scores in memory) · ``"sdpa"`` (PyTorch's own
-            function).
+            ``"ring_dilated"`` · ``"ring_block_sparse"``.
         num_positions: N, of the whole sequence.
         num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk; ``num_kv_heads=None`` means H.
         dtype: of q, k and v; None for bfloat16 on a GPU that supports it, float16 on an older one, float32 on a CPU.
@@ -139,8 +138,7 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
 
 
 def _bytes_needed(problem: Problem) -> int:
-    """Returns the peak with what the allocator cannot use again; more than any memory where the call cannot exist."""
+    """Returns the peak; more than any memory where the call cannot exist."""
     if problem.computes == "block_sparse" and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size:
         return _NO_SUCH_CALL
-    found = memory_of(problem)
-    return found.peak + found.reserve
+    return memory_of(problem).peak
