@@ -14,7 +14,6 @@ from rich.highlighter import RegexHighlighter
 from rich.theme import Theme
 
 
-
 class _Marks(RegexHighlighter):
     # a backend that is taken, and one that cannot be used
     highlights = [r"(?m)^ *(?P<taken>→ \S+)", r"(?m)^ *(?P<refused>✗ .*)$"]  # noqa: RUF012

@@ -117,8 +117,8 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
 def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
     """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
 
-    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way. Then
-    some sequences that are shorter than the longest may not fit, except those of a dense all_gather, whose steps are chosen for that.
+    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way; then
+    some sequences that are shorter than the longest may not fit.
     """
 
     def excess(num_positions: int) -> int:

@@ -97,7 +97,8 @@ def _of_blocks(problem: Problem) -> MemoryEstimate:
         backend = _selected(problem.request(backward=is_backward, length=mean, blocks=counts.mask_kind))
         if backend in ("sdpa_cpu", "math"):
             piece = (_PIECE_BYTES if on_cpu else _PIECE_BYTES_GPU) * (2 + 2 * is_backward)
-            terms.append(("copies, heads first", ((3 if is_backward else 1) * Q + 2 * K) * e * (problem.num_heads > 1)))
+            if problem.num_heads > 1 and problem.world_size == 1:
+                terms.append(("copies, heads first", ((3 if is_backward else 1) * Q + 2 * K) * e))
             terms.append(("pieces of gathered blocks", min(piece, 2 * counts.computed * problem.head_dim * e)))
             terms += [("sums of dk, dv", 2 * K * a * (e != a)), ("lse with +inf", 2 * R * a)] * is_backward
         elif is_backward:
@@ -121,10 +122,24 @@ def _of_ring(problem: Problem) -> MemoryEstimate:
         whole = _of_engine(problem, problem.num_positions, pattern, (H // W, max(1, Hk // W)))
         forward = [("q, k, v in the caller's rows", (Q + 2 * K) * e), *whole.forward]
         return _estimate(problem, forward, [("q, k, v, out, dout in the caller's rows", (3 * Q + 2 * K) * e), *whole.backward])
-    # all_gather without branches of the rank's own reads ranges of the keys in memory, problem by problem, as on a CPU
-    in_ranges = exchange.name == "all_gather" and exchange.home is None and problem.computes == "dilated"
-    local = _of_engine(problem, rows, exchange.home, **({"device_type": "cpu"} if in_ranges else {}))
+    received, gathers = 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows, exchange.name == "all_gather"
+    keys = "keys from elsewhere", exchange.held[0]
+    if problem.computes == "dense" and gathers:
+        common = [("q, k, v", (Q + 2 * K) * e), keys, ("lse", Q // problem.head_dim * a)]
+        # zigzag computes its two ranges one after the other
+        ranges = 1 + (problem.layout == "zigzag")
+        backward = [*common, ("out, dout", 2 * Q * e), ("dq", Q * e)]
+        backward.append(("dk, dv of all keys in memory", received * e * ranges // exchange.steps))
+        shared = received * (H // Hk * e if _expands_keys(problem) else 4) * (Hk < H)
+        sums = (4 * Q // ranges + shared) * (problem.device_type == "cuda")
+        return _estimate(problem, [*common, ("out", Q * e)], [*backward, ("sums of kernels in float32", sums // exchange.steps)])
+    if gathers and exchange.home is None:
+        # ranges of the keys in memory are read problem by problem, as on a CPU
+        local = _of_engine(problem, rows, device_type="cpu")
+        more = "dk, dv of all keys in memory", (received - 2 * K) * (a + e * (a != e))
+        return _estimate(problem, [*local.forward, keys], [*local.backward, keys, more])
+    local = _of_engine(problem, rows, exchange.home)
     is_wide = exchange.name == "ring" and e != a
-    forward = [*local.forward, ("keys from elsewhere", exchange.held[0]), ("out in the dtype of sums", Q * a * is_wide)]
+    forward = [*local.forward, keys, ("out in the dtype of sums", Q * a * is_wide)]
     backward = [*local.backward, ("keys from elsewhere, shares of gradients", exchange.held[1])]
     return _estimate(problem, forward, [*backward, ("dq, dk, dv in the dtype of sums", (Q + 2 * K) * a * is_wide)])

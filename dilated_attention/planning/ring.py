@@ -36,6 +36,7 @@ class Exchange:
         steps: number of steps in which the keys arrive.
         held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
         is_exact: whether the figures were read from the plans of the whole sequence rather than of shorter ones.
+        rows: positions whose keys are in memory at a step of an all_gather.
         home: in an all_gather of branches, those that a rank computes on its own rows; None if all of them read the received keys.
     """
 
@@ -45,6 +46,7 @@ class Exchange:
     held: tuple[int, int]
     is_exact: bool = True
     home: DilatedPattern | None = None
+    rows: int = 0
 
 
 NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0))
@@ -114,19 +116,23 @@ def _of_branches(problem: Problem) -> Exchange:
         inputs, out = (H + 2 * Hk) * D * e, H * (D * e + wide)
         more = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
         most = Bytes(*(x + y for x, y in zip(astuple(most), more, strict=True)))
-    crossing = crossing_of(ring_problem, row // scale * Hk)
-    held = []
+    crossing = crossing_of(ring_problem, row * Hk)
+    exchanged = ring_problem if crossing is None else crossing.problem
+    held, rows = [], 0
     for rank in _ranks(problem):
-        received, sent = sum(seen[rank]), sum(other[rank] for other in seen)
+        received, sent = seen[rank], [other[rank] for other in seen]
         if is_ring:
-            held.append(_held((received + sent) * row, 2 * (received + sent) * row, W - 1))
+            hops = [(received[(rank - hop) % W] + sent[(rank + hop) % W]) * row for hop in range(1, W)]
+            held.append(_held(hops, [2 * x for x in hops]))
             continue
-        span = key_span(ring_problem if crossing is None else crossing.problem, rank)
-        rows = (span.end - span.start) * Hk * (received > 0)
-        held.append(_held((rows + (sent + received) * (not is_dense)) * row, (2 * rows + sent) * row, steps))
+        span = key_span(exchanged, rank)
+        rows = max(rows, (span.end - span.start) * any(received))
+        keys, packed = (span.end - span.start) * any(received) * Hk, (sum(sent) + sum(received)) * (not exchanged.is_dense)
+        held.append(_held([(keys + packed) * row // steps] * steps, [(2 * keys + sum(sent)) * row // steps] * steps))
     return Exchange(
         name=name, bytes=most, steps=W if is_ring else steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
-        is_exact=is_dense or scale == 1, home=pattern if not any(map(any, seen)) else None if crossing is None else _longer(crossing.home, scale),
+        is_exact=is_dense or scale == 1, rows=rows * scale,
+        home=pattern if not any(map(any, seen)) else None if crossing is None else _longer(crossing.home, scale),
     )  # fmt: skip
 
 
@@ -141,11 +147,11 @@ def _seen(ring_problem: RingProblem, reader: int) -> list[int]:
     return [sum(int(mask[:, a:b].sum()) for a, b in theirs) * heads for theirs in ring_problem.shards]
 
 
-def _held(keys: int, shares: int, steps: int) -> tuple[int, int]:
+def _held(buffers: list[int], shares: list[int]) -> tuple[int, int]:
     """Returns the bytes held at a time, forward and backward: keys of as many steps as are fetched ahead, and gradients of two."""
-    each = keys // steps
-    ahead = min(steps, cost.choose_prefetch_depth(each)) * each
-    return ahead, ahead + min(2, steps) * shares // steps
+    depth = cost.choose_prefetch_depth(max(buffers))
+    ahead = [sum(buffers[i : i + depth]) for i in range(len(buffers))]
+    return max(ahead), max(keys + sum(shares[max(0, i - 1) : i + 1]) for i, keys in enumerate(ahead))
 
 
 def _most_of_keys(seen: list[list[int]], row: int, ranks: Iterable[int]) -> Bytes:
@@ -193,6 +199,6 @@ def _of_listed(problem: Problem) -> Exchange:
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_span(ring_problem, needs, rank) for rank in range(W))])
     spanned = lengths * (seen.sum(1) > 0) * Hk
-    keys, shares = int(spanned.max()), int((2 * spanned + seen.sum(0)).max())
+    steps, keys, shares = len(way.steps), int(spanned.max()), int((2 * spanned + seen.sum(0)).max())
     most = _most_of_keys(seen.tolist(), row, range(W))
-    return Exchange(name="blocks", bytes=most, steps=len(way.steps), held=_held(keys * row, shares * row, len(way.steps)))
+    return Exchange(name="blocks", bytes=most, steps=steps, held=_held([keys * row // steps] * steps, [shares * row // steps] * steps))

@@ -132,12 +132,13 @@ def test_planned_peaks_of_a_model_are_what_an_h200_took(row: dict[str, Any]) -> 
 
 
 def steps() -> list[Any]:
-    """(name of the attention, batch, positions, ms, the model) of generated tokens: constants were fitted to the first, not to the others."""
+    """(attention, batch, positions, ms, the model) of generated tokens; constants were fitted to the first run, not to the other."""
     rows = [json.loads(line) for line in (RESULTS / "decode.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row.get("part") == "step" and row["model"] in ATTENTION and "ms" in row]
     found: list[Any] = [(row["model"], row["batch"], row["context"], row["ms"], "longnet-125m", MODEL) for row in rows]
     groups = json.loads((RESULTS / "train-infer.json").read_text(encoding="utf-8"))["groups"]
-    cases = [(row | row["case"], row) for rows in groups.values() for row in rows if row["case"].get("task") == "decode" and "values" in row]
+    others = [row for rows in groups.values() for row in rows if row["case"].get("task") == "decode" and "values" in row]
+    cases = [(row | row["case"], row) for row in others]
     return found + [(case["name"], case["B"], case["N"], row["values"]["ms"], case["model"], {}) for case, row in cases]
 
 

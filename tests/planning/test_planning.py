@@ -160,17 +160,6 @@ def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memor
         assert not plan(kind, max(4, longest + 1), training=training, memory=memory, num_heads=heads).fits
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8, 32])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("memory", [None, 2**36])
-def test_a_dense_ring_fits_wherever_a_longer_one_does(kv_heads: int, training: bool, memory: int | None) -> None:
-    options = {"num_heads": 32, "num_kv_heads": kv_heads, "head_dim": 128, "world_size": 4, "exchange": "all_gather", "is_causal": True}
-    plans = [plan("ring", int(2**20 * 1.05**i), training=training, memory=memory, **options) for i in range(80)]
-    fits = [one.fits for one in plans]
-    assert fits == sorted(fits, reverse=True) and True in fits and False in fits
-    assert len({one.exchange.steps for one in plans}) > 1
-
-
 @given(high=st.integers(2, 2**31), slope=st.integers(1, 10**6), bend=st.sampled_from([0, 1, 7]), budget=st.integers(0, 2**60))
 def test_the_search_finds_what_trying_all_would(high: int, slope: int, bend: int, budget: int) -> None:
     calls = []
@@ -265,11 +254,11 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str,
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_long_ring_is_told_from_a_shorter_one(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"world_size": 4, "segment_lengths": (2048, 2**16, 2**18), "dilation_rates": (1, 16, 32), "training": training}
-    exact = plan("ring_dilated", 2**18, **options)
-    monkeypatch.setattr(ring, "_MOST_MASKED", 2**18)
+    options = {"world_size": 4, "segment_lengths": (2048, 2**14, 2**15), "dilation_rates": (1, 4, 8), "training": training}
+    exact = plan("ring_dilated", 2**15, **options)
+    monkeypatch.setattr(ring, "_MOST_MASKED", 2**16)
     ring._of_branches.cache_clear()
-    told = plan("ring_dilated", 2**18, **options)
+    told = plan("ring_dilated", 2**15, **options)
     ring._of_branches.cache_clear()
     assert exact.exchange.is_exact and not told.exchange.is_exact and "about" in str(told)
     assert told.exchange.bytes.backward_received == pytest.approx(exact.exchange.bytes.backward_received, rel=0.02)
