@@ -16,7 +16,7 @@ from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, detect, explain_b
 from dilated_attention.functional import explain_decode
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import USABLE, Summary, cache_rows, footprint, readable, summarise
-from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, geometric_branches
 from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
@@ -44,8 +44,6 @@ _TAKES = {
 }  # fmt: skip
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 _LONG = 8192
-# a problem of 2048 rows reaches most of a kernel's peak rate; below a rate of 8 far branches cost more than all others together
-_FIRST_SEGMENT, _GROWTH, _LEAST_RATE = 2048, 4, 8
 # docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
 _TOKENS_PER_GPU = 4096
 # width and heads of language models with up to this many parameters; the one that is varied, and how many it has
@@ -237,33 +235,30 @@ def recommend(
 
 
 def _checked(name: str, value: Any) -> Any:
-    most: dict[str, Any] = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
+    limits: dict[str, Any] = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
+    if name in limits:
+        return as_int(name, value, minimum=1, maximum=limits[name])
     if name == "causal":
         check_bool(name, value)
     elif name == "attention":
         one_of(name, value, KINDS)
-    elif name in most:
-        return as_int(name, value, minimum=1, maximum=most[name])
     else:
         check_number(name, value, "a number above 0")
-        limit = {"parameters": 10**16, "memory": 2**30}[name]
-        if not 0 < value <= limit:
-            raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most {limit:,}")
+        if not 0 < value <= 1e16:
+            raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
     return value
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
     """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next.
 
-    Rates 1, 4, … are limited so that heads cover every offset.
+    Rates are limited so that heads cover every offset.
     """
     whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
-    most = 1 << (max(num_heads, _LEAST_RATE).bit_length() - 1)
-    lengths, rates = [min(_FIRST_SEGMENT, whole)], [1]
-    while lengths[-1] < whole:
-        lengths.append(min(lengths[-1] * _GROWTH, whole))
-        rates.append(min(rates[-1] * _GROWTH, most))
-    return DilatedPattern(tuple(lengths), tuple(rates))
+    # below a rate of 8 far branches cost more than all others together
+    most = 1 << (max(num_heads, 8).bit_length() - 1)
+    lengths, rates = geometric_branches(whole)
+    return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
 
 
 def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
@@ -392,7 +387,7 @@ def _decoding(case: Any) -> dict[str, Any]:
         # nothing can be shortened if the segments were given or the weights alone do not fit
         if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
             break
-        longest //= _GROWTH
+        longest //= 4
         base = "dilated" if longest >= _LONG else "block_sparse"
     config = summary.config
     decoder = explain_decode(

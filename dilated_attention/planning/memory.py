@@ -33,7 +33,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
         return _of_blocks(problem)
     if problem.world_size > 1:
         return _of_ring(problem)
-    return _of_engine(problem, problem.num_positions, tiles=_on_tiles(problem))
+    return _of_engine(problem, problem.num_positions, tiles=on_tiles(problem))
 
 
 def _of_engine(
@@ -48,7 +48,7 @@ def _of_engine(
     )  # fmt: skip
 
 
-def _on_tiles(problem: Problem) -> tuple[bool, bool]:
+def on_tiles(problem: Problem) -> tuple[bool, bool]:
     """Whether the forward and the backward run on a table of tiles, following the choice of ``backend="auto"``."""
     if not is_fused(problem.device_type) or not isinstance(problem.pattern, DilatedPattern):
         return False, False
