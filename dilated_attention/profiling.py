@@ -134,7 +134,7 @@ class MemoryProfile:
             lines.append(
                 "  the allocator  asked the GPU {device_allocs} times, retried {retries}, was refused {refused}".format(**self.stats)
             )
-        rows = [("op", "calls", "allocated", "a call leaves", "at the peak")] if self.ops else []
+        rows: list[tuple[str, ...]] = [("op", "calls", "allocated", "a call leaves", "at the peak")] if self.ops else []
         rows += [(op.name, str(op.calls), *map(readable, (op.allocated, op.kept, op.at_peak))) for op in self.ops[:12]]
         return "\n".join([*lines, *(f"  {row[0]:<48}  {row[1]:>6}" + "".join(f"  {size:>13}" for size in row[2:]) for row in rows)])
 

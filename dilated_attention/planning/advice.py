@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from dilated_attention.pattern.checks import as_int, check_bool, check_number, o
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
 from dilated_attention.planning.models import model_of, plan_model, stack_of
-from dilated_attention.planning.plans import seconds_text
+from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
 from dilated_attention.validation import MAX_HEAD_DIM
 
@@ -58,87 +57,6 @@ _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3
 _BACK, _SHORT = "docs/performance.md, Against the arithmetic floor", "docs/performance.md, Short sequences"
 _RING, _HOW_RING, _SLIDE = "docs/ring.md, Figures", "docs/ring.md, How it works", "docs/slide_encoder.md, NVIDIA H200"
 _DECODING, _HF = "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One decision.
-
-    Args:
-        name, value: the setting and its value.
-        reason: a rule that follows from the definition, or a measured figure with the machine it was measured on.
-        source: page and heading of this repository's documentation that has the figure, ``"docs/ring.md, Figures"``; or ``"computed"``
-            where the planning functions computed it for this request.
-    """
-
-    name: str
-    value: str
-    reason: str
-    source: str = "computed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """An answer to "what should I use for this?". ``str()`` prints it, ``as_dict()`` returns it.
-
-    Args:
-        use_case: one of ``USE_CASES``.
-        request: what was asked, with defaults filled in.
-        machine: the hardware it is for.
-        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or for a sequence shared by several processes ``"ring"`` (dense) ·
-            ``"ring_dilated"`` · ``"ring_block_sparse"``: the names of ``LongNetConfig.attention``.
-        segment_lengths, dilation_rates: of the branches; empty where there are none.
-        keys_per_query, dense_keys_per_query: mean number of keys per query and head, with multiplicity; and of dense attention.
-        forward, backward: backends chosen on this machine; ``backward`` is None without gradients, both are None where no backend can
-            compute it.
-        memory: bytes that one device needs by the estimates cited in ``settings``; None where nothing was estimated.
-        fits: whether this memory fits on the device; None where nothing was estimated.
-        settings: the decisions, ``kind`` and ``branches`` first.
-        setup: lines that precede ``code``: imports, a mesh.
-        code: the line to paste.
-    """
-
-    use_case: str
-    request: dict[str, Any]
-    machine: str
-    kind: str
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    keys_per_query: float
-    dense_keys_per_query: float
-    forward: str | None
-    backward: str | None
-    memory: int | None
-    fits: bool | None
-    settings: tuple[Setting, ...]
-    setup: tuple[str, ...]
-    code: str
-
-    def setting(self, name: str) -> Setting:
-        """Returns the decision with this name.
-
-        Raises:
-            KeyError: there is none; the message lists the existing names.
-        """
-        for setting in self.settings:
-            if setting.name == name:
-                return setting
-        raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 118) -> str:
-        """Returns the answer in lines of at most ``width`` characters, except for the code."""
-        lines, margin = [f"{self.use_case}: {self.machine}", ""], " " * min(24, width // 3)
-        for x in self.settings:
-            cited = "" if x.source == "computed" else f" [{x.source}]"
-            first = f"{x.name}  ".ljust(len(margin)) + f"{x.value}: {x.reason}{cited}"
-            lines += textwrap.wrap(first, width, subsequent_indent=margin, break_on_hyphens=False)
-        return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])
 
 
 def recommend(
@@ -212,7 +130,7 @@ def recommend(
         name=use_case, length=length, machine=machine, hardware=hardware, cuda=cuda, here=gpu is None, dtype=dtype,
         base=attention or ("dense" if length < _LONG else "dilated"), **asked,
     )  # fmt: skip
-    choose = {"torchscale": _torchscale, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
+    choose = {"torchscale": _training, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
     chosen: dict[str, Any] = {
         "training": True, "count": 1, "data": 1, "context": 1, "kv_heads": None, "memory": None, "fits": None, "checkpointed": None,
         "layers": 0, "seconds": "",
@@ -309,22 +227,13 @@ def _of_model(preset: str, overrides: dict[str, Any], summary: Summary) -> dict[
     }  # fmt: skip
 
 
-def _training(case: Any) -> dict[str, Any]:
-    return _spread(case, _PRESET, *_model(case, case.base))
-
-
-def _torchscale(case: Any) -> dict[str, Any]:
-    """Existing weights: segments, offsets, tail and gradient are those that they were trained with."""
-    return _spread(case, _GIGAPATH, {}, model_of(_GIGAPATH, ()).summary()) | {"what": "slide", "layers": 0}
-
-
 def _most_context(case: Any) -> int:
     """Returns the number of processes that can share one sequence with enough work left for each."""
     most = min(case.gpus, max(1, case.length // _TOKENS_PER_GPU), MOST["world_size"])
     return next(c for c in range(most, 0, -1) if case.gpus % c == 0)
 
 
-def _spread(case: Any, preset: str, overrides: dict[str, Any], summary: Summary) -> dict[str, Any]:
+def _training(case: Any) -> dict[str, Any]:
     """Chooses the first distribution that fits, or the last one tried if none fits.
 
     ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
@@ -332,7 +241,12 @@ def _spread(case: Any, preset: str, overrides: dict[str, Any], summary: Summary)
     the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
     A distribution whose footprint, by a formula, is far too large is not traced.
     """
-    gpus, most = case.gpus, _most_context(case)
+    gpus, most, preset = case.gpus, _most_context(case), _PRESET
+    if case.name == "torchscale":
+        # segments, offsets, tail and gradient are those that the weights were trained with
+        preset, overrides, summary = _GIGAPATH, dict[str, Any](), model_of(_GIGAPATH, ()).summary()
+    else:
+        overrides, summary = _model(case, case.base)
     contexts = [c for c in range(min(gpus // math.gcd(case.batch, gpus), most), most + 1) if gpus % c == 0]
     plan = None
     for checkpointed, context in itertools.product((False, True), contexts):
@@ -352,7 +266,7 @@ def _spread(case: Any, preset: str, overrides: dict[str, Any], summary: Summary)
     return _of_model(preset, overrides, summary) | {
         "count": plan.batch_size, "data": gpus // plan.world_size, "context": plan.world_size, "memory": plan.peak, "fits": plan.fits,
         "longest": plan.longest, "checkpointed": plan.checkpoint_activations,
-    }  # fmt: skip
+    } | ({"what": "slide", "layers": 0} if preset == _GIGAPATH else {})  # fmt: skip
 
 
 def _layer(case: Any) -> dict[str, Any]:
@@ -437,17 +351,16 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
     elif case.attention is not None:
         reason, source = "requested; a model keeps the attention that it was trained with", _HF
     elif base == "dense" and length <= 4096:
-        reason, source = (
-            "at 4,096 positions LongNet's branches contain most of dense attention's pairs: on an H200 cuDNN's dense attention took 0.62 "
-            "of their time forward and 0.70 forward + backward, for one causal sequence of 12 heads of 64", _SHORT,
-        )  # fmt: skip
+        more = "at 4,096 positions LongNet's branches contain most of its pairs: on an H200"
+        reason, source = f"{more} cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward", _SHORT
     elif base == "dense":
         reason, source = "dilated was slower at 4,096 positions and faster at 8,192, on an H200; dense leaves no key out", _SHORT
     elif base == "block_sparse":
+        more = "on an H200 32 requests with a window reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
         reason, source = (
-            "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests; on an H200 32 requests with "
-            "a window and global tokens reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536", _DECODING,
-        )  # fmt: skip
+            f"the cache of every dilated pattern of 8,192 positions and more is too large for so many; {more}",
+            _DECODING,
+        )
     elif not x.training:
         more = "a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
         reason, source = f"{near}; {more}", _DECODING
@@ -470,15 +383,11 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
             reason += f". Rates above the {x.heads} heads leave positions out of far branches; more heads avoid this"
         yield Setting("branches", ", ".join(f"{w}/{r}" for w, r in x.pattern.branches), reason, "docs/performance.md, How it works")
     elif base == "block_sparse":
-        reason = (
-            f"{average}: near keys, and the first positions. A forward of 1,048,576 positions ran at 468 TFLOP/s with a window of 2,048"
-        )
+        reason = f"{average}: near and first positions. A forward of 1,048,576 ran at 468 TFLOP/s with a window of 2,048"
         yield Setting("pattern", _source(x.pattern), f"{reason} (H200)", "docs/block_sparse.md, Performance")
     forward, backward = x.backends.forward, x.backends.backward
     if forward is None:
-        yield Setting(
-            "backend", "none", f"no backend can compute {x.backends.request.describe()} on {case.machine.name}; try another head dim"
-        )
+        yield Setting("backend", "none", f"no backend can compute {x.backends.request.describe()}; try another head dim")
     else:
         basis = " · ".join(dict.fromkeys(filter(None, (x.backends.forward_basis, x.backends.backward_basis))))
         extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in (forward, backward) if name in _EXTRAS))
@@ -487,16 +396,13 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
         yield Setting("backend", chosen, f'what backend="auto" chooses: {basis}{install}')
     name = str(case.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
-    yield Setting(
-        "dtype", name, why.get(name, "no fast 16-bit products here"), "docs/models.md, Memory" if name == "bfloat16" else "computed"
-    )
+    yield Setting("dtype", name, why.get(name, "no fast 16-bit products here"))
     if case.name == "huggingface":
+        reason = "a model trained with dense attention computes something else with these layers"
         if base == "dense":
-            yield Setting(
-                "integration", '"sdpa"', "a model trained with dense attention is left as it is; transformers' sdpa computes that", _HF
-            )
+            yield Setting("integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF)
         else:
-            yield Setting("integration", "fine-tune", "a model trained with dense attention computes something else with these layers", _HF)
+            yield Setting("integration", "fine-tune", reason, _HF)
             reason, source = "padding on the left shifts segments", "docs/huggingface.md, What is honoured, and what is refused"
             yield Setting("padding", "on the right", reason, source)
     if x.fits is not None:
@@ -522,9 +428,8 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
         yield Setting("weights", 'load_torchscale("slide_encoder.pth")', reason, "docs/torchscale.md, What is the same")
     if x.what == "decoding":
         value = "PagedKVCache: model.generate([prompt, …])" if case.name == "serving" else "KVCache: model.generate(prompt, …)"
-        reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions"
+        reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
         yield Setting("KV cache", value, reason, "docs/decoding.md, What a row reads")
-        yield Setting("decoder", x.decoder, "the kernel of one row over the cache, by functional.explain_decode")
     if case.gpus > 1 and x.what == "decoding":
         reason = "a sequence is continued by one process; more GPUs serve more requests"
         yield Setting("mesh", f"{case.gpus} processes, each with its own requests", reason)
@@ -534,14 +439,12 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
             if length < _TOKENS_PER_GPU * x.data and case.batch < x.data:
                 reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {case.gpus} sequences per step"
         else:
-            reason = (
-                f"{-(-length // x.context):,} tokens per GPU; on four H200 "
-                + {
-                    "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
-                    "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
-                    "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
-                }[base]
-            )
+            reason = {
+                "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
+                "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
+                "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
+            }[base]
+            reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {reason}"
         sharded = x.what in ("model", "slide") and x.number > 10**9
         reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {case.gpus}"
         yield Setting("mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING)
@@ -572,10 +475,8 @@ def _code(case: Any, x: Any) -> list[str]:
     """Returns the lines to paste."""
     lines, shared = [], x.what != "sdpa" and x.data * x.context > 1
     if x.what != "sdpa":
-        lines.append(
-            "from dilated_attention.integrations.huggingface import register" if x.what == "transformers"
-            else f"from dilated_attention import create_{'attention' if x.what == 'layer' else 'model'}"
-        )  # fmt: skip
+        made = f"from dilated_attention import create_{'attention' if x.what == 'layer' else 'model'}"
+        lines.append("from dilated_attention.integrations.huggingface import register" if x.what == "transformers" else made)
     if x.base == "block_sparse":
         lines.append("from dilated_attention.pattern import GlobalLocal")
     if shared:

@@ -40,10 +40,10 @@ def _of_engine(
     problem: Problem, num_positions: int, pattern: Any = None, heads: tuple[int, int] | None = None, **options: Any
 ) -> MemoryEstimate:
     """Asks the engine's own account. ``pattern``, ``heads``: if not the problem's, or not all heads of queries and of keys."""
-    H, Hk = heads or (problem.num_heads, problem.num_kv_heads)
+    pattern, (H, Hk) = pattern or problem.pattern, heads or (problem.num_heads, problem.num_kv_heads)
     asked = {"device_type": problem.device_type} | options
     return attention_memory(
-        pattern or problem.pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk,
+        pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk,
         dtype=problem.dtype, is_causal=problem.is_causal, needs_grad=problem.training, expands_keys=_expands_keys(problem), **asked,
     )  # fmt: skip
 

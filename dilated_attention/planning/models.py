@@ -331,8 +331,11 @@ def _moments_of(run: Run, positions: int) -> tuple[list[_Moment], int]:
     """Returns the moments of the stack's step, from its input to the input's gradient, and how many of them are of the forward."""
     (short, num_forward), (long, _) = (_trace(run, rows) for rows in _LENGTHS)
     part = (positions - _LENGTHS[0]) / (_LENGTHS[1] - _LENGTHS[0])
-    pairs = zip(short, long, strict=True)
-    return [_Moment(*(x + round(part * (y - x)) for x, y in zip(a[:4], b[:4], strict=True)), a.attention) for a, b in pairs], num_forward
+    found = []
+    for a, b in zip(short, long, strict=True):
+        alive, grads, kept, moved = (x + round(part * (y - x)) for x, y in zip(a[:4], b[:4], strict=True))
+        found.append(_Moment(alive, grads, kept, moved, a.attention))
+    return found, num_forward
 
 
 @functools.lru_cache(maxsize=64)

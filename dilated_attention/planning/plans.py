@@ -1,9 +1,10 @@
-"""``AttentionPlan`` and ``ModelPlan``: the cost of a call or of a model's step as figures, as JSON and as text."""
+"""What planning answers, as figures, as JSON and as text: ``AttentionPlan`` and ``ModelPlan``, costs; ``Recommendation``, settings."""
 
 from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -306,3 +307,84 @@ def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     longest = _longest(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
     malloc = [f"memory is {OF_MALLOC}"] if last.device == THIS_CPU else []
     return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, *malloc, times])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One decision.
+
+    Args:
+        name, value: the setting and its value.
+        reason: a rule that follows from the definition, or a measured figure with the machine it was measured on.
+        source: page and heading of this repository's documentation that has the figure, ``"docs/ring.md, Figures"``; or ``"computed"``
+            where the planning functions computed it for this request.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str = "computed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """An answer to "what should I use for this?". ``str()`` prints it, ``as_dict()`` returns it.
+
+    Args:
+        use_case: one of ``USE_CASES``.
+        request: what was asked, with defaults filled in.
+        machine: the hardware it is for.
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or for a sequence shared by several processes ``"ring"`` (dense) ·
+            ``"ring_dilated"`` · ``"ring_block_sparse"``: the names of ``LongNetConfig.attention``.
+        segment_lengths, dilation_rates: of the branches; empty where there are none.
+        keys_per_query, dense_keys_per_query: mean number of keys per query and head, with multiplicity; and of dense attention.
+        forward, backward: backends chosen on this machine; ``backward`` is None without gradients, both are None where no backend can
+            compute it.
+        memory: bytes that one device needs by the estimates cited in ``settings``; None where nothing was estimated.
+        fits: whether this memory fits on the device; None where nothing was estimated.
+        settings: the decisions, ``kind`` and ``branches`` first.
+        setup: lines that precede ``code``: imports, a mesh.
+        code: the line to paste.
+    """
+
+    use_case: str
+    request: dict[str, Any]
+    machine: str
+    kind: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    keys_per_query: float
+    dense_keys_per_query: float
+    forward: str | None
+    backward: str | None
+    memory: int | None
+    fits: bool | None
+    settings: tuple[Setting, ...]
+    setup: tuple[str, ...]
+    code: str
+
+    def setting(self, name: str) -> Setting:
+        """Returns the decision with this name.
+
+        Raises:
+            KeyError: there is none; the message lists the existing names.
+        """
+        for setting in self.settings:
+            if setting.name == name:
+                return setting
+        raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 118) -> str:
+        """Returns the answer in lines of at most ``width`` characters, except for the code."""
+        lines, margin = [f"{self.use_case}: {self.machine}", ""], " " * min(24, width // 3)
+        for x in self.settings:
+            cited = "" if x.source == "computed" else f" [{x.source}]"
+            first = f"{x.name}  ".ljust(len(margin)) + f"{x.value}: {x.reason}{cited}"
+            lines += textwrap.wrap(first, width, subsequent_indent=margin, break_on_hyphens=False)
+        return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])

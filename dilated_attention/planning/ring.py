@@ -102,7 +102,7 @@ def _of_branches(problem: Problem) -> Exchange:
     scale = 1
     while W * N * (1 if is_dense else Hk) // scale > _MOST_MASKED and all(w >= 2 * scale * r for w, r in pattern.branches if w * W > N):
         scale *= 2
-    short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=[max(r, w // scale) for w, r in pattern.branches])
+    short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=tuple(max(r, w // scale) for w, r in pattern.branches))
     sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, 1, problem.is_causal)
     is_ring, steps = sharding.exchange == "ring", cost.head_steps(question) if name == "all_gather" else 1
     shards = tuple(sharding.ranges(rank) for rank in range(W))
@@ -137,7 +137,7 @@ def _of_branches(problem: Problem) -> Exchange:
 
 
 def _longer(home: DilatedPattern | None, scale: int) -> DilatedPattern | None:
-    return home if home is None or scale == 1 else replace(home, segment_lengths=[w * scale for w in home.segment_lengths])
+    return home if home is None or scale == 1 else replace(home, segment_lengths=tuple(w * scale for w in home.segment_lengths))
 
 
 def _seen(ring_problem: RingProblem, reader: int) -> list[int]:

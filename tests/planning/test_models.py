@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dilated_attention import profile_memory
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models import loss
 from dilated_attention.pattern import LocalWindow
@@ -105,11 +106,36 @@ def test_a_plan_is_what_fake_tensors_of_the_whole_step_hold(options: dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_step_on_a_cpu_takes_what_is_planned(checkpointed: bool) -> None:
+    options = {"num_layers": 2, "checkpoint_activations": checkpointed}
+    model: Any = create_model("longnet-tiny", **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(n: int) -> None:
+        tokens = torch.randint(256, (1, n))
+        optimizer.zero_grad()
+        model(tokens, targets=tokens).backward()
+        optimizer.step()
+
+    # the moments are there from the first step on
+    step(256)
+    taken = profile_memory(step, 4096, device="cpu").peak_allocated
+    plan = tiny(4096, gpu="cpu", **options)
+    beside = sum(size for what, size in plan.terms if what in ("weights", "optimizer's moments"))
+    assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
 def test_models_of_images_are_planned(preset: str) -> None:
     found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
     assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
     assert found.peak > 16 * found.parameters
+
+
+def test_no_plan_tells_a_figure_with_an_exponent() -> None:
     assert not re.search(r"\de[+-]?\d", str(plan_model("llama-1b", num_positions=2**20, gpu="H100", num_layers=2)))
 
 

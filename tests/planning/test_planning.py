@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import block_sparse_attention, profile_memory
+from dilated_attention import block_sparse_attention, dilated_attention, profile_memory
 from dilated_attention.distributed.comm.comm_volume import CommSizes, heads_bytes
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
@@ -336,36 +336,50 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
     assert "MALLOC" not in str(plan("dense", gpu="H200"))
 
 
+MEASURED: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
+    "dense": ("dense", {}, 8, torch.float32),
+    "dilated": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.float32),
+    "dilated, bfloat16": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.bfloat16),
+    "window": ("block_sparse", {"pattern": LocalWindow((256, 0))}, 8, torch.float32),
+    "window, bfloat16": ("block_sparse", {"pattern": LocalWindow(1024, block_size=64)}, 8, torch.bfloat16),
+    "shared keys": ("block_sparse", {"pattern": GlobalLocal(512, 128)}, 2, torch.float32),
+    "random": ("block_sparse", {"pattern": BigBird(256, 128, 3)}, 8, torch.float32),
+}
+
+
+@pytest.mark.no_poison
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
-@pytest.mark.parametrize(
-    ("pattern", "kv_heads", "dtype"),
-    [
-        (LocalWindow((256, 0)), 8, torch.float32),
-        (LocalWindow(1024, block_size=64), 8, torch.bfloat16),
-        (GlobalLocal(512, 128), 2, torch.float32),
-        (BigBird(256, 128, 3), 8, torch.float32),
-    ],
-    ids=repr,
-)
-def test_planned_peaks_of_blocks_on_a_cpu_are_those_of_their_tensors(
-    pattern: Any, kv_heads: int, dtype: torch.dtype, training: bool
-) -> None:
+@pytest.mark.parametrize("case", MEASURED)
+def test_planned_peaks_on_a_cpu_are_those_of_their_tensors(case: str, training: bool) -> None:
+    kind, options, kv_heads, dtype = MEASURED[case]
     q, dout = (torch.randn(1, 2048, 8, 64, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, 2048, kv_heads, 64, dtype=dtype) for _ in range(2))
     inputs = [x.requires_grad_(training) for x in (q, k, v)]
 
     def call() -> None:
-        out = block_sparse_attention(*inputs, pattern)
+        if kind == "block_sparse":
+            out = block_sparse_attention(*inputs, options["pattern"])
+        else:
+            pattern = options.get("pattern", DilatedPattern((2048,), (1,)))
+            out = dilated_attention(*inputs, pattern.segment_lengths, pattern.dilation_rates)
         if training:
             out.backward(dout)
 
     peak = profile_memory(call, device="cpu").peak_allocated + sum(x.nbytes for x in [*inputs, *[dout] * training])
     planned = plan_attention(
-        "block_sparse", num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training,
-        pattern=pattern, gpu="cpu", find_longest=False,
+        kind, num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training, gpu="cpu",
+        find_longest=False, **options,
     )  # fmt: skip
     # products of 16-bit floats pack their operands on some CPUs
     assert planned.peak == pytest.approx(peak, rel=0.25 if dtype is torch.bfloat16 else 0.15)
+
+
+@pytest.mark.parametrize("row", lines_of("2026-11-21-h200/extreme.jsonl"), ids=lambda row: str(row["tokens"]))
+def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, Any]) -> None:
+    powers = range(0, row["tokens"].bit_length() - 11, 2)
+    branches = {"segment_lengths": [2048 * 2**i for i in powers], "dilation_rates": [2**i for i in powers]}
+    found = plan("dilated", row["tokens"], num_heads=1, training=row["backward"], **branches)
+    assert found.peak == pytest.approx(row["bytes_per_token"] * row["tokens"], rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from dilated_attention.models import PagedKVCache
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import GlobalLocal
 from dilated_attention.planning import advice, find_gpu, plan_model
-from dilated_attention.planning.advice import USE_CASES, Recommendation, branches, recommend
+from dilated_attention.planning.advice import USE_CASES, branches, recommend
+from dilated_attention.planning.plans import Recommendation
 
 DOCS = Path(__file__).parents[2]
 MACHINES = ("cpu", "V100", "A100", "H100", "H200")
