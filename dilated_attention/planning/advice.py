@@ -431,8 +431,7 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
         reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
         yield Setting("KV cache", value, reason, "docs/decoding.md, What a row reads")
     if case.gpus > 1 and x.what == "decoding":
-        reason = "a sequence is continued by one process; more GPUs serve more requests"
-        yield Setting("mesh", f"{case.gpus} processes, each with its own requests", reason)
+        yield Setting("mesh", f"{case.gpus} processes, each with its own requests", "a sequence is continued by one process")
     elif case.gpus > 1:
         if x.context == 1:
             reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
@@ -458,8 +457,7 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
         reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
         yield Setting("batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING)
     elif is_slides and case.cuda:
-        reason = "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12. Accumulate gradients"
-        yield Setting("batch", "one slide at a time", reason, _SLIDE)
+        yield Setting("batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE)
     elif not is_slides and case.name != "long-context":
         reason, source = "one long sequence fills a GPU. Accumulate gradients for a larger batch", "docs/genome.md, What is trained"
         if length <= 16384:
@@ -467,8 +465,7 @@ def _settings(case: Any, x: Any) -> Iterator[Setting]:
             source = _SHORT
         yield Setting("batch", f"{x.count} at a time", reason, source)
     if not is_slides and x.head_dim not in (64, 128):
-        reason = "64 and 128 are what every kernel library is built for: backward problems ran at 477 and 558 TFLOP/s with them on an H200"
-        yield Setting("head dim", f"{x.head_dim}; better 64 or 128", reason, _BACK)
+        yield Setting("head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for")
 
 
 def _code(case: Any, x: Any) -> list[str]:
