@@ -46,7 +46,7 @@ from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from dilated_attention.planning import plan_attention, plan_model
-    from dilated_attention.planning.advice.recommend import recommend
+    from dilated_attention.planning.advice import recommend
     from dilated_attention.profiling import profile_memory
 
 __all__ = [

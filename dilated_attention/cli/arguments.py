@@ -108,14 +108,10 @@ def _block_pattern(
 ) -> BlockPattern:
     if (window is None) == (density is None):
         raise UsageError("a block-sparse pattern needs either --window or --density; e.g. --window 256 --global-tokens 64")
+    given |= {} if density_kind is None else {"kind": density_kind}
+    # what does not go together is refused by the patterns themselves
     if density is not None:
-        if wrong := given.keys() & {"global_tokens", "random_blocks"}:
-            raise UsageError(f"--density and {flags(wrong)} are given; expected one way to say what is kept: drop either")
-        return with_sparsity(density, **given | ({} if density_kind is None else {"kind": density_kind}))
-    if density_kind is not None:
-        raise UsageError("--density-kind is given without --density; e.g. --density 0.1")
-    if "seed" in given and "random_blocks" not in given:
-        raise UsageError("--seed is given and nothing is drawn; add --random-blocks, or drop it")
+        return with_sparsity(density, **given)
     assert window is not None
     sides: Any = window[0] if len(window) == 1 and window[0] is not None else tuple(window * 2 if len(window) == 1 else window)
     if "random_blocks" in given:

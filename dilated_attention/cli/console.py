@@ -13,13 +13,10 @@ from rich.console import Console
 from rich.highlighter import RegexHighlighter
 from rich.theme import Theme
 
-# what tells backends and the shades of show apart, for an output that has ASCII only; other characters become "?"
-_ASCII = str.maketrans({"→": "->", "✗": "x", "·": "-", "×": "x", "–": "-", "░": ".", "▒": "+", "▓": "%", "█": "#"})
-
 
 class _Marks(RegexHighlighter):
     # a backend that is taken, and one that cannot be used
-    highlights = [r"(?m)^ *(?P<taken>(?:→|->) \S+)", r"(?m)^ *(?P<refused>[✗x] .*)$"]  # noqa: RUF012
+    highlights = [r"(?m)^ *(?P<taken>→ \S+)", r"(?m)^ *(?P<refused>✗ .*)$"]  # noqa: RUF012
 
 
 class _Console(Console):
@@ -51,9 +48,7 @@ def width() -> int | None:
 
 def put(text: object, *, wrap: bool = True) -> None:
     """Prints ``text``; ``wrap``: in lines of at most ``width()``."""
-    screen = console()
-    shown = str(text).translate(_ASCII) if screen.options.ascii_only else str(text)
-    screen.print(shown, soft_wrap=not wrap or width() is None)
+    console().print(str(text), soft_wrap=not wrap or width() is None)
 
 
 def put_json(value: Any) -> None:

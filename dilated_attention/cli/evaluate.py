@@ -42,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
         if unit == "byte":
             records = [vocabulary.encode(file.read_bytes()) for file in files]
         else:
-            records = [bases for file in _fasta_of(args.data, files) for _, bases in models.read_fasta(file)]
+            if args.data.is_dir():
+                files = [file for file in files if file.name.removesuffix(".gz").endswith(_FASTA)]
+            if not files:
+                known = ", ".join(_FASTA)
+                raise OSError(
+                    f"--data {args.data} holds no FASTA file, and the model's tokens are bases; expected names in {known}, also with .gz"
+                )
+            records = [bases for file in files for _, bases in models.read_fasta(file)]
         result = models.evaluate(model, records, context=args.context, stride=args.stride, num_windows=args.windows)
     answer: dict[str, Any] = {
         "checkpoint": str(folder), "parameters": model.num_parameters, "objective": "causal" if is_causal else "masked",
@@ -76,18 +83,8 @@ def _files(path: Path) -> list[Path]:
     """Returns the files of the data in order of their names, hidden ones left out. Raises OSError if they hold nothing to score."""
     if not path.exists():
         raise FileNotFoundError(f"--data {path} does not exist; expected a file or a folder of files")
-    files = [path]
-    if path.is_dir():
-        names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        files = [path / name for name in names if not any(part.startswith(".") for part in name.parts)]
+    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file()) if path.is_dir() else [Path()]
+    files = [path / name for name in names if not any(part.startswith(".") for part in name.parts)]
     if not any(file.stat().st_size >= 2 or not file.is_file() for file in files):
         raise OSError(f"--data {path}: no file of it has 2 bytes; expected at least 2, as the second is predicted from the first")
     return files
-
-
-def _fasta_of(path: Path, files: list[Path]) -> list[Path]:
-    chosen = [file for file in files if not path.is_dir() or file.name.removesuffix(".gz").endswith(_FASTA)]
-    if not chosen:
-        names = ", ".join(_FASTA)
-        raise OSError(f"--data {path} holds no FASTA file, and the model's tokens are bases; expected names in {names}, also with .gz")
-    return chosen

@@ -32,7 +32,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = _prompt(args)
+    # arguments that are no UTF-8 are given back as the bytes that they were
+    text: bytes = args.prompt.encode(errors="surrogateescape") if args.prompt_file is None else args.prompt_file.read_bytes()
+    if not text:
+        raise UsageError("the prompt is empty; expected at least one character to continue from")
     models.Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     with opened(args, autocast=False) as (model, vocabulary, _, device, _):
         generator = torch.Generator(device)
@@ -53,14 +56,6 @@ def run(args: argparse.Namespace) -> int:
                 break
         print(decoder.decode(b"", final=True), end="\n" if sys.stdout.isatty() else "", flush=True)
     return 0
-
-
-def _prompt(args: argparse.Namespace) -> bytes:
-    # arguments that are no UTF-8 are given back as the bytes that they were
-    text: bytes = args.prompt.encode(errors="surrogateescape") if args.prompt_file is None else args.prompt_file.read_bytes()
-    if not text:
-        raise UsageError("the prompt is empty; expected at least one character to continue from")
-    return text
 
 
 def _tokens(args: argparse.Namespace, text: bytes, vocabulary: models.Vocabulary) -> torch.Tensor:

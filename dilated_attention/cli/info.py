@@ -15,7 +15,7 @@ from dilated_attention import factory
 from dilated_attention.backends import PRECISIONS, rates
 from dilated_attention.cli.arguments import DTYPE_NAMES, add_json, count, dtype_of
 from dilated_attention.cli.console import put, put_json
-from dilated_attention.factory import EXAMPLES, Explanation, Hardware, explain_backend
+from dilated_attention.factory import EXAMPLES, Explanation, explain_backend
 from dilated_attention.functional import explain_decode
 from dilated_attention.parsing import size
 
@@ -46,81 +46,60 @@ def run(args: argparse.Namespace) -> int:
     hardware = EXAMPLES[args.machine] if args.machine else factory.detect()
     shape = {name: getattr(args, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
     if args.decode:
-        return _decode(args, hardware, shape)
+        dtype = dtype_of(args) or (torch.bfloat16 if hardware.device_type == "cuda" else torch.float32)
+        decoders = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **shape)
+        if args.json:
+            rows = [{"name": name, "usable": not why, "reasons": list(why), "source": source} for name, why, source in decoders.rows]
+            put_json({"request": decoders.what, "chosen": decoders.chosen, "decoders": rows})
+        else:
+            put(decoders)
+        return 0 if decoders.chosen else 1
     same = ("key_padding_mask", "window", "deterministic", "precision", "length", "block_size", "block_masks")
     asked: dict[str, Any] = {**shape, **{name: getattr(args, name) for name in same}, "dtype": dtype_of(args)}
     asked |= {"is_causal": args.causal, "needs_grad": not args.inference, "dropout_p": 0.1 * args.dropout}
     explanation = explain_backend(hardware=hardware, **asked)
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     is_possible = explanation.forward is not None and (explanation.backward is not None or not explanation.request.needs_grad)
-    preference = _preference(hardware)
-    machine = [" · ".join(map(" ".join, versions.items())), _described(hardware), f"preference: {preference}"]
+    table = rates.table_of(hardware.architecture)
+    preference = f"shipped table ({table.source}, {table.date})" if table else "architecture order"
+    packages = [f"{name} installed" for name in sorted(hardware.packages)]
+    packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
+    packages = [*([f"cuDNN {hardware.cudnn_version}"] if hardware.cudnn_version else []), *packages]
+    machine = ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
+    footer = ["", " · ".join(map(" ".join, versions.items())), machine, f"preference: {preference}"]
     if args.json:
         put_json({"versions": versions, "preference": preference, **explanation.as_dict()})
     elif args.all or not is_possible:
-        put("\n".join([*machine, "", str(explanation)]))
+        put("\n".join([str(explanation), *footer]))
     else:
-        put("\n".join([_verdict(explanation), *_faster(explanation, asked), "", *_usable(explanation), "", *machine]))
+        put("\n".join([*_verdict(explanation, asked), *footer]))
     if not is_possible:
         print(f"no backend can compute {explanation.request.describe()}", file=sys.stderr)
     return 0 if is_possible else 1
 
 
-def _verdict(explanation: Explanation) -> str:
-    """Returns a sentence: which backends are taken, and by which order."""
-    forward, backward = explanation.forward, explanation.backward
+def _verdict(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
+    """Returns lines: what is taken and by which order, what would be faster, and what can be used."""
+    forward, backward, hardware = explanation.forward, explanation.backward, explanation.request.hardware
     taken = f"forward runs on {forward}" + (f", backward on {backward}" if backward else "")
     taken = f"forward and backward run on {forward}" if forward == backward else taken
     orders = dict.fromkeys(_order(basis) for basis in (explanation.forward_basis, explanation.backward_basis) if basis)
-    return f"{explanation.what}: {taken}, the first that can by {' and by '.join(orders)}."
+    lines = [f"{explanation.what}: {taken}, the first that can by {' and by '.join(orders)}."]
+    if hardware.device_type != "cuda":
+        lines.append("faster: a CUDA GPU; info --for hopper shows what runs there.")
+    else:
+        # what the order prefers and this machine lacks
+        everything = frozenset().union(hardware.packages, *(machine.packages for machine in EXAMPLES.values()), {"xformers"})
+        then = explain_backend(hardware=replace(hardware, packages=everything), **asked)
+        reasons = {row.name: [x for x in row.reasons if "is not installed: " in x] for row in explanation.rows}
+        better = [name for name in dict.fromkeys((then.forward, then.backward)) if name and reasons[name]]
+        lines += [f"faster by {_order(then.forward_basis)}: {name}; {'; '.join(reasons[name])}" for name in better]
+    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
+    lines += ["", *(line for mark, _, line in explanation.lines() if mark != "✗")]
+    lines += [f"tiles: {explanation.tiles}"] if explanation.tiles else []
+    return [*lines, *([f"cannot: {', '.join(refused)}; --all shows every reason."] if refused else [])]
 
 
 def _order(basis: str) -> str:
     """Returns "the shipped table", "the architecture's order" and so on, without a source."""
     return f"the {basis.split(' (')[0]}".replace("the architecture ", "the architecture's ")
-
-
-def _faster(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
-    """Returns a line on what the order prefers and this machine lacks: kernel packages to install, or a GPU."""
-    hardware = explanation.request.hardware
-    if hardware.device_type != "cuda":
-        return ["faster: a CUDA GPU; info --for hopper shows what runs there."]
-    everything = frozenset().union(hardware.packages, *(machine.packages for machine in EXAMPLES.values()), {"xformers"})
-    then = explain_backend(hardware=replace(hardware, packages=everything), **asked)
-    reasons = {row.name: row.reasons for row in explanation.rows}
-    better = {name: [x for x in reasons[name] if "is not installed: " in x] for name in (then.forward, then.backward) if name}
-    return [f"faster by {_order(then.forward_basis)}: {name}; {'; '.join(missing)}" for name, missing in better.items() if missing]
-
-
-def _usable(explanation: Explanation) -> list[str]:
-    """Returns the lines of the backends that can be used, and one with the names of the others."""
-    lines = [line for mark, _, line in explanation.lines() if mark != "✗"]
-    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
-    tiles = [f"tiles: {explanation.tiles}"] if explanation.tiles else []
-    return [*lines, *tiles, *([f"cannot: {', '.join(refused)}; --all shows every reason."] if refused else [])]
-
-
-def _decode(args: argparse.Namespace, hardware: Hardware, shape: dict[str, Any]) -> int:
-    dtype = dtype_of(args) or (torch.bfloat16 if hardware.device_type == "cuda" else torch.float32)
-    explained = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **shape)
-    if args.json:
-        rows = [
-            {"name": name, "usable": not reasons, "reasons": list(reasons), "source": source} for name, reasons, source in explained.rows
-        ]
-        put_json({"request": explained.what, "chosen": explained.chosen, "decoders": rows})
-    else:
-        put(explained)
-    return 0 if explained.chosen else 1
-
-
-def _described(hardware: Hardware) -> str:
-    cudnn = [] if hardware.cudnn_version is None else [f"cuDNN {hardware.cudnn_version}"]
-    packages = [*cudnn, *(f"{name} installed" for name in sorted(hardware.packages))]
-    packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
-    return ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
-
-
-def _preference(hardware: Hardware) -> str:
-    """Describes what orders the backends here."""
-    shipped = rates.table_of(hardware.architecture)
-    return f"shipped table ({shipped.source}, {shipped.date})" if shipped else "architecture order"

@@ -12,8 +12,8 @@ from dilated_attention.cli.console import put, put_json
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.planning import AttentionPlan, ModelPlan, plan_attention, plan_model
-from dilated_attention.planning.estimate.problem import KINDS
 from dilated_attention.planning.plans import plans_table
+from dilated_attention.planning.problem import KINDS
 
 # options for attention only, but for those of its pattern, and for models only: None unless they are given
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "layout", "exchange", "causal")

@@ -8,7 +8,7 @@ from dilated_attention import planning
 from dilated_attention.cli.arguments import add_json, gib_of
 from dilated_attention.cli.console import put, put_json, width
 from dilated_attention.parsing import below, size
-from dilated_attention.planning.advice.recommend import KINDS
+from dilated_attention.planning.advice import KINDS
 
 # of the command, and of the function
 _OPTIONS = ("gpu", "memory", "parameters", "heads", "head_dim", "gpus", "batch", "users", "causal", "attention")

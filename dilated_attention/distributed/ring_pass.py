@@ -23,7 +23,6 @@ from dilated_attention.distributed.comm.p2p import Lanes, Wire, wires_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.parts import Masks, Pair, Tensors
-from dilated_attention.distributed.exchange.requirements import ring_blocks_requirement, ring_requirement
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
@@ -44,7 +43,6 @@ class ResolvedRing(ResolvedCall):
     """
 
     name = "ring_attention"
-    requirement = staticmethod(ring_requirement)
     make_setup = staticmethod(make_setup)
 
     @cached_property
@@ -138,7 +136,6 @@ class ResolvedRingBlocks(ResolvedRing):
     """Calls of block-sparse attention on a sharded sequence. Which kernels they need follows from N."""
 
     name = "ring_block_sparse_attention"
-    requirement = staticmethod(ring_blocks_requirement)
     make_setup = staticmethod(make_block_setup)
 
     def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:

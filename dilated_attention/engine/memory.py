@@ -54,13 +54,11 @@ class MemoryEstimate:
         inputs: bytes of q, k, v and the key padding mask.
         forward: (what, bytes) at the peak of the forward, including the inputs.
         backward: the same for the backward; empty without one.
-        reserve: bytes in addition to the peak that torch's allocator is known to hold in blocks too small for any further tensor.
     """
 
     inputs: int
     forward: tuple[tuple[str, int], ...]
     backward: tuple[tuple[str, int], ...] = ()
-    reserve: int = 0
 
     @property
     def forward_peak(self) -> int:
@@ -258,6 +256,15 @@ def _launch_bytes(plan: Plan, sizes: CallSizes, max_bytes: int, of: Callable[[Pr
                 most = max(most, before + results, results + temporaries)
                 before = results
     return max(most, rounded + before)
+
+
+def readable(num_bytes: float) -> str:
+    """Formats a number of bytes, e.g. as 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} TiB" if num_bytes >= 100 else f"{num_bytes:.3g} TiB"
 
 
 def _mib(size: int) -> str:

@@ -10,7 +10,6 @@ every device: with Triton kernels on GPUs, with plain torch in chunks of rows el
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,9 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.engine.oom.requirement import requirement
+from dilated_attention.engine.oom import explains_shortage
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
-from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import each, on_tangents, on_transforms
 from dilated_attention.functional import fused_norm_linear_torch
@@ -83,7 +81,7 @@ def has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-@op_hook(functools.partial(requirement, "norm_linear"))
+@explains_shortage("forward of norm_linear")
 def _forward(
     x: torch.Tensor,
     gate: torch.Tensor | None,
@@ -119,7 +117,7 @@ def _forward(
     return [*(torch.ops.aten._unsafe_view(y, [*shape, y.shape[-1]]) for y in ys), stats, normal]
 
 
-@op_hook(functools.partial(requirement, "norm_linear"))
+@explains_shortage("backward of norm_linear")
 def _backward(
     dys: list[torch.Tensor],
     x: torch.Tensor,

@@ -5,16 +5,14 @@ A hash of an element's index and the seed decides whether the element is kept, s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.engine.oom.requirement import requirement
+from dilated_attention.engine.oom import explains_shortage
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
-from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.transforms import on_tangents, on_transforms
 
 # SplitMix64 (Steele, Lea, Flood 2014) with signed 64-bit constants; int64 products wrap, as the algorithm requires
@@ -46,7 +44,7 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     return call(x, y, seed, path, dropout, torch.promote_types(x.dtype, y.dtype))
 
 
-@op_hook(functools.partial(requirement, "add_dropped"))
+@explains_shortage("forward of add_dropped")
 def _add_dropped(
     x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, dtype: torch.dtype
 ) -> torch.Tensor:

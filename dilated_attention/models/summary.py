@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.decode.keys import row_keys
+
+# caches and plans ask for it here
+from dilated_attention.engine.memory import readable as readable
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
@@ -225,13 +228,3 @@ def _described(config: LongNetConfig) -> str:
         if value != usual
     ]
     return f"segments/rates {branches}" + "".join(f", {extra}" for extra in extras)
-
-
-def readable(num_bytes: int) -> str:
-    """Formats a number of bytes, e.g. as 1.50 GiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
-        size /= 1024
-    raise AssertionError

@@ -1,19 +1,20 @@
-"""``AttentionPlan`` and ``ModelPlan``: the cost of a call or of a model's step as figures, as JSON and as text."""
+"""What planning answers, as figures, as JSON and as text: ``AttentionPlan`` and ``ModelPlan``, costs; ``Recommendation``, settings."""
 
 from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.models.summary import USABLE, readable
-from dilated_attention.planning.estimate.gpus import THIS_CPU
-from dilated_attention.planning.estimate.problem import RINGS
-from dilated_attention.planning.estimate.ring_estimate import Exchange
-from dilated_attention.planning.estimate.speed import Pass
+from dilated_attention.planning.gpus import THIS_CPU
+from dilated_attention.planning.problem import RINGS
+from dilated_attention.planning.ring import Exchange
+from dilated_attention.planning.speed import Pass
 
 _PASSES = ("forward", "backward")
 # (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers
@@ -72,12 +73,11 @@ class Plan:
     fits: bool
     longest: int
 
-    def _fit(self, peak: int, reserve: int = 0) -> str:
-        """Says whether ``peak`` bytes fit. ``reserve``: bytes of the memory that the allocator cannot use again."""
+    def _fit(self, peak: int) -> str:
+        """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        found += f", and {readable(reserve)} are in pieces that the allocator cannot use again" if reserve else ""
         lines = [f"fits         {found}; {_longest(self.longest)}"]
         if self.device == THIS_CPU:
             lines.append(f"             {OF_MALLOC}")
@@ -135,7 +135,7 @@ class AttentionPlan(Plan):
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
         del found["dense_pairs"]
-        moved, sizes = found["exchange"]["bytes"], ("peak", "reserve", "forward_peak", "backward_peak")
+        moved, sizes = found["exchange"]["bytes"], ("peak", "forward_peak", "backward_peak")
         return found | {
             "layout": self.layout if self.world_size > 1 else None,
             "keys_per_query": self.keys_per_query,
@@ -211,7 +211,7 @@ class AttentionPlan(Plan):
                 f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
                 f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
             ]
-        return "\n".join([*lines, "", self._fit(self.peak, self.memory.reserve)])
+        return "\n".join([*lines, "", self._fit(self.peak)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,3 +307,84 @@ def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     longest = _longest(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
     malloc = [f"memory is {OF_MALLOC}"] if last.device == THIS_CPU else []
     return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, *malloc, times])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One decision.
+
+    Args:
+        name, value: the setting and its value.
+        reason: a rule that follows from the definition, or a measured figure with the machine it was measured on.
+        source: page and heading of this repository's documentation that has the figure, ``"docs/ring.md, Figures"``; or ``"computed"``
+            where the planning functions computed it for this request.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str = "computed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """An answer to "what should I use for this?". ``str()`` prints it, ``as_dict()`` returns it.
+
+    Args:
+        use_case: one of ``USE_CASES``.
+        request: what was asked, with defaults filled in.
+        machine: the hardware it is for.
+        kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"``, or for a sequence shared by several processes ``"ring"`` (dense) ·
+            ``"ring_dilated"`` · ``"ring_block_sparse"``: the names of ``LongNetConfig.attention``.
+        segment_lengths, dilation_rates: of the branches; empty where there are none.
+        keys_per_query, dense_keys_per_query: mean number of keys per query and head, with multiplicity; and of dense attention.
+        forward, backward: backends chosen on this machine; ``backward`` is None without gradients, both are None where no backend can
+            compute it.
+        memory: bytes that one device needs by the estimates cited in ``settings``; None where nothing was estimated.
+        fits: whether this memory fits on the device; None where nothing was estimated.
+        settings: the decisions, ``kind`` and ``branches`` first.
+        setup: lines that precede ``code``: imports, a mesh.
+        code: the line to paste.
+    """
+
+    use_case: str
+    request: dict[str, Any]
+    machine: str
+    kind: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    keys_per_query: float
+    dense_keys_per_query: float
+    forward: str | None
+    backward: str | None
+    memory: int | None
+    fits: bool | None
+    settings: tuple[Setting, ...]
+    setup: tuple[str, ...]
+    code: str
+
+    def setting(self, name: str) -> Setting:
+        """Returns the decision with this name.
+
+        Raises:
+            KeyError: there is none; the message lists the existing names.
+        """
+        for setting in self.settings:
+            if setting.name == name:
+                return setting
+        raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 118) -> str:
+        """Returns the answer in lines of at most ``width`` characters, except for the code."""
+        lines, margin = [f"{self.use_case}: {self.machine}", ""], " " * min(24, width // 3)
+        for x in self.settings:
+            cited = "" if x.source == "computed" else f" [{x.source}]"
+            first = f"{x.name}  ".ljust(len(margin)) + f"{x.value}: {x.reason}{cited}"
+            lines += textwrap.wrap(first, width, subsequent_indent=margin, break_on_hyphens=False)
+        return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])

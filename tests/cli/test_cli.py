@@ -1,99 +1,205 @@
-"""``python -m dilated_attention``: ``info``, ``show`` of models, where ``bench`` points, exit codes."""
+"""``python -m dilated_attention``: ``info``, ``plan``, ``show`` of models, where ``bench`` points, refusals of all of them, exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 from dilated_attention import factory
 from dilated_attention.cli import main
 from dilated_attention.cli.arguments import count, size
-from dilated_attention.factory import EXAMPLES
+from dilated_attention.factory import EXAMPLES, explain_backend
+from dilated_attention.planning import plan_attention
+
+Capture = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capture, line: str) -> str:
+    assert main(line.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
 
 
 @pytest.mark.parametrize("machine", sorted(EXAMPLES))
-def test_info_answers_for_other_machines(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--for", machine, "--json", "--head-dim", "48", "--causal"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["forward"]
+def test_info_answers_for_other_machines_and_json_does_not_depend_on_all(machine: str, capsys: Capture) -> None:
+    line = f"info --for {machine} --json --head-dim 48 --causal"
+    answer = json.loads(printed(capsys, line))
+    assert answer["forward"] and answer == json.loads(printed(capsys, f"{line} --all"))
     assert {row["name"] for row in answer["backends"]} >= {"math", "flash4"}
     assert all(row["usable"] == (not row["reasons"]) for row in answer["backends"])
 
 
-def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cpu_the_gpu_backends_are_one_line(capsys: Capture) -> None:
+    text = printed(capsys, "info --for cpu")
+    explanation = explain_backend(hardware=EXAMPLES["cpu"])
+    verdict, faster, empty, *rest = text.splitlines()
+    assert "with gradients: forward and backward run on sdpa_cpu, the first that can by " in verdict
+    assert (faster, empty) == ("faster: a CUDA GPU; info --for hopper shows what runs there.", "")
+    usable = [line for mark, _, line in explanation.lines() if mark != "✗"]
+    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
+    assert rest[: len(usable) + 1] == [*usable, f"cannot: {', '.join(refused)}; --all shows every reason."]
+    assert "✗" not in text and "not installed" not in text
+    assert str(explanation) in printed(capsys, "info --for cpu --all")
+
+
+def test_packages_that_would_be_preferred_are_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = EXAMPLES["hopper"]
+    bare = dataclasses.replace(hopper, packages=frozenset({"triton"}))
+    monkeypatch.setattr(factory, "detect", lambda device=None: bare)
+    text = printed(capsys, "info")
+    assert "forward and backward run on sdpa_" in text and ", the first that can by the shipped table." in text
+    (faster,) = [line for line in text.splitlines() if line.startswith("faster")]
+    assert faster == 'faster by the shipped table: flash4; flash-attn-4 is not installed: pip install --pre "flash-attn-4[cu13]"'
+    monkeypatch.setattr(factory, "detect", lambda device=None: hopper)
+    assert "faster" not in printed(capsys, "info")
+
+
+def test_info_tells_who_takes_lists_of_blocks_and_who_decodes(capsys: Capture) -> None:
+    text = printed(capsys, "info --for hopper --block-size 128 --head-dim 128")
+    assert "forward and backward run on flash4, the first that can by the shipped table" in text
+    text = printed(capsys, "info --for hopper --block-size 64 --head-dim 128")
+    assert "  → flash4          forward only: its backward with head_dim 128 takes blocks of 64x128 or 128x128, not 64x64" in text
+    assert "sdpa_cpu" in text.partition("\ncannot: ")[2]
+    text = printed(capsys, "info --for hopper --decode sparse")
+    assert "→ triton" in text and "✗ flash3" in text
+    told = json.loads(printed(capsys, "info --for cpu --decode dense --json"))
+    assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
+
+
+def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: Capture) -> None:
     assert main(["info", "--for", "hopper", "--precision", "fp8", "--dtype", "float32"]) == 1
     captured = capsys.readouterr()
-    assert "no backend can compute" in captured.err
-    assert "takes bfloat16, float16, not float32" in captured.out
+    assert "no backend can compute" in captured.err and "takes bfloat16, float16, not float32" in captured.out
 
 
-def test_wrong_usage_exits_with_2() -> None:
-    result = subprocess.run([sys.executable, "-m", "dilated_attention", "inform"], capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "invalid choice" in result.stderr
-    assert result.stdout == ""
-
-
-def test_errors_of_functions_are_shown_as_they_are_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["info", "--for", "cpu", "--heads", "8", "--kv-heads", "3"])
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "error: num_kv_heads is 3; expected a divisor of num_heads = 8" in captured.err
-
-
-def test_bench_says_where_measuring_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["bench"], ["bench", "speed", "--cases", "longnet-4096"]):
-        assert main(arguments) == 0
-        assert "python -m benchmarks speed" in capsys.readouterr().out
-
-
-def test_show_tells_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "longnet-125m", "--positions", "32768", "--memory", "80"]) == 0
-    text = capsys.readouterr().out
+def test_show_tells_of_a_model(capsys: Capture) -> None:
+    text = printed(capsys, "show longnet-125m --positions 32768 --memory 80")
     assert "162,160,896" in text and "32,768" in text and "a device with 80 GiB trains" in text
-    assert main(["show", "longnet-tiny", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == 631_680
-    with pytest.raises(SystemExit):
-        main(["show", "longnet-huge"])
+    assert json.loads(printed(capsys, "show longnet-tiny --json"))["parameters"] == 631_680
 
 
-def test_info_tells_who_takes_lists_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--for", "hopper", "--block-size", "128", "--head-dim", "128"]) == 0
-    assert "forward and backward run on flash4, the first that can by the shipped table" in capsys.readouterr().out
+def test_a_cpu_trains_in_float32(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here, device = (json.loads(printed(capsys, f"show longnet-tiny --positions 4096 --json {more}")) for more in ("", "--memory 8"))
+    assert (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
+    assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
+    # weights, gradients and moments are float32 in both
+    fixed = 16 * here["parameters"]
+    assert 1.9 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) <= 2
+
+
+def test_bench_says_where_measuring_is(capsys: Capture) -> None:
+    for line in ("bench", "bench speed --cases longnet-4096"):
+        assert "python -m benchmarks speed" in printed(capsys, line)
+
+
+BRANCHES = "--segment-lengths 2048 8k --dilation-rates 1 4"
+
+
+def test_plan_prints_what_the_function_says(capsys: Capture) -> None:
+    text = printed(capsys, f"plan dilated --length 1M --gpu H200 {BRANCHES}")
+    words = ("1,048,576 positions", "12 heads of 64", "H200 SXM", "pairs", "FLOPs", "peak memory", "(an estimate)", "the longest that does")
+    assert all(word in text for word in words)
+    line = "plan dilated --length 64k --gpu a100 --heads 8 --kv-heads 2 --head-dim 128 --causal --infer --dtype float16 --batch 2"
+    plan = plan_attention(
+        "dilated", num_positions=65536, num_heads=8, num_kv_heads=2, head_dim=128, is_causal=True, training=False, batch_size=2,
+        dtype=torch.float16, segment_lengths=(2048, 8192), dilation_rates=(1, 4), gpu="a100",
+    )  # fmt: skip
+    assert json.loads(printed(capsys, f"{line} {BRANCHES} --json")) == json.loads(json.dumps(plan.as_dict()))
+    text = printed(capsys, "plan ring_block_sparse --length 64k --window 256 --world-size 2 --gpu h100 --layout contiguous")
+    assert "on the wire" in text and "LocalWindow" in text
+
+
+def test_several_lengths_make_a_table(capsys: Capture) -> None:
+    line = "plan ring --length 64k 1M --world-size 4 --gpu h200 --memory 24"
+    lines = printed(capsys, line).splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["65,536", "1,048,576"] and all(row[-1] in ("yes", "no") for row in rows)
+    assert any(line.startswith("the longest that fits") for line in lines)
+    found: list[dict[str, Any]] = json.loads(printed(capsys, f"{line} --json"))
+    assert [plan["num_positions"] for plan in found] == [65536, 2**20]
+
+
+@pytest.mark.slow
+def test_plan_of_a_model(capsys: Capture) -> None:
+    text = printed(capsys, "plan longnet-tiny --length 64k --gpu 4090 --checkpoint")
+    assert "activations checkpointed" in text and "optimizer's moments" in text
+    table = printed(capsys, "plan longnet-tiny --length 8k 64k --gpu 4090 --infer --batch 2")
+    assert "in the forward" in table and "65,536" in table
+
+
+DILATED = "show dilated --segment-lengths 16 32 --dilation-rates 1 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("inform", "invalid choice"),
+        # errors of functions are shown as they are
+        ("info --for cpu --heads 8 --kv-heads 3", "error: num_kv_heads is 3; expected a divisor of num_heads = 8"),
+        ("info --for hopper --block-masks bits", "give block_size=128"),
+        ("plan dense", "--length"),
+        ("plan dense --length 0", "'0' is not a size"),
+        ("plan sparse --length 1k", "argument what: invalid choice: 'sparse' (choose from "),
+        ("plan longnet-tiny --length 1k --window 4", "--window given, which longnet-tiny does not take; it takes --checkpoint"),
+        ("plan ring_dilated --length 1k", "a dilated pattern needs --segment-lengths and --dilation-rates; e.g."),
+        ("plan ring_block_sparse --length 1k", "a block-sparse pattern needs either --window or --density"),
+        ("plan dense --length 1k --world-size 4", "world_size is 4 and kind is 'dense', which one process computes; take one of ring"),
+        ("plan dense --length 1k --checkpoint", "--checkpoint given, which dense does not take"),
+        ("plan dense --length 1k --train --infer", "not allowed with"),
+        ("plan dense --length 1k --memory 0", "is not a memory size"),
+        ("plan dense --length 1k --gpu H300", "known are"),
+        ("plan dense --length 1k --head-dim 512 --gpu h200", "head_dim is 512; expected an integer ≤ 256"),
+        ("recommend large-training --length 1k", "for more than 7,000,000,000: give that many, or use 'training'"),
+        ("recommend training --length 64 --parameters many", "'many' is not a number of parameters"),
+        ("recommend training --length 64 --attention linear", "invalid choice"),
+        ("show longnet-huge", "invalid choice"),
+        ("show longnet-tiny --memory -5", "'-5' is not a memory size"),
+        ("show longnet-tiny --length 64", "unrecognized arguments"),
+        ("show dilated --segment-lengths 16", "a dilated pattern needs --segment-lengths and --dilation-rates"),
+        ("show dilated --segment-lengths 16 --dilation-rates 32", "use a rate ≤ 16"),
+        ("show dilated --window 16", "unrecognized arguments"),
+        (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),
+        (f"{DILATED} --head-offsets sideways", "head_offsets is 'sideways'"),
+        (f"{DILATED} --heads 2 --head 2", "expected heads below --heads, which is 2"),
+        (f"{DILATED} --width 8", "--width is 8; expected an integer ≥ 24"),
+        (f"{DILATED} --image x.data", "Format 'data' is not supported"),
+        (f"{DILATED} --image x.png --head 0", "--head and --width are for the drawing in the terminal"),
+        ("show block_sparse --window 1 --density 0.5", "needs either --window or --density"),
+        ("show block_sparse --density 0.5 --global-tokens 8", "unexpected keyword argument 'global_tokens'"),
+        ("show block_sparse --window 1 --density-kind local", "unexpected keyword argument 'kind'"),
+        ("show block_sparse --window 1 2 3", "window is (1, 2, 3); expected"),
+        ("show block_sparse --window 1 --seed 1", "unexpected keyword argument 'seed'"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_expected(line: str, said: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["info", "--for", "hopper", "--block-masks", "bits"])
-    assert caught.value.code == 2
-    assert "give block_size=128" in capsys.readouterr().err
-
-
-def test_info_tells_who_decodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--for", "hopper", "--decode", "sparse"]) == 0
-    printed = capsys.readouterr().out
-    assert "→ triton" in printed and "✗ flash3" in printed
-    assert main(["info", "--for", "cpu", "--decode", "dense", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
+        main(line.split())
+    captured = capsys.readouterr()
+    assert caught.value.code == 2 and captured.out == "" and said in captured.err
 
 
 @pytest.mark.parametrize(("text", "number"), [("1", 1), ("65536", 65536), ("64k", 65536), ("1M", 2**20), ("2G", 2**31), ("3K", 3072)])
 def test_sizes_are_powers_of_two(text: str, number: int) -> None:
-    assert size(text) == count(text) == number
+    assert size(text) == count(text) == number and count("0") == 0
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "k", "1.5k", "1 k", "1kk", "١", "0M", "many"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="64k is 65536"):
         size(text)
-    assert count("0") == 0
 
 
-def test_an_interrupt_ends_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_without_a_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(device: object = None) -> None:
         raise KeyboardInterrupt
 
@@ -112,9 +218,8 @@ def test_a_reader_that_has_gone_ends_it_without_a_traceback() -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
-def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("info", "show", "plan", "recommend", "bench"):
-        with pytest.raises(SystemExit) as caught:
-            main([command, "--help"])
-        assert caught.value.code == 0
-        assert f"dilated_attention {command}" in capsys.readouterr().out
+@pytest.mark.parametrize("command", ["info", "show", "plan", "recommend", "bench", "generate", "evaluate"])
+def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0 and f"dilated_attention {command}" in capsys.readouterr().out

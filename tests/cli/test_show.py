@@ -147,37 +147,6 @@ def test_block_patterns_of_arguments(arguments: list[str], expected: str, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["dilated", "--segment-lengths", "16"], "a dilated pattern needs --segment-lengths and --dilation-rates"),
-        (["dilated", "--segment-lengths", "16", "--dilation-rates", "32"], "use a rate ≤ 16"),
-        (["dilated", "--window", "16"], "unrecognized arguments"),
-        ([*DILATED[1:], "--head-offsets", "0,x"], "expected cyclic, blocked, zero, or for each branch one offset per head"),
-        ([*DILATED[1:], "--head-offsets", "sideways"], "head_offsets is 'sideways'"),
-        ([*DILATED[1:], "--heads", "2", "--head", "2"], "expected heads below --heads, which is 2"),
-        ([*DILATED[1:], "--width", "8"], "--width is 8; expected an integer ≥ 24"),
-        ([*DILATED[1:], "--length", "0"], "'0' is not a size"),
-        ([*DILATED[1:], "--image", "x.data"], "Format 'data' is not supported"),
-        (["longnet-tiny", "--memory", "-5"], "'-5' is not a memory size"),
-        ([*DILATED[1:], "--image", "x.png", "--head", "0"], "--head and --width are for the drawing in the terminal"),
-        (["block_sparse"], "a block-sparse pattern needs either --window or --density"),
-        (["block_sparse", "--window", "1", "--density", "0.5"], "needs either --window or --density"),
-        (["block_sparse", "--density", "0.5", "--global-tokens", "8"], "--density and --global-tokens are given"),
-        (["block_sparse", "--window", "1", "--density-kind", "local"], "--density-kind is given without --density"),
-        (["block_sparse", "--window", "1", "2", "3"], "window is (1, 2, 3); expected"),
-        (["block_sparse", "--window", "1", "--seed", "1"], "nothing is drawn"),
-        (["longnet-tiny", "--length", "64"], "unrecognized arguments"),
-    ],
-)
-def test_wrong_usage_exits_with_2_and_says_what_is_expected(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["show", *arguments])
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err
-
-
-@pytest.mark.parametrize(
     ("arguments", "width"),
     [
         ([*DILATED[1:], "--length", "64", "--heads", "2"], 888),
@@ -219,17 +188,3 @@ def test_a_picture_in_a_folder_that_is_not_there_exits_with_1(capsys: pytest.Cap
     assert main([*DILATED, "--image", "nowhere/x.png"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and "nowhere/x.png" in captured.err
-
-
-def test_a_cpu_trains_in_float32(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = []
-    for memory in ([], ["--memory", "8"]):
-        assert main(["show", "longnet-tiny", "--positions", "4096", "--json", *memory]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    here, device = found
-    assert (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
-    assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
-    # weights, gradients and moments are float32 in both
-    fixed = 16 * here["parameters"]
-    assert 1.9 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) <= 2

@@ -17,9 +17,9 @@ from dilated_attention.engine.kernels.tiles_layout import ranges_of, tiles_scrat
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import EXAMPLES, explain_backend
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.planning.estimate.gpus import find_gpu, machine_of
-from dilated_attention.planning.estimate.memory import memory_of, on_tiles
-from dilated_attention.planning.estimate.problem import make_problem
+from dilated_attention.planning.gpus import find_gpu, machine_of
+from dilated_attention.planning.memory import memory_of, on_tiles
+from dilated_attention.planning.problem import make_problem
 
 N, H, D = 4096, 8, 64
 PATTERN = DilatedPattern((1024, 4096), (1, 4))

@@ -50,4 +50,4 @@ def test_planned_peaks_are_what_gpus_take(pool: Pool, kind: str, training: bool)
     # planned for the rank that needs the most
     planned, found, text = max(pool.run(peaks, kind, training, n), key=lambda x: x[1])
     assert planned > 0
-    assert ON_CPU or 0.9 * found <= planned <= 1.1 * found, f"took {found / 2**20:.0f} MiB\n{text}"
+    assert ON_CPU or 0.85 * found <= planned <= 1.15 * found, f"took {found / 2**20:.0f} MiB\n{text}"

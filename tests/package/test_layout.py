@@ -34,7 +34,6 @@ KNOWN_PAIRS = {
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",
     "engine.branches engine.kernels",
-    "engine.oom engine.ops",
 }
 
 # what each part of the package may import; files, interrupt, parsing and validation are single modules

@@ -13,16 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import block_sparse_attention, profile_memory
+from dilated_attention import block_sparse_attention, dilated_attention, profile_memory
 from dilated_attention.distributed.comm.comm_volume import CommSizes, heads_bytes
-from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
-from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE, block_counts
-from dilated_attention.planning.estimate.plan import MOST_POSITIONS, search
+from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model, ring
+from dilated_attention.planning.attention import MOST_POSITIONS, search
+from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.plans import plans_table, seconds_text
-from dilated_attention.planning.whole_models.trace import Moment, deepened
 from tests.helpers.comm_volume import dense_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -34,8 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring": {"world_size": 4},
     "ring_dilated": {"world_size": 4, "segment_lengths": (2048, 65536), "dilation_rates": (1, 16)},
     "ring_block_sparse": {"world_size": 4, "pattern": LocalWindow(256)},
-    "standard": {},
-    "sdpa": {},
 }
 
 
@@ -164,17 +160,6 @@ def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memor
         assert not plan(kind, max(4, longest + 1), training=training, memory=memory, num_heads=heads).fits
 
 
-@pytest.mark.parametrize("kv_heads", [2, 8, 32])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("memory", [None, 2**36])
-def test_a_dense_ring_fits_wherever_a_longer_one_does(kv_heads: int, training: bool, memory: int | None) -> None:
-    options = {"num_heads": 32, "num_kv_heads": kv_heads, "head_dim": 128, "world_size": 4, "exchange": "all_gather", "is_causal": True}
-    plans = [plan("ring", int(2**20 * 1.05**i), training=training, memory=memory, **options) for i in range(80)]
-    fits = [one.fits for one in plans]
-    assert fits == sorted(fits, reverse=True) and True in fits and False in fits
-    assert len({one.exchange.steps for one in plans}) > 1
-
-
 @given(high=st.integers(2, 2**31), slope=st.integers(1, 10**6), bend=st.sampled_from([0, 1, 7]), budget=st.integers(0, 2**60))
 def test_the_search_finds_what_trying_all_would(high: int, slope: int, bend: int, budget: int) -> None:
     calls = []
@@ -267,6 +252,19 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str,
     assert found.forward_received == max(rank.forward_received for rank in ranks)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_long_ring_is_told_from_a_shorter_one(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"world_size": 4, "segment_lengths": (2048, 2**14, 2**15), "dilation_rates": (1, 4, 8), "training": training}
+    exact = plan("ring_dilated", 2**15, **options)
+    monkeypatch.setattr(ring, "_MOST_MASKED", 2**16)
+    ring._of_branches.cache_clear()
+    told = plan("ring_dilated", 2**15, **options)
+    ring._of_branches.cache_clear()
+    assert exact.exchange.is_exact and not told.exchange.is_exact and "about" in str(told)
+    assert told.exchange.bytes.backward_received == pytest.approx(exact.exchange.bytes.backward_received, rel=0.02)
+    assert told.peak == pytest.approx(exact.peak, rel=0.05)
+
+
 def test_a_window_brings_a_rank_the_blocks_beside_it() -> None:
     found = plan("ring_block_sparse", 2**15, num_kv_heads=8).exchange.bytes
     # 256 positions before and 256 behind a rank in the middle are two blocks each; keys and values of 8 heads of 64 in 2 bytes
@@ -338,36 +336,50 @@ def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pyt
     assert "MALLOC" not in str(plan("dense", gpu="H200"))
 
 
+MEASURED: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
+    "dense": ("dense", {}, 8, torch.float32),
+    "dilated": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.float32),
+    "dilated, bfloat16": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.bfloat16),
+    "window": ("block_sparse", {"pattern": LocalWindow((256, 0))}, 8, torch.float32),
+    "window, bfloat16": ("block_sparse", {"pattern": LocalWindow(1024, block_size=64)}, 8, torch.bfloat16),
+    "shared keys": ("block_sparse", {"pattern": GlobalLocal(512, 128)}, 2, torch.float32),
+    "random": ("block_sparse", {"pattern": BigBird(256, 128, 3)}, 8, torch.float32),
+}
+
+
+@pytest.mark.no_poison
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
-@pytest.mark.parametrize(
-    ("pattern", "kv_heads", "dtype"),
-    [
-        (LocalWindow((256, 0)), 8, torch.float32),
-        (LocalWindow(1024, block_size=64), 8, torch.bfloat16),
-        (GlobalLocal(512, 128), 2, torch.float32),
-        (BigBird(256, 128, 3), 8, torch.float32),
-    ],
-    ids=repr,
-)
-def test_planned_peaks_of_blocks_on_a_cpu_are_those_of_their_tensors(
-    pattern: Any, kv_heads: int, dtype: torch.dtype, training: bool
-) -> None:
+@pytest.mark.parametrize("case", MEASURED)
+def test_planned_peaks_on_a_cpu_are_those_of_their_tensors(case: str, training: bool) -> None:
+    kind, options, kv_heads, dtype = MEASURED[case]
     q, dout = (torch.randn(1, 2048, 8, 64, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, 2048, kv_heads, 64, dtype=dtype) for _ in range(2))
     inputs = [x.requires_grad_(training) for x in (q, k, v)]
 
     def call() -> None:
-        out = block_sparse_attention(*inputs, pattern)
+        if kind == "block_sparse":
+            out = block_sparse_attention(*inputs, options["pattern"])
+        else:
+            pattern = options.get("pattern", DilatedPattern((2048,), (1,)))
+            out = dilated_attention(*inputs, pattern.segment_lengths, pattern.dilation_rates)
         if training:
             out.backward(dout)
 
     peak = profile_memory(call, device="cpu").peak_allocated + sum(x.nbytes for x in [*inputs, *[dout] * training])
     planned = plan_attention(
-        "block_sparse", num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training,
-        pattern=pattern, gpu="cpu", find_longest=False,
+        kind, num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training, gpu="cpu",
+        find_longest=False, **options,
     )  # fmt: skip
     # products of 16-bit floats pack their operands on some CPUs
-    assert planned.peak == pytest.approx(peak, rel=0.25 if dtype is torch.bfloat16 else 0.12)
+    assert planned.peak == pytest.approx(peak, rel=0.25 if dtype is torch.bfloat16 else 0.15)
+
+
+@pytest.mark.parametrize("row", lines_of("2026-11-21-h200/extreme.jsonl"), ids=lambda row: str(row["tokens"]))
+def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, Any]) -> None:
+    powers = range(0, row["tokens"].bit_length() - 11, 2)
+    branches = {"segment_lengths": [2048 * 2**i for i in powers], "dilation_rates": [2**i for i in powers]}
+    found = plan("dilated", row["tokens"], num_heads=1, training=row["backward"], **branches)
+    assert found.peak == pytest.approx(row["bytes_per_token"] * row["tokens"], rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -396,74 +408,10 @@ def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str
         plan_attention("block_sparse", num_positions=64, num_heads=8, head_dim=64)
 
 
-def tiny(num_positions: int = 65536, **options: Any) -> Any:
-    return plan_model("longnet-tiny", num_positions=num_positions, **{"gpu": "H200", "find_longest": False} | options)
-
-
-def test_a_models_plan_has_what_training_needs() -> None:
-    found = tiny(find_longest=True)
-    terms = dict(found.terms)
-    assert terms["weights"] == 4 * found.parameters and terms["optimizer's moments"] == 8 * found.parameters
-    assert found.peak == sum(terms.values()) and found.fits
-    assert tiny(found.longest).fits and not tiny(found.longest + 1).fits
-    told = json.loads(json.dumps(found.as_dict()))
-    assert told["peak"] == found.peak and "estimate" in str(found)
-
-
-def test_checkpointing_sharding_and_sharing_a_sequence_save_memory() -> None:
-    plain = tiny(2**18)
-    assert tiny(2**18, checkpoint_activations=True).peak < 0.7 * plain.peak
-    spread = tiny(2**20, world_size=4)
-    assert spread.peak == pytest.approx(plain.peak, rel=0.1) and spread.exchange.bytes.forward_received == 0
-    sharded = tiny(2**18, weight_shards=4)
-    assert dict(sharded.terms)["weights"] == dict(plain.terms)["weights"] // 4 and "two unsharded blocks" in dict(sharded.terms)
-
-
-def test_generating_needs_the_cache_and_one_stretch_of_the_prompt() -> None:
-    short, long = (tiny(n, training=False) for n in (2**16, 2**24))
-    # branches reach 8192 positions back, so that the cache of any longer sequence is as large
-    assert dict(short.terms)["keys and values of the cache"] == dict(long.terms)["keys and values of the cache"] > 0
-    assert short.peak == long.peak
-
-
-def test_many_blocks_are_told_from_few() -> None:
-    def run(depth: int) -> tuple[list[Moment], int]:
-        """A forward that keeps 10 a block beside 100, and a backward that gives them back while 3 a block of gradients come."""
-        ahead = [Moment(100, 0, 0, 0, 100, "")]
-        ahead += [Moment(100 + 10 * (i + 1), 0, 5, i, 0, "forward") for i in range(depth)]
-        back = [Moment(100 + 10 * (depth - i) + 3 * (i + 1), 3 * (i + 1), 7, 0, 0, "backward") for i in range(depth)]
-        return [*ahead, *back], len(ahead)
-
-    def peak(found: tuple[list[Moment], int]) -> int:
-        return max(moment.alive + moment.inside for moment in found[0])
-
-    for depth in (1, 3, 4, 5, 40):
-        told, whole = deepened(run, depth), run(depth)
-        assert peak(told) == peak(whole) and told[0][-1] == whole[0][-1]
-        assert told[0][told[1] - 1] == whole[0][whole[1] - 1]
-
-
-def test_what_a_model_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="preset is 'gpt-5'"):
-        plan_model("gpt-5", num_positions=64)
-    with pytest.raises(TypeError, match="does not know"):
-        tiny(colour="red")
-    with pytest.raises(ValueError, match="autocast is True"):
-        tiny(autocast=True, dtype=torch.float32)
-
-
-def test_a_model_takes_lists_as_create_model_does() -> None:
-    lists, tuples = (
-        plan_model("longnet-tiny", num_positions=4096, segment_lengths=kind((256, 4096)), dilation_rates=kind((1, 4)), memory=2**34)
-        for kind in (list, tuple)
-    )
-    assert lists.peak == tuples.peak > 0
-
-
 def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
-    from dilated_attention.planning.estimate.problem import make_problem
-    from dilated_attention.planning.estimate.ring_estimate import NO_EXCHANGE
-    from dilated_attention.planning.estimate.speed import _host
+    from dilated_attention.planning.problem import make_problem
+    from dilated_attention.planning.ring import NO_EXCHANGE
+    from dilated_attention.planning.speed import _host
 
     rates = {"12x64": (1, 2, 4, 6, 12), "16x128": (1, 2, 4, 8, 16)}
     compared = 0
@@ -503,27 +451,9 @@ def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -
     assert seconds_text(seconds) == told
 
 
-@pytest.mark.slow
-def test_no_plan_tells_a_figure_with_an_exponent() -> None:
-    for found in (
-        plan("dense", 2**25, num_heads=32, head_dim=128),
-        plan("dense", 2**8),
-        plan_model("llama-1b", num_positions=2**20, gpu="H100"),
-    ):
-        assert not re.search(r"\de[+-]?\d", str(found)), str(found)
-
-
 def test_a_cpu_can_be_asked_for_by_name() -> None:
     found = plan("dense", gpu="cpu")
     assert found.device == "this machine's CPU" and found.dtype == "float32"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
-def test_models_of_images_are_planned(preset: str) -> None:
-    found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
-    assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
-    assert found.peak > 16 * found.parameters
 
 
 def test_sums_of_half_precision_products_are_float32_sums() -> None:

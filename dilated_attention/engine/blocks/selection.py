@@ -20,9 +20,8 @@ from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
-from dilated_attention.engine.oom.requirement import requirement
+from dilated_attention.engine.oom import explains_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
-from dilated_attention.engine.ops.op_hooks import op_hook
 from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
@@ -39,7 +38,7 @@ _WEIGHT_BITS = 24
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
-@op_hook(functools.partial(requirement, "the choice of blocks by content"))
+@explains_shortage("forward of the choice of blocks by content")
 def choose_blocks_op(
     q: torch.Tensor, k: torch.Tensor, key_padding_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, spec: str, is_causal: bool,
     scale: float, query_offset: int,

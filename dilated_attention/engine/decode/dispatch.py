@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
-from dilated_attention.backends.base import ALL_FLOATS, HALVES, accumulation_dtype
+from dilated_attention.backends.base import ALL_FLOATS, HALVES
 from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
@@ -18,8 +17,7 @@ from dilated_attention.backends.hardware import has_kernels as has_kernels
 from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.decode.keys import Runs
 from dilated_attention.engine.decode.row import Cached
-from dilated_attention.engine.oom.requirement import MemoryRequirement, Setting, Terms, requirement
-from dilated_attention.engine.ops.op_hooks import op_hook
+from dilated_attention.engine.oom import explains_shortage
 from dilated_attention.engine.sinks import add_sinks_
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -120,34 +118,7 @@ def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = N
     )
 
 
-def _requirement(arguments: Mapping[str, Any]) -> MemoryRequirement:
-    """Returns what a call needs. Plain torch copies the keys and values that each row reads in the accumulation dtype; kernels do not."""
-    q, cached, runs = (arguments[name] for name in ("q", "cached", "runs"))
-    (B, H, D), K, G = q.shape, cached.k.shape[2], runs.num_groups
-    chosen = explain(request_of(q, K), runs.dense is not None, arguments.get("backend", "auto")).chosen
-    keys = int(runs.ends[..., -1].max()) if q.device.type == "cpu" and runs.ends.numel() else runs.max_keys
-
-    def terms(setting: Setting) -> Terms:
-        e, a = setting.dtype.itemsize, accumulation_dtype(setting.dtype).itemsize
-        rows = setting.batch * (K if G == 1 else G) * setting.length
-        # the values are gathered while the copy of the keys is alive
-        copies = rows * D * (2 * a + (e if e != a else 0))
-        # int64 each: the positions and their places in the cache
-        return (("q and out", 2 * setting.batch * H * D * e), ("copies of keys and values", copies), ("their places", 2 * rows * 8))
-
-    cache = f"a cache of {tuple(cached.k.shape)}, at most {keys:,} keys per row"
-    return requirement(
-        "decode_attention",
-        {"q": q},
-        f", {cache}, by {chosen}",
-        setting=Setting(B, keys, q.dtype),
-        terms=terms if chosen == "torch" else None,
-        least=True,
-        positions="",
-    )
-
-
-@op_hook(_requirement)
+@explains_shortage("forward of decode_attention")
 def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto", sinks: torch.Tensor | None = None) -> Result:
     """Returns (out (B, H, D), lse (B, H)), with ``sinks`` (H,) in them, by the most preferred decoder that can, or by the named one.
 

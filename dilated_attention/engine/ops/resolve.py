@@ -8,7 +8,7 @@ chooses its backend and the way it runs (``branches/strategy.py``) the first tim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -20,10 +20,9 @@ from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_requirement
+from dilated_attention.engine.oom import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
-from dilated_attention.engine.ops.op_hooks import explain_shortage, report, watchers
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare, saved_elements
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
@@ -65,11 +64,6 @@ class ResolvedCall(ABC):
     packed: dict[tuple[tuple[int, ...], bool], Any] = field(default_factory=dict)
     alive: Any = None
 
-    @staticmethod
-    @abstractmethod
-    def requirement(x: Mapping[str, Any]) -> MemoryRequirement:
-        """Returns what a call needs, from its arguments by name."""
-
     @abstractmethod
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous."""
@@ -79,7 +73,7 @@ class ResolvedCall(ABC):
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
     def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """``forward`` and the sinks, without autocast, seen by watchers, and with an explanation if memory runs out."""
+        """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
         out, lse, saved = self._run(self.forward, inputs[:-1], inputs)
         if inputs[-1] is not None:
             add_sinks_(out, lse, inputs[-1])
@@ -103,12 +97,11 @@ class ResolvedCall(ABC):
             # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
             with torch.autocast(self.device_type, enabled=False):
                 return self._run(compute, given, *tensors)
-        if watchers:
-            report(self.requirement, self._arguments(*tensors))
         try:
             return compute(*given)
         except RuntimeError as error:
-            explain_shortage(error, self.requirement, self._arguments(*tensors))
+            x = self._arguments(*tensors)
+            explain_shortage(error, f"{'backward' if 'dout' in x else 'forward'} of {self.name}", x)
             raise
 
     def _arguments(self, inputs: tuple[Any, ...], of_backward: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -262,7 +255,6 @@ class ResolvedDilated(LocalCall):
     """Calls of dilated attention, of which dense attention is one branch of rate 1. ``passes`` holds a ``ResolvedPass`` for each."""
 
     name = "dilated_attention"
-    requirement = staticmethod(dilated_requirement)
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""

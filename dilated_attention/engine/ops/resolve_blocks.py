@@ -22,7 +22,6 @@ from dilated_attention.engine.blocks.documents import pieces_of, request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.oom.requirement import blocks_requirement
 from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, record_of, with_masks
 from dilated_attention.engine.ops.settings import CallSettings
@@ -104,7 +103,6 @@ class ResolvedBlocks(LocalCall):
     """Calls of block-sparse attention. ``passes`` holds those without masks, dropout and content-chosen blocks."""
 
     name = "block_sparse_attention"
-    requirement = staticmethod(blocks_requirement)
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept = inputs
@@ -143,7 +141,6 @@ class ResolvedUnion(LocalCall):
     """Calls of dilated branches and a block pattern together, each part of which is a record of its own."""
 
     name = "block_sparse_dilated_attention"
-    requirement = staticmethod(blocks_requirement)
 
     @cached_property
     def parts(self) -> tuple[ResolvedDilated, ResolvedBlocks]:

@@ -12,12 +12,12 @@ from dilated_attention.backends import AttentionRequest, Hardware, detect
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
-from dilated_attention.planning.estimate.gpus import Gpu, machine_of
+from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_counts
 
 # a kind, and which kind of attention each process computes
 KINDS = {name: name for name in ("dense", "dilated", "block_sparse")}
-KINDS |= {"ring": "dense", "ring_dilated": "dilated", "ring_block_sparse": "block_sparse", "standard": "dense", "sdpa": "dense"}
+KINDS |= {"ring": "dense", "ring_dilated": "dilated", "ring_block_sparse": "block_sparse"}
 RINGS = ("ring", "ring_dilated", "ring_block_sparse")
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
 # the packages that the measured Hopper tables assume

@@ -19,10 +19,10 @@ from dilated_attention.backends import BackendUnavailable, rates, registry
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.planning.estimate.gpus import GPUS
-from dilated_attention.planning.estimate.memory import counts_of
-from dilated_attention.planning.estimate.problem import Problem
-from dilated_attention.planning.estimate.ring_estimate import Exchange, local_rows
+from dilated_attention.planning.gpus import GPUS
+from dilated_attention.planning.memory import counts_of
+from dilated_attention.planning.problem import Problem
+from dilated_attention.planning.ring import Exchange, local_rows
 
 # measured on an H200, docs/performance.md: share of the kernels' own rate that the engine reaches with several branches, (forward,
 # backward)
@@ -39,7 +39,7 @@ _LAUNCH = (40e-6, 90e-6)
 _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
-_ASSUMED_ELSE, _STANDARD_SHARE = 0.45, 0.6
+_ASSUMED_ELSE = 0.45
 # share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
 _LINK_SHARE = 2 / 3
 
@@ -103,8 +103,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * pairs for pairs, _ in work]
     rates = [rate for _, rate in work]
     seconds = sum(each / rate.rate for each, rate in zip(flops, rates, strict=True))
-    several = isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1
-    if several:
+    if isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
     links = exposed = 0.0
     if W > 1:
@@ -134,13 +133,10 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
 def _work(problem: Problem, backward: bool) -> list[tuple[int, _Rate]]:
     """Returns (pairs of one sequence, the rate at which they are computed) of each part of a call."""
     N, H, is_causal, pattern = problem.num_positions, problem.num_heads, problem.is_causal, problem.pattern
-    if problem.kind == "standard":
-        return [(H * N * N, _standard_rate(problem, backward))]
     if problem.computes == "block_sparse":
         computed = counts_of(problem).computed
         return [(computed, _rate_of(problem, max(1, computed // (N * H)), backward))]
     assert isinstance(pattern, DilatedPattern)
-
     pairs = pattern.branch_pairs(N, H, is_causal=is_causal)
     rows = (-(-min(w, N) // r) for w, r in pattern.branches)
     return [(n, _rate_of(problem, count, backward)) for n, count in zip(pairs, rows, strict=True)]
@@ -151,7 +147,7 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> _Rate:
     blocks = counts_of(problem).mask_kind if problem.computes == "block_sparse" else None
     request = problem.request(backward=backward, length=length, blocks=blocks)
     try:
-        backend = registry.select(request, "sdpa" if problem.kind == "sdpa" else "auto").name
+        backend = registry.select(request).name
     except BackendUnavailable as error:
         raise _NoRate(str(error).splitlines()[0]) from error
     kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
@@ -188,26 +184,9 @@ def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
     if problem.device_type == "cpu":
         return 0.0
     call = _CALL[backward] + (_RECORDED if problem.training and not backward else 0.0)
-    if problem.kind == "standard":
-        return call
     if problem.computes == "block_sparse":
         return call + max(1, exchange.steps) * _LAUNCH[backward]
     assert isinstance(problem.pattern, DilatedPattern)
     whole = (0, local_rows(problem))
     plan = make_plan(problem.pattern, Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal))
     return call + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
-
-
-def _standard_rate(problem: Problem, backward: bool) -> _Rate:
-    """Of matrix products at an assumed share of the peak, and of every pass over the N² scores in memory."""
-    gpu = problem.machine
-    peak = gpu.peak(problem.dtype)
-    if peak is None or gpu.bandwidth is None:
-        raise _NoRate(
-            f"rates of plain matrix products on a CPU are not known; {ESTIMATE_BY_HAND}" if gpu.is_cpu else "its rates are not known"
-        )
-    # four products backward, as the weights are kept; product, scaling, mask and softmax each write and read the scores
-    products, passes = (4, 10) if backward else (2, 7 + 2 * problem.is_causal)
-    seconds = 2 * products * problem.head_dim / (peak * _STANDARD_SHARE) + passes * problem.itemsize / gpu.bandwidth
-    source = f"assumed, not measured: {_STANDARD_SHARE:.0%} of the peak of {gpu.name}, and {passes} passes over all scores"
-    return _Rate("matrix products", (10 if backward else 4) * problem.head_dim / seconds, source)

@@ -10,13 +10,13 @@ import torch
 
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.estimate.block_counts import MOST_FOR_SIZE
-from dilated_attention.planning.estimate.gpus import Gpu
-from dilated_attention.planning.estimate.memory import counts_of, memory_of
-from dilated_attention.planning.estimate.problem import MOST_ELEMENTS, Problem, make_problem
-from dilated_attention.planning.estimate.ring_estimate import exchange_of
-from dilated_attention.planning.estimate.speed import passes_of
+from dilated_attention.planning.blocks import MOST_FOR_SIZE
+from dilated_attention.planning.gpus import Gpu
+from dilated_attention.planning.memory import counts_of, memory_of
 from dilated_attention.planning.plans import AttentionPlan
+from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
+from dilated_attention.planning.ring import exchange_of
+from dilated_attention.planning.speed import passes_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
@@ -50,8 +50,7 @@ def plan_attention(
 
     Args:
         kind: ``"dense"`` · ``"dilated"`` · ``"block_sparse"`` · for a sequence shared by several processes ``"ring"`` (dense) ·
-            ``"ring_dilated"`` · ``"ring_block_sparse"`` · for comparison ``"standard"`` (all scores in memory) · ``"sdpa"`` (PyTorch's own
-            function).
+            ``"ring_dilated"`` · ``"ring_block_sparse"``.
         num_positions: N, of the whole sequence.
         num_heads, head_dim, batch_size, num_kv_heads: H, D, B and Hk; ``num_kv_heads=None`` means H.
         dtype: of q, k and v; None for bfloat16 on a GPU that supports it, float16 on an older one, float32 on a CPU.
@@ -118,8 +117,8 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
 def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
     """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
 
-    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way. Then
-    some sequences that are shorter than the longest may not fit, except those of a dense all_gather, whose steps are chosen for that.
+    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way; then
+    some sequences that are shorter than the longest may not fit.
     """
 
     def excess(num_positions: int) -> int:
@@ -139,8 +138,7 @@ def search(excess: Callable[[int], int], low: int, high: int) -> int:
 
 
 def _bytes_needed(problem: Problem) -> int:
-    """Returns the peak with what the allocator cannot use again; more than any memory where the call cannot exist."""
+    """Returns the peak; more than any memory where the call cannot exist."""
     if problem.computes == "block_sparse" and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size:
         return _NO_SUCH_CALL
-    found = memory_of(problem)
-    return found.peak + found.reserve
+    return memory_of(problem).peak

@@ -149,7 +149,6 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
     # at least two rows, of which the later ones of a causal pattern are longer
     count = min(num_rows, max(2, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS * num_rows / in_all))))
     pairs = entries = partial = 0.0
-    is_interval = True
     # one row of each part of the sequence, at another place in each part: equal distances would meet one phase of what repeats itself
     for row in [int((i + (0.5 + i * _GOLDEN) % 1) / count * num_rows) for i in range(count)]:
         in_row = min(q_block, num_positions - row * q_block)
@@ -163,16 +162,10 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         pairs += int(of_block.sum()) * in_row / _SAMPLED_QUERIES
         entries += int((of_block > 0).sum())
         partial += int(((of_block > 0) & (of_block < every)).sum())
-        # whether the keys of each query follow one another, and are the same for all heads
-        index = head[:, None].expand(-1, _SAMPLED_QUERIES)
-        low, high, number = (torch.full((len(heads), _SAMPLED_QUERIES), x) for x in (num_positions, -1, 0))
-        low.scatter_reduce_(0, index, torch.where(kept, keys, num_positions).amin(2), "amin")
-        high.scatter_reduce_(0, index, torch.where(kept, keys, -1).amax(2), "amax")
-        number.scatter_add_(0, index, of_query)
-        follow = (number == 0) | (high - low + 1 == number)
-        is_interval = is_interval and bool((follow & (low == low[0]) & (high == high[0])).all())
     pairs, entries, partial = (int(x * num_rows / count) for x in (pairs, entries, partial))
-    kind = "none" if not partial else "interval" if is_interval else "bits"
+    # of a short sequence, whose pairs are all asked about
+    short = min(num_positions, 32 * q_block)
+    kind = block_lists(pattern, short, num_heads, is_causal=is_causal, device="cpu").mask_kind if partial else "none"
     # row starts and columns; the number of each block's mask, and masks, of which no two are known to be equal; intervals
     lists = 4 * len(heads) * num_rows + 4 * entries + (4 * entries + partial * q_block * k_block // 8 if partial else 0)
     shared = num_heads // len(heads)

@@ -1,0 +1,500 @@
+"""``recommend``: from a use case and a machine to the attention, its settings and the code that creates it, with a reason for each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, detect, explain_backend
+from dilated_attention.functional import explain_decode
+from dilated_attention.models import LongNetConfig
+from dilated_attention.models.summary import USABLE, Summary, cache_rows, footprint, readable, summarise
+from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, geometric_branches
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
+from dilated_attention.planning.attention import plan_attention
+from dilated_attention.planning.gpus import machine_of
+from dilated_attention.planning.models import model_of, plan_model, stack_of
+from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
+from dilated_attention.planning.problem import MOST, kind_of
+from dilated_attention.validation import MAX_HEAD_DIM
+
+USE_CASES: Mapping[str, str] = {
+    "training": "train a model of up to 7 billion parameters, or one attention layer",
+    "large-training": "train a model of more than 7 billion parameters",
+    "long-context": "continue or read one very long sequence",
+    "serving": "continue the sequences of many users",
+    "short-sequences": "train on sequences of fewer than 8,192 positions",
+    "encoder": "embed long documents without causality: slides, genomes, images",
+    "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
+    "huggingface": "train or fine-tune a transformers model",
+}
+KINDS = ("dense", "dilated", "block_sparse")
+# the arguments that use cases take in addition to length, gpu and memory, where they are not those of training
+_TAKES = {
+    "training": "parameters heads head_dim gpus batch causal attention", "long-context": "parameters heads head_dim gpus attention",
+    "serving": "parameters heads head_dim gpus users attention", "encoder": "parameters heads head_dim gpus batch attention",
+    "torchscale": "", "huggingface": "heads head_dim gpus causal attention",
+}  # fmt: skip
+# docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
+_LONG = 8192
+# docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
+_TOKENS_PER_GPU = 4096
+# width and heads of language models with up to this many parameters; the one that is varied, and how many it has
+_WIDTHS = (
+    *((2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16)),
+    *((5e9, 3072, 24), (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64)),
+)
+_PRESET, _PARAMETERS, _GIGAPATH = "llama-1b", 1.24e9, "gigapath-12l768d"
+# the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
+_WINDOW, _GLOBAL = 2047, 128
+_EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
+_BACK, _SHORT = "docs/performance.md, Against the arithmetic floor", "docs/performance.md, Short sequences"
+_RING, _HOW_RING, _SLIDE = "docs/ring.md, Figures", "docs/ring.md, How it works", "docs/slide_encoder.md, NVIDIA H200"
+_DECODING, _HF = "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
+
+
+def recommend(
+    use_case: str,
+    length: int,
+    *,
+    gpu: str | None = None,
+    memory: float | None = None,
+    parameters: float | None = None,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    gpus: int | None = None,
+    batch: int | None = None,
+    users: int | None = None,
+    causal: bool | None = None,
+    attention: str | None = None,
+) -> Recommendation:
+    """Recommends what to use for a use case, with a reason for each setting and the code that creates it. Allocates nothing on a device.
+
+    Each reason follows from the definition, from this library's planning functions, or from measured figures in its documentation (most of
+    them on one H200), and says which. How well a model learns with each kind of attention is not considered.
+
+    Args:
+        use_case: a key of ``USE_CASES``.
+        length: N, positions of a sequence; for ``"torchscale"`` tiles of a slide, for ``"serving"`` positions of a request.
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), assumed to have every kernel package installed; ``"cpu"``; None: this
+            machine.
+        memory: GiB of each device, instead of its actual memory.
+        parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
+        heads, head_dim: of queries; None: the usual ones for this number of parameters.
+        gpus: number of devices, 1 by default.
+        batch: sequences of a training step over all GPUs, 1 by default.
+        users: concurrent requests over all GPUs, 32 by default.
+        causal: True by default, except for encoders.
+        attention: ``"dense"``, ``"dilated"`` or ``"block_sparse"`` if the model has or must have it; None leaves the choice open.
+
+    Raises:
+        ValueError, TypeError: a use case, GPU or size that does not exist, or an argument that this use case does not accept.
+    """
+    one_of("use_case", use_case, tuple(USE_CASES))
+    asked = {
+        "parameters": parameters, "heads": heads, "head_dim": head_dim, "gpus": gpus, "batch": batch, "users": users, "causal": causal,
+        "attention": attention,
+    }  # fmt: skip
+    given = {name: _checked(name, value) for name, value in asked.items() if value is not None}
+    takes = _TAKES.get(use_case, _TAKES["training"]).split()
+    if wrong := ", ".join(name for name in given if name not in takes):
+        raise ValueError(
+            f"{wrong} given, which {use_case!r} does not use; it takes {', '.join(('length', 'gpu', 'memory', *takes))}: drop {wrong}"
+        )
+    asked |= {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")} | given
+    length = as_int("length", length, minimum=1, maximum=MOST["num_positions"])
+    is_large, told = (parameters or 0) > 7e9, "not given" if parameters is None else f"{parameters:,.0f}"
+    if use_case == "training" and is_large:
+        raise ValueError(f"parameters is {told}; 'training' is for up to 7,000,000,000: use 'large-training'")
+    if use_case == "large-training" and not is_large:
+        raise ValueError(f"parameters is {told}; 'large-training' is for more than 7,000,000,000: give that many, or use 'training'")
+    if use_case == "short-sequences" and length >= _LONG:
+        raise ValueError(f"length is {length}; 'short-sequences' is for fewer than 8,192 positions: use 'training'")
+    machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
+    hardware = detect() if gpu is None else EXAMPLES["cpu"]
+    if gpu is not None and not machine.is_cpu:
+        hardware = replace(EXAMPLES["hopper"], capability=machine.capability, name=machine.name)
+    if machine.is_cpu:
+        machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
+    cuda = hardware.device_type == "cuda"
+    # the dtype of full speed: float16 is slow before Volta
+    capability = (hardware.capability or (0, 0)) if cuda else (0, 0)
+    dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
+    case = SimpleNamespace(
+        name=use_case, length=length, machine=machine, hardware=hardware, cuda=cuda, here=gpu is None, dtype=dtype,
+        base=attention or ("dense" if length < _LONG else "dilated"), **asked,
+    )  # fmt: skip
+    choose = {"torchscale": _training, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
+    chosen: dict[str, Any] = {
+        "training": True, "count": 1, "data": 1, "context": 1, "kv_heads": None, "memory": None, "fits": None, "checkpointed": None,
+        "layers": 0, "seconds": "",
+    }  # fmt: skip
+    x = SimpleNamespace(**chosen | choose.get(use_case, _layer if parameters is None else _training)(case))
+    x.layout = "zigzag" if x.base == "dense" and case.causal else "contiguous"
+    x.keys = x.pattern.pairs(length, x.heads, is_causal=case.causal) / (length * x.heads)
+    x.dense_keys = (length + 1) / 2 if case.causal else float(length)
+    x.kind, is_dilated = kind_of(x.base, x.context), x.base == "dilated"
+    x.backends = _explained(case, x)
+    _estimate(case, x)
+    *setup, code = _code(case, x)
+    return Recommendation(
+        use_case=use_case, request={"name": use_case, "length": length, **asked, "machine": machine.name, "memory": machine.memory},
+        machine=f"{length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}", kind=x.kind,
+        segment_lengths=x.pattern.segment_lengths if is_dilated else (), dilation_rates=x.pattern.dilation_rates if is_dilated else (),
+        keys_per_query=x.keys, dense_keys_per_query=x.dense_keys, forward=x.backends.forward, backward=x.backends.backward,
+        memory=x.memory, fits=x.fits, settings=tuple(_settings(case, x)), setup=tuple(setup), code=code,
+    )  # fmt: skip
+
+
+def _checked(name: str, value: Any) -> Any:
+    limits: dict[str, Any] = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
+    if name in limits:
+        return as_int(name, value, minimum=1, maximum=limits[name])
+    if name == "causal":
+        check_bool(name, value)
+    elif name == "attention":
+        one_of(name, value, KINDS)
+    else:
+        check_number(name, value, "a number above 0")
+        if not 0 < value <= 1e16:
+            raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
+    return value
+
+
+def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
+    """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next.
+
+    Rates are limited so that heads cover every offset.
+    """
+    whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
+    # below a rate of 8 far branches cost more than all others together
+    most = 1 << (max(num_heads, 8).bit_length() - 1)
+    lengths, rates = geometric_branches(whole)
+    return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
+
+
+def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
+    if base == "dilated":
+        return branches(case.length, heads, longest)
+    return DilatedPattern((case.length,), (1,)) if base == "dense" else GlobalLocal((_WINDOW, 0 if case.causal else _WINDOW), _GLOBAL)
+
+
+def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
+    """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters.
+
+    Heads have 128 from a billion parameters on, four query heads share a key head. The figures are those of one and two blocks, as
+    building all blocks of a large model takes seconds, even empty ones.
+    """
+    config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
+    is_preset = case.parameters is None and case.heads is None and case.head_dim is None
+    wanted, layers = case.parameters or _PARAMETERS, config.num_layers
+    embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
+    if is_preset:
+        embed, usual = config.embed_dim, config.num_heads
+    elif case.head_dim is not None:
+        usual = max(1, round(embed / case.head_dim))
+    heads = case.heads or usual
+    pattern = _pattern(case, base, heads, longest)
+    overrides: dict[str, Any] = _branches_of(pattern) if base == "dilated" else {"attention": base}
+    overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if case.causal else {"is_causal": False})
+    if not is_preset:
+        head_dim = case.head_dim or max(32, min(256, round(embed / heads / 32) * 32))
+        kv_heads = heads // 4 if heads % 4 == 0 else None
+        overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
+        # with 128,256 tokens the embedding alone would be most of a small model
+        overrides |= {"vocab_size": 32768} if wanted < 1e9 else {}
+    made = [model_of(_PRESET, tuple(sorted((overrides | {"num_layers": count}).items()))) for count in (1, 2)]
+    one, two = (sum(p.numel() for p in model.parameters()) for model in made)
+    outside, block = 2 * one - two, two - one
+    if not is_preset:
+        layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
+    sizes = {"embedding.weight": outside, "blocks": layers * block}
+    return overrides, summarise(_PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
+
+
+def _of_model(preset: str, overrides: dict[str, Any], summary: Summary) -> dict[str, Any]:
+    config, number = summary.config, summary.num_parameters
+    return {
+        "what": "model", "base": config.kind, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "arguments": _arguments(preset, overrides), "layers": config.num_layers, "number": number,
+        "parameters": f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million",
+    }  # fmt: skip
+
+
+def _most_context(case: Any) -> int:
+    """Returns the number of processes that can share one sequence with enough work left for each."""
+    most = min(case.gpus, max(1, case.length // _TOKENS_PER_GPU), MOST["world_size"])
+    return next(c for c in range(most, 0, -1) if case.gpus % c == 0)
+
+
+def _training(case: Any) -> dict[str, Any]:
+    """Chooses the first distribution that fits, or the last one tried if none fits.
+
+    ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
+    Tried are, in this order: all sequences at the same time, then one, then more GPUs per sequence; then the same with blocks recomputed in
+    the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
+    A distribution whose footprint, by a formula, is far too large is not traced.
+    """
+    gpus, most, preset = case.gpus, _most_context(case), _PRESET
+    if case.name == "torchscale":
+        # segments, offsets, tail and gradient are those that the weights were trained with
+        preset, overrides, summary = _GIGAPATH, dict[str, Any](), model_of(_GIGAPATH, ()).summary()
+    else:
+        overrides, summary = _model(case, case.base)
+    contexts = [c for c in range(min(gpus // math.gcd(case.batch, gpus), most), most + 1) if gpus % c == 0]
+    plan = None
+    for checkpointed, context in itertools.product((False, True), contexts):
+        needs = footprint(summary.config, summary.num_parameters, checkpoint_activations=checkpointed)
+        for count in dict.fromkeys((max(1, case.batch * context // gpus), 1)):
+            activations = needs.total(-(-count * case.length // context)) - needs.fixed
+            is_last = checkpointed and context == contexts[-1] and count == 1
+            # footprints are within a quarter of the plans
+            if not is_last and needs.fixed // gpus + activations > 1.5 * case.machine.memory:
+                continue
+            if plan is None or not plan.fits:
+                plan = plan_model(
+                    preset, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, world_size=context,
+                    batch_size=count, checkpoint_activations=checkpointed, find_longest=is_last, **overrides,
+                )  # fmt: skip
+    assert plan is not None
+    return _of_model(preset, overrides, summary) | {
+        "count": plan.batch_size, "data": gpus // plan.world_size, "context": plan.world_size, "memory": plan.peak, "fits": plan.fits,
+        "longest": plan.longest, "checkpointed": plan.checkpoint_activations,
+    } | ({"what": "slide", "layers": 0} if preset == _GIGAPATH else {})  # fmt: skip
+
+
+def _layer(case: Any) -> dict[str, Any]:
+    """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
+    base, is_transformers = case.base, case.name == "huggingface"
+    heads, head_dim = case.heads or (32 if is_transformers else 16), case.head_dim or (128 if is_transformers else 64)
+    context = 1 if is_transformers and base == "block_sparse" else _most_context(case)
+    data, pattern = case.gpus // context, _pattern(case, base, heads)
+    # dense attention is one segment of the whole sequence
+    arguments: dict[str, Any] = _branches_of(pattern) if isinstance(pattern, DilatedPattern) else {"pattern": pattern}
+    found = {"base": base, "pattern": pattern, "heads": heads, "head_dim": head_dim, "data": data, "context": context}
+    if is_transformers:
+        name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
+        return found | {"what": name if name == "sdpa" else "transformers", "name": name, "arguments": _arguments(name, arguments)}
+    name = f"{'ring_' if context > 1 else ''}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
+    arguments = {"embed_dim": heads * head_dim, "num_heads": heads} | arguments
+    if base == "dense" and context > 1:
+        name, arguments = "ring", {}
+    return found | {"what": "layer", "layers": 1, "count": max(1, case.batch // data), "arguments": _arguments(name, arguments)}
+
+
+def _decoding(case: Any) -> dict[str, Any]:
+    """Chooses the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
+    requests = -(-case.users // case.gpus) if case.name == "serving" else 1
+    itemsize, usable, base, longest = case.dtype.itemsize, int(USABLE * case.machine.memory), case.base, case.length
+    while True:
+        overrides, summary = _model(case, base, longest)
+        each = summary.cache_bytes(case.length, itemsize)
+        assert each is not None, "a causal model of these patterns has a cache"
+        weights = itemsize * summary.num_parameters
+        needed = weights + requests * each
+        # nothing can be shortened if the segments were given or the weights alone do not fit
+        if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
+            break
+        longest //= 4
+        base = "dilated" if longest >= _LONG else "block_sparse"
+    config = summary.config
+    decoder = explain_decode(
+        hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=config.head_dim, num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+    )  # fmt: skip
+    return _of_model(_PRESET, overrides, summary) | {
+        "what": "decoding", "training": False, "count": requests, "memory": needed, "fits": needed <= usable,
+        "cache": readable(each), "fitting": max(0, usable - weights) // each, "rows": cache_rows(config, case.length),
+        "decoder": decoder.chosen, "layers": 0,
+    }  # fmt: skip
+
+
+def _explained(case: Any, x: Any) -> Any:
+    pattern, is_sparse = x.pattern, x.base == "block_sparse"
+    if is_sparse:
+        rows = max(1, round(pattern.pairs(case.length, 1, is_causal=case.causal) / case.length))
+    else:
+        rows = max(-(-min(w, case.length) // r) for w, r in pattern.branches)
+    return explain_backend(
+        hardware=case.hardware, dtype=case.dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=case.causal,
+        needs_grad=x.training, length=rows, block_size=128 if is_sparse else None, block_masks="bits" if is_sparse else "none",
+    )  # fmt: skip
+
+
+def _estimate(case: Any, x: Any) -> None:
+    """Adds time, and memory of one layer's attention; nothing for a GPU whose figures are unknown."""
+    if not x.layers or (case.machine.is_cpu and case.cuda):
+        return
+    plan = plan_attention(
+        x.kind, num_positions=case.length, num_heads=x.heads, num_kv_heads=x.kv_heads, head_dim=x.head_dim, batch_size=x.count,
+        dtype=case.dtype, world_size=x.context, layout=x.layout if x.context > 1 else None, is_causal=case.causal,
+        pattern=None if x.base == "dense" else x.pattern, gpu=case.machine, find_longest=False,
+    )  # fmt: skip
+    if x.memory is None:
+        x.memory, x.fits = plan.peak, plan.fits
+    if plan.seconds is not None:
+        layers = f" of attention, {seconds_text(plan.seconds * x.layers)} in {x.layers} layers" if x.layers > 1 else ""
+        x.seconds, x.rate = f"{seconds_text(plan.seconds)} forward + backward{layers}", plan.passes[0].source
+
+
+def _settings(case: Any, x: Any) -> Iterator[Setting]:
+    base, length, is_slides = x.base, case.length, case.name == "torchscale"
+    near = f"every query attends to all near keys, and to few far ones: {x.keys / x.dense_keys:.2%} of dense attention's pairs"
+    if is_slides:
+        reason, source = "what the weights were trained with, all in the preset", "docs/torchscale.md, What is the same"
+    elif case.attention is not None:
+        reason, source = "requested; a model keeps the attention that it was trained with", _HF
+    elif base == "dense" and length <= 4096:
+        more = "at 4,096 positions LongNet's branches contain most of its pairs: on an H200"
+        reason, source = f"{more} cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward", _SHORT
+    elif base == "dense":
+        reason, source = "dilated was slower at 4,096 positions and faster at 8,192, on an H200; dense leaves no key out", _SHORT
+    elif base == "block_sparse":
+        more = "on an H200 32 requests with a window reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
+        reason, source = (
+            f"the cache of every dilated pattern of 8,192 positions and more is too large for so many; {more}",
+            _DECODING,
+        )
+    elif not x.training:
+        more = "a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
+        reason, source = f"{near}; {more}", _DECODING
+    elif length < 32768:
+        more = "at 8,192 positions dense forward + backward took 1.24 to 2.02 times as long by torch's kernels on an H200"
+        reason, source = f"{near}; {more}, 0.98 by FlashAttention-4", _SHORT
+    else:
+        more = "on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward"
+        reason, source = f"{near}; {more}", _BACK
+    yield Setting("kind", x.kind, reason, source)
+    if base != "dense" and not is_slides:
+        reason = "how well a model learns with these keys is not measured here: train it and dense attention on your data where both can"
+        yield Setting("accuracy", "measure it on your model", reason, "docs/block_sparse.md, What it does not do")
+    average = f"{x.keys:,.0f} keys per query on average, dense attention has {x.dense_keys:,.0f}"
+    if base == "dilated":
+        top, reach, reason = max(x.pattern.dilation_rates), max(x.pattern.segment_lengths), f"segment/rate. {average}"
+        if reach < length:
+            reason += f". No segment is longer than {reach:,}, so that the keys of all requests fit"
+        if not is_slides and top > x.heads:
+            reason += f". Rates above the {x.heads} heads leave positions out of far branches; more heads avoid this"
+        yield Setting("branches", ", ".join(f"{w}/{r}" for w, r in x.pattern.branches), reason, "docs/performance.md, How it works")
+    elif base == "block_sparse":
+        reason = f"{average}: near and first positions. A forward of 1,048,576 ran at 468 TFLOP/s with a window of 2,048"
+        yield Setting("pattern", _source(x.pattern), f"{reason} (H200)", "docs/block_sparse.md, Performance")
+    forward, backward = x.backends.forward, x.backends.backward
+    if forward is None:
+        yield Setting("backend", "none", f"no backend can compute {x.backends.request.describe()}; try another head dim")
+    else:
+        basis = " · ".join(dict.fromkeys(filter(None, (x.backends.forward_basis, x.backends.backward_basis))))
+        extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in (forward, backward) if name in _EXTRAS))
+        install = f', with every kernel package installed: pip install "dilated-attention[{extras}]"' if extras and not case.here else ""
+        chosen = f"forward {forward}" + (f", backward {backward}" if x.training else "")
+        yield Setting("backend", chosen, f'what backend="auto" chooses: {basis}{install}')
+    name = str(case.dtype).removeprefix("torch.")
+    why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
+    yield Setting("dtype", name, why.get(name, "no fast 16-bit products here"))
+    if case.name == "huggingface":
+        reason = "a model trained with dense attention computes something else with these layers"
+        if base == "dense":
+            yield Setting("integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF)
+        else:
+            yield Setting("integration", "fine-tune", reason, _HF)
+            reason, source = "padding on the left shifts segments", "docs/huggingface.md, What is honoured, and what is refused"
+            yield Setting("padding", "on the right", reason, source)
+    if x.fits is not None:
+        if x.what == "decoding":
+            reason = f"weights of {x.parameters} parameters and the cache of {x.count} requests, of which {x.fitting} would fit"
+        elif x.what == "layer":
+            reason = "of one layer's attention: q, k, v, result, gradients and what its calls need in addition"
+        else:
+            reason = f"{x.parameters} parameters with AdamW, {x.count} sequences at a time, by plan_model"
+            if not x.fits:
+                most = f"a sequence of {x.longest:,} positions would fit"
+                reason += f"; {most if x.longest else 'weights, gradients and the optimizer alone do not fit'}"
+        value = f"{readable(x.memory)} per device, {'fits' if x.fits else 'does not fit'}"
+        yield Setting("memory", value, f"{reason}; {case.machine.name} has {readable(case.machine.memory)}")
+    if x.seconds:
+        yield Setting("attention time", x.seconds, f"an estimate of plan_attention: {x.rate}")
+    if x.checkpointed is not None:
+        reason = "without it the activations do not fit" if x.checkpointed else "the activations fit, and computing blocks twice costs time"
+        reason += ": a training step of GigaPath's encoder took 235 ms and 4.2 GB with it, 163 ms and 11.9 GB without, on an H200"
+        yield Setting("checkpoint_activations", str(x.checkpointed), reason, _SLIDE)
+    if is_slides:
+        reason = "reads them with weights_only, without TorchScale; outputs were within 5.3e-7 of the original's in float32"
+        yield Setting("weights", 'load_torchscale("slide_encoder.pth")', reason, "docs/torchscale.md, What is the same")
+    if x.what == "decoding":
+        value = "PagedKVCache: model.generate([prompt, …])" if case.name == "serving" else "KVCache: model.generate(prompt, …)"
+        reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
+        yield Setting("KV cache", value, reason, "docs/decoding.md, What a row reads")
+    if case.gpus > 1 and x.what == "decoding":
+        yield Setting("mesh", f"{case.gpus} processes, each with its own requests", "a sequence is continued by one process")
+    elif case.gpus > 1:
+        if x.context == 1:
+            reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
+            if length < _TOKENS_PER_GPU * x.data and case.batch < x.data:
+                reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {case.gpus} sequences per step"
+        else:
+            reason = {
+                "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
+                "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
+                "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
+            }[base]
+            reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {reason}"
+        sharded = x.what in ("model", "slide") and x.number > 10**9
+        reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {case.gpus}"
+        yield Setting("mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING)
+    if x.context > 1:
+        why = {
+            "dilated": "branches inside a process need no exchange", "block_sparse": "a window's blocks are near",
+            "dense": "gives every process equally many pairs",
+        }  # fmt: skip
+        yield Setting("layout", f'"{x.layout}"', why[base], _HOW_RING)
+    if case.name == "serving":
+        reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
+        yield Setting("batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING)
+    elif is_slides and case.cuda:
+        yield Setting("batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE)
+    elif not is_slides and case.name != "long-context":
+        reason, source = "one long sequence fills a GPU. Accumulate gradients for a larger batch", "docs/genome.md, What is trained"
+        if length <= 16384:
+            reason = "short sequences fill a GPU together: of 4,096 positions the host took 0.589 ms, the kernels 0.363, on an H200"
+            source = _SHORT
+        yield Setting("batch", f"{x.count} at a time", reason, source)
+    if not is_slides and x.head_dim not in (64, 128):
+        yield Setting("head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for")
+
+
+def _code(case: Any, x: Any) -> list[str]:
+    """Returns the lines to paste."""
+    lines, shared = [], x.what != "sdpa" and x.data * x.context > 1
+    if x.what != "sdpa":
+        made = f"from dilated_attention import create_{'attention' if x.what == 'layer' else 'model'}"
+        lines.append("from dilated_attention.integrations.huggingface import register" if x.what == "transformers" else made)
+    if x.base == "block_sparse":
+        lines.append("from dilated_attention.pattern import GlobalLocal")
+    if shared:
+        mesh = f'mesh = dist.init_device_mesh("{case.hardware.device_type}", ({x.data}, {x.context}), mesh_dim_names=("dp", "cp"))'
+        lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={x.data * x.context}", mesh]
+    options = x.arguments + (", checkpoint_activations=True" if x.checkpointed else "")
+    options += f', mesh=mesh["cp"], layout="{x.layout}"' if x.context > 1 else ""
+    if x.what in ("sdpa", "transformers"):
+        lines += [f"register({options})"] if x.what == "transformers" else []
+        return [*lines, f'model.set_attn_implementation("{x.name}")']
+    return [*lines, f"attention = create_attention({options})" if x.what == "layer" else f"model = create_model({options})"]
+
+
+def _arguments(name: str, arguments: dict[str, Any]) -> str:
+    """Returns the source of a call's arguments: a name, and those by keyword."""
+    return ", ".join((repr(name), *(f"{key}={_source(value)}" for key, value in arguments.items()))).replace("'", '"')
+
+
+def _source(value: Any) -> str:
+    return f"GlobalLocal({value.window}, {value.global_tokens})" if isinstance(value, GlobalLocal) else repr(value)
+
+
+def _branches_of(pattern: Any) -> dict[str, Any]:
+    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}

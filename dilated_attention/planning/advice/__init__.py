@@ -1,1 +1,0 @@
-"""Settings recommended for a use case, each with its reason."""

@@ -1,1 +1,0 @@
-"""Estimates of one attention call: pairs, FLOPs, memory, communication and time."""

@@ -1,1 +1,0 @@
-"""Estimates of layers and models, traced with fake tensors."""

@@ -1,0 +1,185 @@
+"""``plan_model``: what training and generating take, against whole steps of fake tensors, hand counts and what an H200 measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dilated_attention import profile_memory
+from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.models import loss
+from dilated_attention.pattern import LocalWindow
+from dilated_attention.planning import models, plan_model
+from dilated_attention.planning.problem import make_problem
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200"
+# the model of docs/decoding.md
+MODEL: dict[str, Any] = {"vocab_size": 32768, "num_layers": 12, "embed_dim": 768, "num_heads": 12}
+# attention by the names of two stored runs
+ATTENTION: dict[str, dict[str, Any]] = {
+    "dense (triton)": {"attention": "dense"}, "longnet 2K–32K": {}, "dense": {"attention": "dense"}, "dilated": {},
+    "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0), block_size=128)},
+}  # fmt: skip
+
+
+def tiny(num_positions: int = 65536, **options: Any) -> Any:
+    return plan_model("longnet-tiny", num_positions=num_positions, **{"gpu": "H200", "find_longest": False} | options)
+
+
+def test_a_models_plan_has_what_training_needs() -> None:
+    found = tiny(find_longest=True)
+    terms = dict(found.terms)
+    assert terms["weights"] == 4 * found.parameters and terms["optimizer's moments"] == 8 * found.parameters
+    assert found.peak == sum(terms.values()) and found.fits
+    assert tiny(found.longest).fits and not tiny(found.longest + 1).fits
+    told = json.loads(json.dumps(found.as_dict()))
+    assert told["peak"] == found.peak and "estimate" in str(found)
+    # lists are taken as create_model takes them
+    assert tiny(segment_lengths=[512, 2048], dilation_rates=[1, 4]).peak == tiny(segment_lengths=(512, 2048), dilation_rates=(1, 4)).peak
+
+
+def test_checkpointing_sharding_and_sharing_a_sequence_save_memory() -> None:
+    plain = tiny(2**18)
+    assert tiny(2**18, checkpoint_activations=True).peak < 0.7 * plain.peak
+    spread = tiny(2**20, world_size=4)
+    assert spread.peak == pytest.approx(plain.peak, rel=0.1) and spread.exchange.bytes.forward_received == 0
+    sharded = tiny(2**18, weight_shards=4)
+    assert dict(sharded.terms)["weights"] == dict(plain.terms)["weights"] // 4 and "two unsharded blocks" in dict(sharded.terms)
+
+
+def test_generating_needs_the_cache_and_one_stretch_of_the_prompt() -> None:
+    short, long = (tiny(n, training=False) for n in (2**16, 2**24))
+    # branches reach 8192 positions back, so that the cache of any longer sequence is as large
+    assert dict(short.terms)["keys and values of the cache"] == dict(long.terms)["keys and values of the cache"] > 0
+    assert short.peak == long.peak
+
+
+def test_what_a_model_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="preset is 'gpt-5'"):
+        plan_model("gpt-5", num_positions=64)
+    with pytest.raises(TypeError, match="does not know"):
+        tiny(colour="red")
+    with pytest.raises(ValueError, match="autocast is True"):
+        tiny(autocast=True, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"vocab_size": 30_000, "num_layers": 2},
+        {"num_layers": 7, "checkpoint_activations": True},
+        {"mixture_grad": "detached", "num_layers": 6},
+        {"tie_embeddings": False, "ffn": "swiglu", "vocab_size": 30_000},
+    ],
+    ids=str,
+)
+def test_a_plan_is_what_fake_tensors_of_the_whole_step_hold(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, stack, loss in chunks and backward at the planned length; beside weights and moments."""
+    rows = 2**13
+    # a quarter, for several chunks of few rows
+    for module in (loss, models):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**24)
+    plan = tiny(rows, **options)
+    beside = sum(size for what, size in plan.terms if what in ("weights", "cuBLAS's workspaces", "optimizer's moments"))
+    config = create_model("longnet-tiny", **options).config
+    problem = make_problem("dilated", num_positions=rows, num_heads=config.num_heads, head_dim=config.head_dim, dtype=torch.bfloat16,
+                           is_causal=True, training=True, pattern=config.pattern, gpu="H200")  # fmt: skip
+    inside, kept = models._inside_attention(problem), models._kept_bytes(problem)
+    with FakeTensorMode():
+        model = create_model("longnet-tiny", **options)
+        tape = models._Tape(model.parameters())
+        with tape:
+            tokens = torch.zeros((1, rows), dtype=torch.int64)
+            with torch.autocast("cpu", torch.bfloat16):
+                value = model(tokens, targets=tokens)
+            value.backward()
+    whole = max(moment.alive + inside.get(moment.attention, 0) + kept * moment.kept for moment in tape.moments)
+    assert plan.peak - beside == pytest.approx(whole, rel=0.1), str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_step_on_a_cpu_takes_what_is_planned(checkpointed: bool) -> None:
+    options = {"num_layers": 2, "checkpoint_activations": checkpointed}
+    model: Any = create_model("longnet-tiny", **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(n: int) -> None:
+        tokens = torch.randint(256, (1, n))
+        optimizer.zero_grad()
+        model(tokens, targets=tokens).backward()
+        optimizer.step()
+
+    # the moments are there from the first step on
+    step(256)
+    taken = profile_memory(step, 4096, device="cpu").peak_allocated
+    plan = tiny(4096, gpu="cpu", **options)
+    beside = sum(size for what, size in plan.terms if what in ("weights", "optimizer's moments"))
+    assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
+def test_models_of_images_are_planned(preset: str) -> None:
+    found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
+    assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
+    assert found.peak > 16 * found.parameters
+
+
+def test_no_plan_tells_a_figure_with_an_exponent() -> None:
+    assert not re.search(r"\de[+-]?\d", str(plan_model("llama-1b", num_positions=2**20, gpu="H100", num_layers=2)))
+
+
+def slides() -> list[dict[str, Any]]:
+    lines = map(json.loads, (RESULTS / "slide-encoder.jsonl").read_text().splitlines())
+    ours = [row for row in lines if row["what"].startswith("ours, bf16 autocast") and row["dropout"]]
+    rows = [row for row in ours if not row["plain"] and not row["compiled"]]
+    return list({(row["tiles"], row["what"]): row for row in rows}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", slides(), ids=lambda row: f"{row['tiles']} {row['what']}")
+def test_planned_peaks_of_a_model_are_what_an_h200_took(row: dict[str, Any]) -> None:
+    # those steps had no optimizer
+    casts, again = row["autocast"] != "None", row.get("checkpoint_activations", False)
+    plan = plan_model(
+        "gigapath-12l768d", num_positions=row["tiles"], gpu="H200", autocast=casts, checkpoint_activations=again, find_longest=False
+    )
+    assert plan.peak - dict(plan.terms)["optimizer's moments"] == pytest.approx(row["peak_bytes"], rel=0.15)
+
+
+def steps() -> list[Any]:
+    """(attention, batch, positions, ms, the model) of generated tokens; constants were fitted to the first run, not to the other."""
+    rows = [json.loads(line) for line in (RESULTS / "decode.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row.get("part") == "step" and row["model"] in ATTENTION and "ms" in row]
+    found: list[Any] = [(row["model"], row["batch"], row["context"], row["ms"], "longnet-125m", MODEL) for row in rows]
+    groups = json.loads((RESULTS / "train-infer.json").read_text(encoding="utf-8"))["groups"]
+    others = [row for rows in groups.values() for row in rows if row["case"].get("task") == "decode" and "values" in row]
+    cases = [(row | row["case"], row) for row in others]
+    return found + [(case["name"], case["B"], case["N"], row["values"]["ms"], case["model"], {}) for case, row in cases]
+
+
+@pytest.mark.parametrize("step", steps(), ids=lambda step: f"{step[0]}-{step[1]}-{step[2]}-{step[4]}")
+def test_generated_tokens_are_near_what_an_h200_took(step: Any) -> None:
+    name, batch, positions, ms, preset, options = step
+    found = plan_model(
+        preset, num_positions=positions, batch_size=batch, training=False, gpu="H200", find_longest=False, **options, **ATTENTION[name]
+    )
+    assert found.decode_seconds is not None and "tokens/s" in str(found) and "generating" in str(found)
+    assert found.decode_seconds * 1e3 == pytest.approx(ms, rel=0.35)
+
+
+def test_only_models_that_generate_have_a_rate_of_tokens() -> None:
+    assert tiny(4096).decode_seconds is None
+    encoder = plan_model("gigapath-12l768d", num_positions=4096, gpu="H200", training=False, find_longest=False)
+    assert encoder.decode_seconds is None and "positions/s" in str(encoder)
+    assert tiny(4096, training=False, world_size=2).decode_seconds is None
