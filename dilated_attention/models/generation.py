@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.functional.fused_norm_linear import compute_dtype
+from dilated_attention.functional.fused_layers import compute_dtype
 from dilated_attention.models.kv_cache.cache import Cache, KVCache
 from dilated_attention.models.kv_cache.paged import PagedKVCache
 from dilated_attention.models.text.kmer_embedding import following_codes

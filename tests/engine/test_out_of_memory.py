@@ -31,7 +31,6 @@ from dilated_attention.engine.decode import row as torch_decode
 from dilated_attention.engine.oom import report
 from dilated_attention.engine.oom.report import MemoryInfo, memory_info
 from dilated_attention.engine.oom.requirement import MemoryRequirement, dilated_requirement, size_text
-from dilated_attention.functional.fused_norm_linear import norm_linear
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.op_settings import settings
 from tests.helpers.pool import Pool
@@ -99,17 +98,6 @@ def test_a_decoder_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"(?s)the forward of decode_attention.*a cache of \(3, 100, 2, 16\), at most 45 keys per row.*2 in place of 3 sequences",
     ):
         decode_attention(q, cache, cache, torch.tensor([7, 99, 50]), DilatedPattern((32, 64), (1, 2)))
-
-
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_linear_layers_say_it(pass_: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.functional import fused_norm_linear_torch
-
-    x, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
-    (y,) = norm_linear(x, [weight], [], norm="layer")
-    monkeypatch.setattr(fused_norm_linear_torch, pass_, fails())
-    with pytest.raises(torch.OutOfMemoryError, match=rf"the {pass_} of norm_linear ran out of memory\n  call: .*weights\[0\] \(4, 16\)"):
-        norm_linear(x, [weight], [], norm="layer") if pass_ == "forward" else y.sum().backward()
 
 
 def test_other_errors_are_left_alone(broken: Callable[..., None]) -> None:

@@ -1,7 +1,7 @@
 """Measures what is alive while a function runs, without running it: fake tensors under a dispatch mode that counts their storages.
 
-A fake run does not show what this library's custom ops allocate internally. For norms and linear layers, ``functional/workspaces.py`` has
-formulas. For attention, the tape only records the position, and its reader adds the figure (``estimate/memory.py``).
+A fake run does not show what this library's attention ops allocate internally: the tape only records the position, and its reader adds the
+figure (``estimate/memory.py``).
 
 A step is traced at two lengths and with three and four blocks. Its operations are the same at every length, so the bytes of every tensor
 are linear in the length; each further block repeats them once more, so they are linear in the depth.
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import settings_of
-from dilated_attention.functional.workspaces import LAYER_WORKSPACES
+from dilated_attention.functional.fused_layers import plain_layers
 
 _ATTENTION = {
     "dilated_attention.dilated_attention.default": "forward",
@@ -102,6 +102,16 @@ class Tape(TorchDispatchMode):
             self._seen.add(parameter.untyped_storage())
             parameter.register_post_accumulate_grad_hook(self._made_grad)
 
+    def __enter__(self) -> Tape:
+        # the layers' kernels of a GPU, or none
+        self._layers = plain_layers(forced=self.on_gpu)
+        self._layers.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._layers.__exit__(*error)
+
     def note(self, inside: int = 0, attention: str = "") -> None:
         """Records the current state."""
         self.moments.append(Moment(self._alive, self._grads, inside, self._kept, self._moved, attention))
@@ -170,4 +180,4 @@ def _inside(name: str, args: tuple[Any, ...], out: Any, on_gpu: bool) -> int:
     if name == "aten._softmax_backward_data.default" and on_gpu:
         # torch's CUDA kernel takes grad · output as a separate tensor (aten/native/cuda/SoftMax.cu)
         return args[0].numel() * args[0].element_size()
-    return LAYER_WORKSPACES[name](args, out, on_gpu) if name in LAYER_WORKSPACES else 0
+    return 0
