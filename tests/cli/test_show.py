@@ -230,6 +230,6 @@ def test_a_cpu_trains_in_float32(capsys: pytest.CaptureFixture[str], monkeypatch
     here, device = found
     assert (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
     assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
-    # weights, gradients and moments are float32 in both; elements of a CPU are twice as large, and its plain layers save nearly twice as many
+    # weights, gradients and moments are float32 in both; a CPU saves nearly twice as many elements of twice the size
     fixed = 16 * here["parameters"]
     assert 3 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) < 4

@@ -34,7 +34,7 @@ def test_traffic_between_layers_is_what_a_hand_counts() -> None:
         on_gpu=True,
     )  # fmt: skip
     E, F, layers = 4096, 11008, 32
-    # elements read and written per position: two norms, q k v and out, two additions, gate and up, their product with SiLU in one pass, down
+    # elements read and written per position: two norms, q k v and out, two additions, gate and up, SiLU times up in one pass, down
     norms, linear, additions = 2 * 2 * E, 4 * 2 * E, 2 * 3 * E
     feed_forward = 2 * (E + F) + 3 * F + (F + E)
     # the rotation of q and k: halves times sines and cosines to float32, their sums, joined, rounded
