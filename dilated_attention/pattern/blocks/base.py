@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
-from dilated_attention.pattern.drawing import draw
 from dilated_attention.pattern.spec import SpecPattern, kind_named, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
@@ -310,7 +309,7 @@ class BlockPattern(SpecPattern):
         return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
 
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
-        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+        return super().show(num_positions, num_heads, is_causal=is_causal, path=path)
 
 
 def pattern_from_spec(spec: str) -> BlockPattern:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import Blocks, Grid, MaskMod, checked_positions, expand
+from dilated_attention.pattern.blocks.base import Blocks, Grid, checked_positions, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, check_number, shown
 
@@ -82,26 +82,6 @@ class RandomBlocks(WholeBlocks):
         row = rows[index]
         column = self.draw(grid, head, row, self.counts(grid, row), number)
         return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
-
-    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        grid = self.grid(num_positions, device=device)
-        counts = self.counts(grid, grid.rows())
-        _, _, column = self.columns(grid, tuple(range(num_heads if self.per_head else 1)))
-        if not column.numel():
-            return super().mask_mod(num_positions, num_heads, device)
-        # row after row, the columns of each head
-        drawn, starts = column.view(num_heads if self.per_head else 1, -1).to(torch.int32), counts.cumsum(0) - counts
-
-        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            row = q_idx.clamp(max=num_positions - 1) // self.q_block
-            wanted = kv_idx.clamp(max=num_positions - 1) // self.k_block
-            count = counts[row]
-            number = ((wanted + 1) * count.clamp(min=1) - 1) // grid.num_columns
-            # a row without blocks begins where the next one does, or after the last
-            place = (starts[row] + number).clamp(max=drawn.shape[1] - 1)
-            return (count > 0) & (drawn[self._drawing(head), place] == wanted)
-
-        return mask_mod
 
     def _drawing(self, head: Tensor) -> Tensor:
         return head if self.per_head else torch.zeros_like(head)
