@@ -71,22 +71,22 @@ def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("K", [24, 1100])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "K", "bias"), [(99, 24, True), (99, 24, False), (7, 1100, True), (0, 24, True)])
 @pytest.mark.parametrize(("activation", "norm"), RECIPES)
-def test_equal_to_the_layers_one_by_one(activation: str | None, norm: str, bias: bool, K: int) -> None:
+def test_equal_to_the_layers_one_by_one(activation: str | None, norm: str, rows: int, K: int, bias: bool) -> None:
     layers = Layers(norm, K, bias=bias)
     # a mean far from 0 and rows that do not fill a tile
-    x = torch.randn(1, 99 if K < 1000 else 7, K, device=DEVICE) + 3
+    x = torch.randn(1, rows, K, device=DEVICE) + 3
     assert error(results(layers, x, activation, True), results(layers, x, activation, False)) < 5e-6
 
 
+@pytest.mark.parametrize("K", [24] if DEVICE == "cpu" else [24, 768, 1000, 3072, 4096])
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(("activation", "norm"), RECIPES)
-def test_no_worse_in_bfloat16(activation: str | None, norm: str, autocast: bool) -> None:
+def test_no_worse_in_bfloat16(activation: str | None, norm: str, autocast: bool, K: int) -> None:
     """Against float64: rounding once loses no more than rounding after each layer; dtypes are those of the plain layers."""
     kind = torch.float32 if autocast else torch.bfloat16
-    layers, x = Layers(norm, dtype=kind), torch.randn(300, 24, device=DEVICE).bfloat16().to(kind)
+    layers, x = Layers(norm, K, dtype=kind), torch.randn(300, K, device=DEVICE).bfloat16().to(kind)
     found, plain = (results(layers, x, activation, forced, torch.bfloat16 if autocast else None) for forced in (True, False))
     # Triton's interpreter truncates to bfloat16
     slack = 2e-3 if DEVICE == "cuda" else 1e-2
@@ -126,14 +126,6 @@ def test_frozen_parts_and_unused_outputs(frozen: tuple[str, ...]) -> None:
         torch.testing.assert_close(found, torch.zeros_like(found) if expected is None else expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_rows() -> None:
-    layers = Layers("layer")
-    ys = layers(torch.empty(0, 24, device=DEVICE, requires_grad=True))
-    assert [y.shape for y in ys] == [(0, 16), (0, 40)]
-    sum(y.sum() for y in ys).backward()
-    assert all(p.grad is not None and not p.grad.any() for p in layers.parameters())
-
-
 def config(**changes: Any) -> LongNetConfig:
     values: dict[str, Any] = {"embed_dim": 32, "num_layers": 2, "num_heads": 4, "segment_lengths": (16, 64), "dilation_rates": (1, 2),
                               "is_causal": False, "dropout": 0.0, "positions": "none"}  # fmt: skip
@@ -150,28 +142,19 @@ def gradients(model: nn.Module, x: torch.Tensor, forced: bool = True) -> list[to
     return [y.detach(), *(grad for grad in grads if grad is not None)]
 
 
-STACKS: tuple[dict[str, Any], ...] = (
-    {},
-    {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False},
-    {"sub_norm": False, "positions": "rotary"},
-    {"ffn": "relu", "positions": "rotary"},
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", STACKS, ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False}, {"sub_norm": False}], ids=str
+)
 def test_a_stack_equals_its_plain_layers_compiled_and_checkpointed_too(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x = LongNetEncoder(config(**changes)).to(DEVICE), torch.randn(2, 50, 32, device=DEVICE)
     found = gradients(model, x)
     assert error(found, gradients(model, x, forced=False)) < 1e-5
-    if changes.get("positions") != "rotary":
-        torch._dynamo.reset()
-        # its blocks are alike, and compile alike
-        block = model.blocks[0]
-        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-        # on a GPU the attention's sums may come in another order
-        assert error(gradients(compiled, x), gradients(block, x)) <= (1e-6 if DEVICE == "cpu" else 5e-6)
+    torch._dynamo.reset()
+    # its blocks are alike, and compile alike
+    block = model.blocks[0]
+    assert error(gradients(torch.compile(block, fullgraph=True, backend="aot_eager"), x), gradients(block, x)) < 5e-6
     model.checkpoint_activations = True
     assert error(gradients(model, x), found) < 1e-6
 
@@ -224,42 +207,30 @@ def test_what_a_block_keeps(dropout: float, autocast: bool) -> None:
         assert saved() > M * 20 * unit
 
 
-def test_what_is_no_plain_layer_is_called() -> None:
-    """A hook, a replaced layer, a parametrisation, an instance's own forward: all run, and the result is that of the plain layers."""
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hooked": lambda block: block.ffn.up.register_forward_hook(lambda module, x, y: 2 * y),
+    "subclassed": lambda block: setattr(block.ffn, "up", Doubled(32, block.ffn.up.out_features, device=DEVICE)),
+    "parametrised": lambda block: nn.utils.parametrizations.weight_norm(block.attention.q_proj).parametrizations.weight.original0.data.mul_(
+        2
+    ),
+    "its own forward": lambda block: setattr(block.attention.v_proj, "forward", lambda x: torch.zeros_like(x)),
+    "replaced": lambda block: setattr(block, "attention_norm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_no_plain_layer_is_called(change: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(1, 40, 32, device=DEVICE)
-
-    class Doubled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    def hook(block: Any) -> None:
-        for name, module in block.named_modules():
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
-
-    def double(block: Any) -> None:
-        doubled = Doubled(32, block.ffn.up.out_features, device=DEVICE)
-        doubled.load_state_dict(block.ffn.up.state_dict())
-        block.ffn.up = doubled
-
-    def parametrise(block: Any) -> None:
-        nn.utils.parametrizations.weight_norm(block.attention.q_proj)
-        block.attention.v_proj.forward = lambda x: torch.zeros_like(x)
-
-    def replace(block: Any) -> None:
-        block.ffn, block.attention_norm = nn.Identity(), nn.Identity()
-
-    calls: list[str] = []
-    before = gradients(model := LongNetEncoder(config()).to(DEVICE), x)
-    hook(model.blocks[0])
-    assert error(gradients(model, x), before) < 5e-6
-    assert set(calls) == {name for name, _ in model.blocks[0].named_modules()}
-    for change in (double, parametrise, replace):
-        model = LongNetEncoder(config()).to(DEVICE)
-        before = gradients(model, x)
-        change(model.blocks[0])
-        found = gradients(model, x)
-        assert error(found, gradients(model, x, forced=False)) < 5e-6 and error(found[:1], before[:1]) > 1e-3
+    model, x = LongNetEncoder(config()).to(DEVICE), torch.randn(1, 40, 32, device=DEVICE)
+    before = gradients(model, x)
+    CHANGES[change](model.blocks[0])
+    found = gradients(model, x)
+    assert error(found, gradients(model, x, forced=False)) < 1e-5 and error(found[:1], before[:1]) > 1e-3
 
 
 def test_the_modules_are_called_for_other_dtypes_short_inference_and_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,18 +353,6 @@ def test_memory_of_an_encoder_on_a_gpu() -> None:
     y = model(x)
     assert torch.cuda.memory_allocated() - before <= M * 10.3 * N * E * 2
     y.sum().backward()
-
-
-@pytest.mark.gpu
-@pytest.mark.no_poison
-@pytest.mark.parametrize("K", [768, 1000, 3072, 4096])
-def test_kernels_at_size(K: int) -> None:
-    layers = Layers("layer", K, (256, 128))
-    x = torch.randn(5000, K, device="cuda")
-    for activation in (None, "gelu", "swiglu"):
-        found, plain = (results(layers.float(), x, activation, forced, torch.bfloat16) for forced in (True, False))
-        for mine, theirs, true in zip(found, plain, results(layers.double(), x.double(), activation, False), strict=True):
-            assert (mine.double() - true).norm() <= 1.2 * (theirs.double() - true).norm() + 1e-3 * true.norm(), activation
 
 
 @pytest.mark.gpu
