@@ -154,7 +154,8 @@ def test_a_stack_equals_its_plain_layers_compiled_and_checkpointed_too(changes: 
     torch._dynamo.reset()
     # its blocks are alike, and compile alike
     block = model.blocks[0]
-    assert error(gradients(torch.compile(block, fullgraph=True, backend="aot_eager"), x), gradients(block, x)) < 5e-6
+    backend = "aot_eager" if changes else "inductor"
+    assert error(gradients(torch.compile(block, fullgraph=True, backend=backend), x), gradients(block, x)) < 1e-5
     model.checkpoint_activations = True
     assert error(gradients(model, x), found) < 1e-6
 
