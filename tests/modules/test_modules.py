@@ -23,7 +23,7 @@ from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
-from dilated_attention.modules.rotary import document_positions, rotary_table, rotate
+from dilated_attention.modules.rotary import document_ends, rotary_table, rotate
 from dilated_attention.pattern import LocalWindow
 
 LENGTHS, RATES = [4, 8], [1, 2]
@@ -208,9 +208,9 @@ def test_half_precision_is_rotated_in_float32() -> None:
     assert torch.equal(turn(x, positions), turn(x.float(), positions).bfloat16())
 
 
-def test_document_positions_restart_and_skip_empty_documents() -> None:
+def test_positions_are_in_documents_that_are_not_empty() -> None:
     bounds = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)
-    assert document_positions(bounds, torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
+    assert [x.tolist() for x in document_ends(bounds, torch.arange(5))] == [[0, 0, 0, 3, 3], [3, 3, 3, 5, 5]]
 
 
 @pytest.mark.parametrize("kind", ["dilated", "multihead"])
