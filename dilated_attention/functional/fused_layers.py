@@ -14,6 +14,7 @@ quantised, sharded separately, hooked or moved to another device. The result is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -160,8 +161,13 @@ def _takes_kernels(*tensors: torch.Tensor) -> bool:
     return _forced is True or all(x.device.type == "cuda" and _has_kernels(x.device) for x in tensors)
 
 
-def _has_kernels(device: torch.device) -> bool:
+@functools.lru_cache(maxsize=8)
+def _runs_triton(device: torch.device) -> bool:
     return has_kernels(torch.empty(0, device=device))
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return _runs_triton(device)
 
 
 # a constant to torch.compile, which cannot look for packages: see ``functional.arguments.place_in``

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
+from dilated_attention.pattern.drawing import draw
 
 
 class Pattern(ABC):
@@ -53,6 +54,4 @@ class Pattern(ABC):
 
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         """Draws the pattern with matplotlib, one panel per head, and saves it to ``path`` if given. Returns the figure."""
-        from dilated_attention.pattern.drawing import draw
-
         return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -237,6 +238,26 @@ class DilatedPattern(Pattern):
         """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
         total = num_heads * num_positions**2
         return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)[0] / total if total else 0.0
+
+    def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
+        """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
+        cells, positions = -(-num_positions // cell), torch.arange(num_positions)
+        total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
+        for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+            for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
+                taken = positions[positions % length % rate == offset]
+                # how many positions of each cell a segment has; float64 counts exactly
+                places, ones = torch.stack([taken // cell, taken // length]), torch.ones(len(taken), dtype=torch.float64)
+                with warnings.catch_warnings():
+                    # torch's, that sparse matrices may change
+                    warnings.simplefilter("ignore")
+                    counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
+                    pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
+                if is_causal:
+                    own = torch.bincount(places[0], minlength=cells)
+                    pairs = pairs.tril(-1) + ((pairs.diag() + own) // 2).diag()
+                total[torch.tensor([o == offset for o in offsets])] += pairs
+        return total
 
 
 def taken(length: int, rate: int, offset: int) -> int:

@@ -6,7 +6,6 @@ matplotlib is an optional dependency: ``pip install "dilated-attention[plot]"``.
 from __future__ import annotations
 
 import textwrap
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.files import replacing
-from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
-from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern
 
 # up to this length, the pattern's definition is evaluated for every pair
 _DENSE_POSITIONS = 1024
@@ -43,44 +40,21 @@ def cell_pairs(pattern: Any, num_positions: int, num_heads: int, cell: int, *, i
         )
     if num_positions > _MOST_POSITIONS:
         raise ValueError(f"num_positions is {num_positions:,}; each one is examined, expected at most {_MOST_POSITIONS:,}")
-    if num_positions <= _DENSE_POSITIONS or cell == 1:
+    if num_positions <= _DENSE_POSITIONS or cell == 1 or not hasattr(pattern, "long_cell_pairs"):
         mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal).long()
         mask = torch.nn.functional.pad(mask, (0, cells * cell - num_positions) * 2)
         return mask.view(num_heads, cells, cell, cells, cell).sum((2, 4))
-    total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
-    if not isinstance(pattern, DilatedPattern):
-        from dilated_attention.pattern.blocks.kept_blocks import block_pairs
-
-        q_block, k_block = pattern.block_size
-        if cell % q_block or cell % k_block:
-            raise ValueError(f"cell is {cell}; expected a multiple of the pattern's blocks, {q_block} × {k_block} positions")
-        pattern = pattern.at(num_positions)
-        for head, row, column, pairs in block_pairs(pattern.causal() if is_causal else pattern, num_positions, num_heads):
-            total.index_put_((head, row * q_block // cell, column * k_block // cell), pairs, accumulate=True)
-        return total if pattern.per_head else total[:1].expand(num_heads, -1, -1)
-    positions = torch.arange(num_positions)
-    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
-        for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
-            taken = positions[positions % length % rate == offset]
-            # how many positions of each cell a segment has; float64 counts exactly
-            places, ones = torch.stack([taken // cell, taken // length]), torch.ones(len(taken), dtype=torch.float64)
-            with warnings.catch_warnings():
-                # torch's, that sparse matrices may change
-                warnings.simplefilter("ignore")
-                counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
-                pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
-            if is_causal:
-                own = torch.bincount(places[0], minlength=cells)
-                pairs = pairs.tril(-1) + ((pairs.diag() + own) // 2).diag()
-            total[torch.tensor([o == offset for o in offsets])] += pairs
+    q_block, k_block = getattr(pattern, "block_size", (1, 1))
+    if cell % q_block or cell % k_block:
+        raise ValueError(f"cell is {cell}; expected a multiple of the pattern's blocks, {q_block} × {k_block} positions")
+    total: Tensor = pattern.long_cell_pairs(num_positions, num_heads, cell, is_causal)
     return total
 
 
 def cell_size(pattern: Any, num_positions: int, at_most: int) -> int:
     """Returns the smallest cell size that ``cell_pairs`` takes, a power of two, such that at most ``at_most`` cells cover the sequence."""
     cell = 1 << max(0, -(-num_positions // at_most) - 1).bit_length()
-    is_long = num_positions > _DENSE_POSITIONS and not isinstance(pattern, DilatedPattern)
-    return max(cell, pattern.q_block, pattern.k_block) if is_long else cell
+    return max(cell, *getattr(pattern, "block_size", (1,))) if num_positions > _DENSE_POSITIONS else cell
 
 
 def cell_sizes(num_positions: int, cell: int) -> Tensor:
@@ -89,7 +63,7 @@ def cell_sizes(num_positions: int, cell: int) -> Tensor:
     return lengths[:, None] * lengths
 
 
-def draw(pattern: Pattern, num_positions: int, num_heads: int, *, cell: int = 1, is_causal: bool = False, path: str | None = None) -> Any:
+def draw(pattern: Any, num_positions: int, num_heads: int, *, cell: int = 1, is_causal: bool = False, path: str | None = None) -> Any:
     """Draws one panel per head: rows are queries, columns are keys, the color is the multiplicity, its mean over a cell; white is none.
 
     Returns the figure, and saves it to ``path`` if given.
