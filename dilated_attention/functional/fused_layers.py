@@ -232,7 +232,8 @@ class _NormLinear(torch.autograd.Function):
             None if d is None or p is None else d.to(p.dtype, copy=count > 1)
             for d, p in zip((*dweights, *dbiases), parameters, strict=True)
         ]
-        dscale, dshift = (d.to(p.dtype, copy=True) if p is not None else None for d, p in zip(dnorm, (scale, shift), strict=True))
+        norms = zip(dnorm, (scale, shift), (of_scale, of_shift), strict=True)
+        dscale, dshift = (d.to(p.dtype, copy=True) if is_needed else None for d, p, is_needed in norms)
         return None, dx.view(*shape, x.shape[-1]) if of_x else None, dgate.view(gate.shape) if of_gate else None, dscale, dshift, *grads
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import Blocks, Grid, checked_positions, expand
+from dilated_attention.pattern.blocks.base import Blocks, Grid, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, check_number, shown
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, shown
 
 # SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -46,15 +46,6 @@ class RandomBlocks(WholeBlocks):
         rows = grid.whole_rows
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
-
-    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Returns the exact number of kept (head, query, key) triples, without listing blocks if their number alone determines it."""
-        num_positions = checked_positions(num_positions)
-        if check_bool("is_causal", is_causal) or num_positions % self.q_block or num_positions % self.k_block:
-            return super().pairs(num_positions, num_heads, is_causal=is_causal)
-        self.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
-        grid = self.grid(num_positions)
-        return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
 
     def draw(self, grid: Grid, head: Tensor, row: Tensor, count: Tensor, number: Tensor) -> Tensor:
         """Returns the column that draw ``number`` of ``count`` takes from its range."""
