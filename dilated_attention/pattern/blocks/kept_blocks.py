@@ -51,7 +51,8 @@ def kept_blocks(
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
     grid = pattern.grid(num_positions, rows, device)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    pieces, num_entries, num_masks = [(grid.range(0, 1).to(torch.int32),)], 0, 0
+    pieces: list[tuple[Tensor, ...]] = [(grid.range(0, 1).to(torch.int32),)]
+    num_entries = num_masks = 0
     for piece in _pieces(pattern, grid, heads):
         masks = torch.full_like(piece.column, -1, dtype=torch.int32) if piece.masks is None else piece.masks
         masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
@@ -184,10 +185,7 @@ def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column:
     for part in grid.parts(row.shape[0]):
         queries, keys = grid.positions(row[part], column[part])
         kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
-        if grid.num_positions % grid.q_block:
-            kept = kept & (queries < grid.num_positions)
-        if grid.num_positions % grid.k_block:
-            kept = kept & (keys < grid.num_positions)
+        kept = kept & (queries < grid.num_positions) & (keys < grid.num_positions)
         bits.append(packed(kept))
         pairs.append(kept.sum((1, 2)))
     return torch.cat(bits), torch.cat(pairs)

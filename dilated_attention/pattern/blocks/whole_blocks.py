@@ -50,7 +50,7 @@ class _AroundOwn(WholeBlocks):
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         distance = grid.range(1 - grid.num_columns, max(grid.num_columns, 1))
-        column = torch.stack(own_columns(grid, grid.rows()), 1)[:, :, None] + distance[self.keeps_at(distance)]
+        column = torch.stack(own_columns(grid, grid.rows())[: own_count(grid)], 1)[:, :, None] + distance[self.keeps_at(distance)]
         index = grid.range(0, grid.num_rows)[:, None, None].expand_as(column)
         inside = (column >= 0) & (column < grid.num_columns)
         return merged(grid, (index[inside], column[inside]))
