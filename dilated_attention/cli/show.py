@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from dilated_attention.cli.terminal import NARROWEST, drawing
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.cells import cell_size, draw_cells
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.pattern.dilated import pairs_of_at_least
+from dilated_attention.pattern.dilated import distinct_pairs
+from dilated_attention.pattern.drawing import cell_size, draw
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
@@ -77,8 +76,7 @@ def _pattern(args: argparse.Namespace) -> int:
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if args.image is not None:
         cell = 1 if args.length <= _PIXELS else cell_size(pattern, args.length, _PIXELS)
-        draw = pattern.show if cell == 1 else functools.partial(draw_cells, pattern, cell=cell)
-        draw(args.length, args.heads, is_causal=args.causal, path=str(args.image))
+        draw(pattern, args.length, args.heads, cell=cell, is_causal=args.causal, path=str(args.image))
         told["image"] = str(args.image)
     if args.json:
         put_json(told)
@@ -107,10 +105,10 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
         "dense_pairs": dense, "density": pairs / dense, "keys_per_query": pairs / rows,
     }  # fmt: skip
     if isinstance(pattern, DilatedPattern):
-        distinct, *several = pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal)
+        distinct, several = distinct_pairs(pattern, num_positions, num_heads, is_causal=is_causal)
         branch_pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
         told |= {
-            "distinct_pairs": distinct, "coverage": distinct / dense, "pairs_of_several_branches": several[0] if several else 0,
+            "distinct_pairs": distinct, "coverage": distinct / dense, "pairs_of_several_branches": several,
             "branches": [
                 {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
                 for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)

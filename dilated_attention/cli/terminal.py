@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dilated_attention.pattern import BlockPattern, Pattern
-from dilated_attention.pattern.cells import cell_pairs, cell_size, cell_sizes
+from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes
 
 # shades for multiplicities 0, 1, 2, … of a pattern whose highest multiplicity is 1, 2, 3; beyond that the last one covers all higher ones
 _SHADES = ("·█", "·█", "·▒█", "·░▒█", "·░▒▓█")

@@ -1,17 +1,18 @@
 """The functional API. Tensors are (B, N, H, D); where several processes share a sequence, each holds its shard (B, n, H, D)."""
 
-from dilated_attention.functional.block_sparse import block_sparse_attention, block_sparse_dilated_attention
-from dilated_attention.functional.decode import decode_attention, explain_decode
-from dilated_attention.functional.maps import attention_map
-from dilated_attention.functional.options import BranchOptions, CallOptions, LocalOptions, MapOptions, RingOptions, ScoreOptions
-from dilated_attention.functional.received import attention_received
-from dilated_attention.functional.ring import (
+from dilated_attention.functional.calls import (
+    attention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
     ring_attention,
     ring_block_sparse_attention,
     ring_block_sparse_dilated_attention,
     ring_dilated_attention,
 )
-from dilated_attention.functional.single import attention, dilated_attention
+from dilated_attention.functional.decode import decode_attention, explain_decode
+from dilated_attention.functional.maps import attention_map, attention_received
+from dilated_attention.functional.options import BranchOptions, CallOptions, LocalOptions, MapOptions, RingOptions, ScoreOptions
 
 __all__ = [
     "BranchOptions",

@@ -12,7 +12,7 @@ import torch
 
 from dilated_attention.distributed.comm.group import group_name_of
 from dilated_attention.functional.arguments import branches_of, checked_settings
-from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import Options
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, pattern_from_spec
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.functional.fused_layers import is_lean, linear_layers
-from dilated_attention.functional.residual_dropout import add_dropped
+from dilated_attention.functional.fused_layers import add_dropped, is_lean, linear_layers
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass
 from dilated_attention.models.loss import first_of_group

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.functional.fused_norm_linear import compute_dtype
+from dilated_attention.functional.fused_layers import compute_dtype
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.text import check_ids, check_tokens, following_codes
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown

@@ -50,7 +50,7 @@ def footprint(
     checkpoint_activations: bool = False,
     activation_bytes: int = 2,
 ) -> Footprint:
-    """Estimates the footprint of a stack whose blocks save what ``functional.fused_norm_linear`` saves for the backward.
+    """Estimates the footprint of a stack whose blocks save what the kernels of ``functional.fused_layers`` save for the backward.
 
     This is x, q, k, v, out and its lse, x after attention, W_1 x, with ``activation_bytes`` per element. With ``checkpoint_activations`` a
     block only saves its input, with 4 bytes per element: the residual stream has the dtype of its input, float32 under autocast
@@ -61,6 +61,9 @@ def footprint(
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
     block = activation_bytes * (4 * embed + keys + wide) + 4 * heads
+    if activation_bytes == 4:
+        # a CPU's plain layers also save the inputs of linear layers and of the inner norm
+        block += activation_bytes * (3 * embed + 2 * inner)
     if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
         # on a GPU the branches' own outputs are saved, up to about 10^5 positions; beyond that they are recomputed
         block += int(activation_bytes * embed * sum(1 / rate for rate in config.dilation_rates))

@@ -14,7 +14,7 @@ from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.functional import attention_map, attention_received
 from dilated_attention.functional.arguments import checked_block_layout, checked_ring_pattern
-from dilated_attention.functional.block_sparse import checked_pattern
+from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import BranchOptions, check_names
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.options import DEFAULTS, BlockOptions, GroupOptions

@@ -16,15 +16,7 @@ from dilated_attention.functional.options import check_names
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
 from dilated_attention.modules.options import DEFAULTS, ProjectionOptions
-from dilated_attention.modules.rotary import (
-    Table,
-    document_positions,
-    rotary_table,
-    rotate,
-    xpos_document_positions,
-    xpos_positions,
-    xpos_tables,
-)
+from dilated_attention.modules.rotary import Table, check_xpos_length, document_ends, rotary_table, rotate, xpos_tables
 from dilated_attention.pattern.checks import as_int
 
 
@@ -189,14 +181,14 @@ class MultiheadAttention(nn.Module):
                 # compiled code may compute the tables again in the backward
                 cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
             cu_seqlens = cu_seqlens.to(positions.device)
-        turned = positions if cu_seqlens is None else document_positions(cu_seqlens, positions)
-        table = rotary_table(turned, self.head_dim, self.rotary_base, dtype)
+        if self.xpos_scale_base is not None:
+            cu_seqlens = check_xpos_length(cu_seqlens, seq_len, self.xpos_scale_base, dtype)
+        start, end = (0, seq_len) if cu_seqlens is None else document_ends(cu_seqlens, positions)
+        table = rotary_table(positions - start, self.head_dim, self.rotary_base, dtype)
         if self.xpos_scale_base is None:
             return table, table
-        if cu_seqlens is None:
-            centred = xpos_positions(positions, seq_len, self.xpos_scale_base, dtype)
-        else:
-            centred = xpos_document_positions(positions, cu_seqlens, seq_len, self.xpos_scale_base, dtype)
+        # scaled by their distance from the middle
+        centred = positions - start - (end - start + 1) // 2
         return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
 
     def attend_cached(self, x: torch.Tensor, cache_pass: Any, layer: int) -> torch.Tensor:

@@ -48,11 +48,12 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def document_positions(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns ``positions`` (n,) counted from the start of the packed document that each of them is in."""
-    positions = positions.to(cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens, positions, right=True) - 1
-    return positions - cu_seqlens[document]
+def document_ends(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> Table:
+    """Returns the first position of the packed document that each of ``positions`` (n,) is in, and one after its last."""
+    # the attention refuses positions beyond the last boundary; here they must not cause an out-of-bounds read
+    document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
+    document = document.clamp(0, cu_seqlens.shape[0] - 2)
+    return cu_seqlens[document], cu_seqlens[document + 1]
 
 
 def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base: float) -> tuple[Table, Table]:
@@ -82,35 +83,23 @@ def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
     return int(min(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM), MAX_LENGTH))
 
 
-def xpos_positions(positions: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``positions`` (N,) of a sequence of ``seq_len``, counted from its middle.
+def check_xpos_length(cu_seqlens: torch.Tensor | None, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns ``cu_seqlens`` of a sequence of ``seq_len``.
 
     Raises:
-        ValueError: the factors of the sequence overflow ``dtype``.
+        ValueError: the factors of the sequence, or of one of its documents, overflow ``dtype``.
     """
     longest = xpos_max_length(scale_base, dtype)
-    if seq_len > longest:
-        raise ValueError(_too_long("the sequence", seq_len, longest, scale_base, dtype))
-    return positions - (seq_len + 1) // 2
-
-
-def xpos_document_positions(
-    positions: torch.Tensor, cu_seqlens: torch.Tensor, seq_len: int, scale_base: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """Returns ``positions`` (n,) in a packed sequence of ``seq_len``, counted from the middle of the document that each is in.
-
-    Raises:
-        ValueError: the factors of a document overflow ``dtype``.
-    """
-    longest = xpos_max_length(scale_base, dtype)
+    if seq_len <= longest:
+        return cu_seqlens
+    text = (
+        f"{{what}} has {{length}} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
+        "xpos_scale_base, rotary=True without it, or a dtype of larger range"
+    )
+    if cu_seqlens is None:
+        raise ValueError(text.format(what="the sequence", length=seq_len))
     # the boundaries are on the device; they are read only where a document may be too long
-    if seq_len > longest:
-        cu_seqlens = bounded_documents(cu_seqlens, longest, _too_long("a document", "{length}", longest, scale_base, dtype))
-    positions = positions.to(cu_seqlens.dtype)
-    # the attention refuses positions beyond the last boundary; here they must not cause an out-of-bounds read
-    document = (torch.searchsorted(cu_seqlens, positions, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
-    start, end = cu_seqlens[document], cu_seqlens[document + 1]
-    return positions - start - (end - start + 1) // 2
+    return bounded_documents(cu_seqlens, longest, text.format(what="a document", length="{length}"))
 
 
 @torch.library.custom_op("dilated_attention::bounded_documents", mutates_args=())
@@ -130,10 +119,3 @@ def _(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
 @bounded_documents.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], cu_seqlens: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, int]:
     return each(bounded_documents, info.batch_size, in_dims, (cu_seqlens, *settings))
-
-
-def _too_long(what: str, length: int | str, longest: int, scale_base: float, dtype: torch.dtype) -> str:
-    return (
-        f"{what} has {length} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
-        "xpos_scale_base, rotary=True without it, or a dtype of larger range"
-    )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int
+from dilated_attention.pattern.drawing import draw
 
 
 class Pattern(ABC):
@@ -51,6 +52,6 @@ class Pattern(ABC):
         head_dim = as_int("head_dim", head_dim, minimum=1, maximum=MAX_LENGTH)
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
-    @abstractmethod
     def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         """Draws the pattern with matplotlib, one panel per head, and saves it to ``path`` if given. Returns the figure."""
+        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)

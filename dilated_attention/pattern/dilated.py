@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb, lcm
+from math import lcm
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,13 +24,12 @@ from dilated_attention.pattern.checks import (
     shown,
     sizes_of_mask,
 )
-from dilated_attention.pattern.drawing import draw
 
 Number = TypeVar("Number", int, Tensor)
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
-# steps of counting shared pairs, which take about ten minutes
-_MOST_STEPS = 2**40
+# positions and pairs of segments that are examined to count shared pairs, which takes minutes
+_MOST_STEPS = 2**32
 
 
 @dataclass(frozen=True)
@@ -237,19 +235,29 @@ class DilatedPattern(Pattern):
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
 
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
-        """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask.
-
-        It uses inclusion and exclusion over the branches: a set of branches shares a pair if all of them take both positions and the
-        positions are between the same segment boundaries of all of them. It takes time O(2^branches · N) for each distinct head.
-        """
-        check_bool("is_causal", is_causal)
-        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
-        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+        """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
         total = num_heads * num_positions**2
-        return pairs_of_at_least(self, num_positions, num_heads, is_causal=is_causal)[0] / total if total else 0.0
+        return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)[0] / total if total else 0.0
 
-    def show(self, num_positions: int = 64, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
-        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+    def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
+        """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
+        cells, positions = -(-num_positions // cell), torch.arange(num_positions)
+        total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
+        for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+            for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
+                taken = positions[positions % length % rate == offset]
+                # how many positions of each cell a segment has; float64 counts exactly
+                places, ones = torch.stack([taken // cell, taken // length]), torch.ones(len(taken), dtype=torch.float64)
+                with warnings.catch_warnings():
+                    # torch's, that sparse matrices may change
+                    warnings.simplefilter("ignore")
+                    counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
+                    pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
+                if is_causal:
+                    own = torch.bincount(places[0], minlength=cells)
+                    pairs = pairs.tril(-1) + ((pairs.diag() + own) // 2).diag()
+                total[torch.tensor([o == offset for o in offsets])] += pairs
+        return total
 
 
 def taken(length: int, rate: int, offset: int) -> int:
@@ -257,43 +265,37 @@ def taken(length: int, rate: int, offset: int) -> int:
     return max(0, -(-(length - offset) // rate))
 
 
-def pairs_of_at_least(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, ...]:
-    """Returns the numbers of (head, query, key) triples with multiplicity ≥ 1, ≥ 2, … up to the number of branches."""
-    num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
+def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
+    """Returns the numbers of (head, query, key) triples of multiplicity ≥ 1 and ≥ 2.
+
+    Positions that are in the same segments of the same branches are a class; pairs are counted class by class.
+    """
+    check_bool("is_causal", is_causal)
+    positions, heads_of = as_int("num_positions", num_positions, minimum=0), Counter(zip(*pattern.offsets(num_heads), strict=True))
     # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary
-    period = lcm(*pattern.segment_lengths)
-    if num_positions > period:
-        repeats, rest = divmod(num_positions, period)
-        counts = (pairs_of_at_least(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
-        return tuple(repeats * of_period + of_rest for of_period, of_rest in zip(*counts, strict=True))
-    heads_of = Counter(zip(*pattern.offsets(num_heads), strict=True))
-    branches_of_head = 1 if pattern.branch_heads == "split" else pattern.num_branches
-    if num_positions * len(heads_of) << branches_of_head > _MOST_STEPS:
+    repeats, rest = divmod(positions, period := lcm(*pattern.segment_lengths))
+    if positions > period:
+        whole, part = (distinct_pairs(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
+        return repeats * whole[0] + part[0], repeats * whole[1] + part[1]
+    segments = sum(-(-positions // length) for length in pattern.segment_lengths)
+    if len(heads_of) * (positions + segments**2) > _MOST_STEPS:
         raise ValueError(
-            f"segment_lengths has {pattern.num_branches} entries and num_positions {num_positions:,} up "
-            f"to where all segments end together, with {len(heads_of):,} different heads: "
-            "which pairs several branches share is counted in 2**branches · positions · heads steps, "
-            f"expected at most 2**{_MOST_STEPS.bit_length() - 1}: ask for a shorter sequence, fewer branches or heads"
+            f"num_positions is {positions:,}, with {segments:,} segments of {len(heads_of):,} different heads; every two are compared, "
+            f"expected at most 2**{_MOST_STEPS.bit_length() - 1} pairs of them: ask for a shorter sequence, longer segments or fewer heads"
         )
-    places = [torch.arange(num_positions) % length for length in pattern.segment_lengths]
-    # pairs that all branches of a set take, summed over all sets of 1, 2, … branches
-    sizes = range(1, pattern.num_branches + 1)
-    shared = [0] * sizes.stop
+    counts = [0, 0]
+    places = torch.arange(positions)
     for offsets, num_equal_heads in heads_of.items():
-        branches = [
-            (place % rate == offset, place == 0)
-            for place, rate, offset in zip(places, pattern.dilation_rates, offsets, strict=True) if offset != NOT_IN_BRANCH
-        ]  # fmt: skip
-        for size in sizes:
-            for chosen in combinations(branches, size):
-                taken, begins = zip(*chosen, strict=True)
-                # positions that all of them take, between the segment boundaries of any of them
-                stretch = functools.reduce(torch.logical_or, begins).cumsum(0)[functools.reduce(torch.logical_and, taken)]
-                shared[size] += num_equal_heads * int(_square(torch.bincount(stretch), is_causal).sum())
-    # a pair of multiplicity m is in C(m, size) of the sets; with these factors it counts 1 for every m from `least` on
-    return tuple(
-        sum((-1) ** (size - least) * comb(size - 1, least - 1) * shared[size] for size in range(least, sizes.stop)) for least in sizes
-    )
+        branches = zip(pattern.branches, offsets, strict=True)
+        taken = [torch.where(places % length % rate == offset, places // length, -1) for (length, rate), offset in branches]
+        classes, sizes = torch.unique(torch.stack(taken), dim=1, return_counts=True)
+        for own, size in zip(classes.T[:, :, None] if positions else (), sizes.tolist(), strict=True):
+            shared = ((own == classes) & (own >= 0)).sum(0)
+            for i in range(2):
+                # multiplicities are symmetric, and that of a position with itself is the number of its branches
+                itself = is_causal and int((own >= 0).sum()) > i
+                counts[i] += num_equal_heads * size * (int(sizes[shared > i].sum()) + itself)
+    return counts[0] // (1 + is_causal), counts[1] // (1 + is_causal)
 
 
 def _square(rows: Number, is_causal: bool) -> Number:

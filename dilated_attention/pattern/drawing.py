@@ -1,4 +1,7 @@
-"""Draws patterns. matplotlib is an optional dependency: ``pip install "dilated-attention[plot]"``."""
+"""Counts the pairs of a pattern in square cells of positions, without a mask of N² pairs, and draws them.
+
+matplotlib is an optional dependency: ``pip install "dilated-attention[plot]"``.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +9,91 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention.files import replacing
-from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_MASK, as_int
 
+# up to this length, the pattern's definition is evaluated for every pair
+_DENSE_POSITIONS = 1024
+_MOST_POSITIONS = 2**28
 # letters per inch of a title, in matplotlib's default size
 _LETTERS_PER_INCH = 10
 
 
-def draw(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, path: str | None = None) -> Any:
-    """Draws one panel per head: rows are queries, columns are keys, and the color is the multiplicity (white: not attended)."""
-    num_heads = checked_panels(num_heads)
-    from matplotlib.colors import BoundaryNorm, ListedColormap
+def cell_pairs(pattern: Any, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> Tensor:
+    """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
 
-    mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal)
-    highest = max(1, int(mask.max())) if mask.numel() else 1
-    shades = ["#ffffff", "#9ecae1", "#4292c6", "#2171b5", "#08519c", "#08306b"]
-    colours = [shades[min(level, len(shades) - 1)] for level in range(highest + 1)]
-    norm = BoundaryNorm([level - 0.5 for level in range(highest + 2)], highest + 1)
-    figure = panels(mask, 1.0, "multiplicity m(i, j)", range(highest + 1), cmap=ListedColormap(colours), norm=norm)
-    return finished(figure, pattern, num_positions, num_heads, is_causal, path)
+    Args:
+        cell: side of a cell in positions. For a block pattern beyond 1,024 positions, it must be a multiple of both block sizes.
+
+    Returns:
+        int64 (num_heads, ceil(N / cell), ceil(N / cell)): head, cell of the queries, cell of the keys. Their sum is ``pattern.pairs``.
+    """
+    num_positions, cell = as_int("num_positions", num_positions, minimum=0), as_int("cell", cell, minimum=1)
+    num_heads, cells = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS), -(-num_positions // cell)
+    if num_heads * cells**2 > MAX_MASK:
+        raise ValueError(
+            f"num_heads is {num_heads:,} and cell {cell:,}, which makes {cells:,} × {cells:,} cells for each; take larger "
+            "cells or fewer heads"
+        )
+    if num_positions > _MOST_POSITIONS:
+        raise ValueError(f"num_positions is {num_positions:,}; each one is examined, expected at most {_MOST_POSITIONS:,}")
+    if num_positions <= _DENSE_POSITIONS or cell == 1 or not hasattr(pattern, "long_cell_pairs"):
+        mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal).long()
+        mask = torch.nn.functional.pad(mask, (0, cells * cell - num_positions) * 2)
+        return mask.view(num_heads, cells, cell, cells, cell).sum((2, 4))
+    q_block, k_block = getattr(pattern, "block_size", (1, 1))
+    if cell % q_block or cell % k_block:
+        raise ValueError(f"cell is {cell}; expected a multiple of the pattern's blocks, {q_block} × {k_block} positions")
+    total: Tensor = pattern.long_cell_pairs(num_positions, num_heads, cell, is_causal)
+    return total
 
 
-def panels(values: Tensor, bar_width: float, label: str, ticks: Any = None, **options: Any) -> Any:
-    """Returns a figure with a panel for each head of ``values`` (heads, queries, keys), and a colour bar in inches ``bar_width``."""
-    # Figure without pyplot: drawing from a library must not touch the user's backend or open a window
-    from matplotlib.figure import Figure
+def cell_size(pattern: Any, num_positions: int, at_most: int) -> int:
+    """Returns the smallest cell size that ``cell_pairs`` takes, a power of two, such that at most ``at_most`` cells cover the sequence."""
+    cell = 1 << max(0, -(-num_positions // at_most) - 1).bit_length()
+    return max(cell, *getattr(pattern, "block_size", (1,))) if num_positions > _DENSE_POSITIONS else cell
 
-    figure = Figure(figsize=(3.2 * len(values) + bar_width, 3.9), layout="constrained")
-    axes = figure.subplots(1, len(values), squeeze=False, sharey=True)[0]
+
+def cell_sizes(num_positions: int, cell: int) -> Tensor:
+    """Returns the number of all pairs in every square, int64 (cells, cells): the ``cell_pairs`` of dense attention."""
+    lengths = torch.arange(0, num_positions + cell, cell).clamp(max=num_positions).diff()
+    return lengths[:, None] * lengths
+
+
+def draw(pattern: Any, num_positions: int, num_heads: int, *, cell: int = 1, is_causal: bool = False, path: str | None = None) -> Any:
+    """Draws one panel per head: rows are queries, columns are keys, the color is the multiplicity, its mean over a cell; white is none.
+
+    Returns the figure, and saves it to ``path`` if given.
+    """
+    try:
+        # Figure without pyplot: drawing from a library must not touch the user's backend or open a window
+        from matplotlib.colors import PowerNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
+    # an image may be at most 65,536 pixels wide
+    num_heads = as_int("num_heads", num_heads, minimum=1, maximum=128)
+    mean = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal) / cell_sizes(num_positions, cell)
+    figure = Figure(figsize=(3.2 * num_heads + (1.4 if cell > 1 else 1.0), 3.9), layout="constrained")
+    axes = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]
+    edge = mean.shape[-1] * cell
+    # the square root makes cells with few pairs visible
+    norm = PowerNorm(0.5, vmin=0.0, vmax=max(1.0, float(mean.max()) if mean.numel() else 1.0))
     for head, panel in enumerate(axes):
-        image = panel.imshow(values[head].numpy(), interpolation="nearest", **options)
-        panel.set_title(f"head {head}")
-        panel.set_xlabel("key position")
+        image = panel.imshow(mean[head].numpy(), interpolation="nearest", cmap="Blues", norm=norm, extent=(0, edge, edge, 0))
+        panel.set(title=f"head {head}", xlabel="key position", xlim=(0, num_positions), ylim=(num_positions, 0))
     axes[0].set_ylabel("query position")
-    figure.colorbar(image, ax=list(axes), ticks=ticks, label=label, shrink=0.8)
-    return figure
-
-
-def finished(figure: Any, pattern: Pattern, num_positions: int, num_heads: int, is_causal: bool, path: str | None) -> Any:
-    """Returns the figure with a title, and saves it to ``path`` if given."""
-    kind = "causal" if is_causal else "full"
+    label = f"mean multiplicity of {cell} × {cell} positions" if cell > 1 else "multiplicity"
+    figure.colorbar(image, ax=list(axes), label=label, shrink=0.8)
+    listed = ", ".join(f"{w}/{r}" for w, r in getattr(pattern, "branches", ()))
     density = pattern.density(num_positions, num_heads, is_causal=is_causal)
-    branches = getattr(pattern, "branches", ())
-    listed = f"({', '.join(f'{w}/{r}' for w, r in branches)})" if branches else ""
-    title = f"{type(pattern).__name__}{listed} · {num_positions} positions, {kind} · {density:.1%} of dense pairs"
-    figure.suptitle(textwrap.fill(title, int(_LETTERS_PER_INCH * figure.get_figwidth())))
+    title = f"{type(pattern).__name__}{listed and f'({listed})'} · {num_positions} positions, {'causal' if is_causal else 'full'}"
+    figure.suptitle(textwrap.fill(f"{title} · {density:.1%} of dense pairs", int(_LETTERS_PER_INCH * figure.get_figwidth())))
     if path is not None:
         # the suffix determines the format; matplotlib adds .png if there is none
         with replacing(path if Path(path).suffix else f"{path}.png") as new:
             figure.savefig(new, dpi=120)
     return figure
-
-
-def checked_panels(num_heads: int) -> int:
-    """Returns the number of panels of a picture. Raises ImportError if matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
-    # an image may be at most 65,536 pixels wide
-    return as_int("num_heads", num_heads, minimum=1, maximum=128)

@@ -23,6 +23,7 @@ from dilated_attention.engine.ops.prepare import saved_elements_of_sequence
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import settings_of
 from dilated_attention.factory import create_model
+from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
 from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import cache_bytes, embedding_parameters
@@ -301,9 +302,7 @@ class _Tape(TorchDispatchMode):
             read = sum(x.nbytes for x in tree_iter(args) if isinstance(x, torch.Tensor))
             self.moved += made + (made if name == "aten.embedding.default" else read)
         if made or attention:
-            # beside its results a norm with a linear layer holds its input in the products' dtype, and in the backward that one's gradient
-            inside = args["_backward" in name].nbytes if "norm_linear" in name else 0
-            self.moments.append(_Moment(self.alive + inside, self.grads, self.kept, self.moved, attention))
+            self.moments.append(_Moment(self.alive, self.grads, self.kept, self.moved, attention))
         return out
 
     def _made_grad(self, parameter: torch.Tensor) -> None:
@@ -347,7 +346,10 @@ def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
         model.to_empty(device="cpu").train(run.training)
         tape = _Tape(model.parameters())
         # tokens, tiles or patches are created inside the tape: they live as long as the step
-        with tape, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training):
+        # with the layers' kernels of a GPU, or without
+        with (
+            plain_layers(forced=run.on_gpu), tape, torch.autocast("cpu", run.dtype, enabled=run.casts), torch.set_grad_enabled(run.training)
+        ):  # fmt: skip
             if isinstance(model, LongNetLM):
                 given = torch.zeros((run.batch_size, rows), dtype=torch.int64)
                 out = model.hidden(given)

@@ -92,9 +92,9 @@ def test_a_cpu_trains_in_float32(capsys: Capture, monkeypatch: pytest.MonkeyPatc
     here, device = (json.loads(printed(capsys, f"show longnet-tiny --positions 4096 --json {more}")) for more in ("", "--memory 8"))
     assert (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
     assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
-    # weights, gradients and moments are float32 in both
+    # weights, gradients and moments are float32 in both; a CPU saves nearly twice as many elements of twice the size
     fixed = 16 * here["parameters"]
-    assert 1.9 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) <= 2
+    assert 3 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) < 4
 
 
 def test_bench_says_where_measuring_is(capsys: Capture) -> None:

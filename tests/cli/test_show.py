@@ -13,8 +13,8 @@ import torch
 from dilated_attention.cli import main
 from dilated_attention.cli.terminal import drawing
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, Pattern, with_sparsity
-from dilated_attention.pattern.cells import cell_pairs, cell_size, cell_sizes
-from dilated_attention.pattern.dilated import pairs_of_at_least
+from dilated_attention.pattern.dilated import distinct_pairs
+from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes
 
 DILATED = ["show", "dilated", "--segment-lengths", "16", "32", "--dilation-rates", "1", "2"]
 PATTERNS = [
@@ -29,8 +29,8 @@ PATTERNS = [
 @pytest.mark.parametrize(("pattern", "num_positions", "num_heads"), PATTERNS)
 def test_figures_are_those_of_the_mask(pattern: DilatedPattern, num_positions: int, num_heads: int, is_causal: bool) -> None:
     mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal)
-    expected = tuple(int((mask >= least).sum()) for least in range(1, pattern.num_branches + 1))
-    assert pairs_of_at_least(pattern, num_positions, num_heads, is_causal=is_causal) == expected
+    expected = tuple(int((mask >= least).sum()) for least in (1, 2))
+    assert distinct_pairs(pattern, num_positions, num_heads, is_causal=is_causal) == expected
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -73,7 +73,7 @@ def test_a_million_positions_are_counted_without_a_mask() -> None:
     assert cells.sum() == longnet.pairs(2**20, 2)
     # no segment is longer than a cell
     assert torch.equal(cells, torch.diag_embed(cells.diagonal(dim1=1, dim2=2)))
-    assert pairs_of_at_least(longnet, 2**20, 2)[0] == 32 * pairs_of_at_least(longnet, 2**15, 2)[0]
+    assert distinct_pairs(longnet, 2**20, 2)[0] == 32 * distinct_pairs(longnet, 2**15, 2)[0]
 
 
 def test_the_drawing_has_a_character_a_pair() -> None:

@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import dilated_attention as da
-from dilated_attention.functional.fused_norm_linear import norm_linear
-from dilated_attention.functional.residual_dropout import add_dropped
 from dilated_attention.pattern import LocalWindow, TopBlocks
 from tests.engine.test_transforms import assert_equal
 from tests.helpers.op_settings import settings
@@ -291,102 +289,3 @@ def test_gradients_of_each_sample_with_dropout_draw_for_each(name: str) -> None:
     assert all((different[i] - different[j]).abs().max() > 1e-6 for i in range(4) for j in range(i))
     same = per_sample(module, randomness="same")(parameters, x)["v_proj.weight"]
     assert_equal(same, same[:1].expand_as(same))
-
-
-LAYERS: dict[str, dict[str, Any]] = {
-    "layer": {"norm": "layer", "activation": "gelu"},
-    "rms": {"norm": "rms", "activation": "none"},
-    "none": {"activation": "silu"},
-    "swiglu": {"norm": "layer", "activation": "swiglu"},
-}
-
-
-def layers_of(options: dict[str, Any]) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    activations = {"gelu": nn.functional.gelu, "silu": nn.functional.silu, "none": lambda x: x}
-    gated = options["activation"] == "swiglu"
-    norm = options.get("norm", "none")
-
-    def ours(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        extra = options | {"gate": gate if gated else None, "norm_weight": None if norm == "none" else scale}
-        first, second = norm_linear(x, [weight, weight.sin()], [bias, bias.cos()], **extra)
-        return torch.cat([first, second], -1)
-
-    def plain(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        z = nn.functional.silu(gate) * x if gated else activations[options["activation"]](x)
-        if norm == "layer":
-            z = nn.functional.layer_norm(z, z.shape[-1:], scale)
-        elif norm == "rms":
-            z = nn.functional.rms_norm(z, z.shape[-1:], scale, eps=1e-5)
-        return torch.cat([z @ weight.T + bias, z @ weight.sin().T + bias.cos()], -1)
-
-    return ours, plain
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "hessian", "vmap_of_grad", "vmap_of_one"])
-def test_linear_layers_behind_a_norm_have_every_derivative(name: str, transform: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 3, 5), (2, 3, 5), (5,), (4, 5), (4,))
-    x = tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    tangents = tuple(tensor.cos() for tensor in x)
-
-    def result(f: Callable[..., torch.Tensor]) -> Any:
-        every = (0, 1, 2, 3, 4)
-        if transform == "jvp":
-            return jvp(f, x, tangents)
-        if transform == "make_dual":
-            with forward_ad.dual_level():
-                return forward_ad.unpack_dual(f(*(forward_ad.make_dual(a, b) for a, b in zip(x, tangents, strict=True)))).tangent
-        if transform == "grad":
-            return grad(loss_of(f), argnums=every)(*x)
-        if transform == "hessian":
-            return hessian(loss_of(f), argnums=(0, 3))(*x)
-        batched = tuple(torch.stack([a, a.sin(), a.exp()]) for a in x)
-        if transform == "vmap_of_grad":
-            return vmap(grad(loss_of(f), argnums=every), in_dims=(0, 0, None, None, None))(*batched[:2], *x[2:])
-        # the gate alone is mapped, or a weight
-        return vmap(f, in_dims=(None, 0, None, 0, None))(x[0], batched[1], x[2], batched[3], x[4])
-
-    ours, plain = layers_of(LAYERS[name])
-    # where a kind of layers has no gate or norm, neither of them reads it
-    assert_equal(result(ours), result(plain))
-
-
-@pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "vmap_different", "vmap_same"])
-def test_the_end_of_a_residual_branch_has_every_derivative(transform: str) -> None:
-    x, y = (torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    path = torch.tensor([0.0, 2.0])
-    seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
-
-    def end(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return add_dropped(x, y, dropout=0.5, path=path)
-
-    def factors(seed: torch.Tensor) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "randint", lambda *_, **__: seed)
-            return end(torch.zeros_like(x), torch.ones_like(y))
-
-    torch.manual_seed(2)
-    drawn = torch.randint(2**62, (), dtype=torch.int64)
-    torch.manual_seed(2)
-    if transform == "jvp":
-        assert_equal(jvp(end, (x, y), (y, x)), (x + factors(drawn) * y, y + factors(drawn) * x))
-    elif transform == "make_dual":
-        with forward_ad.dual_level():
-            found = forward_ad.unpack_dual(end(x, forward_ad.make_dual(y, x)))
-            assert_equal((found.primal, found.tangent), (x + factors(drawn) * y, factors(drawn) * x))
-    elif transform == "grad":
-        assert_equal(grad(loss_of(end), argnums=(0, 1))(x, y), (weights_of(x), factors(drawn) * weights_of(x)))
-    else:
-        same = transform == "vmap_same"
-        batched = torch.stack([y, y.sin(), y.cos()])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "randint", lambda *_, **__: seeds[0] if same else torch.ops.aten.select(seeds, 0, 0))
-            found_same = vmap(end, in_dims=(None, 0))(x, batched)
-        assert_equal(found_same, x + factors(seeds[0]) * batched)
-        if not same:
-            torch.manual_seed(7)
-            mine = torch.randint(2**62, (3,), dtype=torch.int64)
-            torch.manual_seed(7)
-            found_all = vmap(end, in_dims=(None, 0), randomness="different")(x, batched)
-            assert_equal(found_all, torch.stack([x + factors(seed) * z for seed, z in zip(mine, batched, strict=True)]))

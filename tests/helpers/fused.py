@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from dilated_attention.engine.branches import merge_triton
-from dilated_attention.functional import single
+from dilated_attention.functional import calls
 from dilated_attention.functional.arguments import attend
 from tests.helpers import merge_twin
 
@@ -15,7 +15,7 @@ from tests.helpers import merge_twin
 def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on ``attention`` and ``dilated_attention`` ask for the strategy "fused"."""
 
-    monkeypatch.setattr(single, "attend", functools.partial(attend, strategy="fused"))
+    monkeypatch.setattr(calls, "attend", functools.partial(attend, strategy="fused"))
     use_merge_twin(monkeypatch)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from typing import Any
 
@@ -20,7 +19,6 @@ from dilated_attention import (
     block_sparse_attention,
     block_sparse_dilated_attention,
     create_attention,
-    modules,
 )
 from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
 
@@ -56,33 +54,6 @@ def test_modules_are_their_functions(call: str) -> None:
     expected = block_sparse_dilated_attention(*qkv, [16, 64], [1, 3], PATTERN, **arguments)
     for mine, other in zip(both(*qkv, return_lse=True, **CALLS[call]), expected, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("kind", [name for name in modules.__all__ if hasattr(getattr(modules, name), "forward")])
-def test_is_causal_is_a_keyword_of_every_forward(kind: str) -> None:
-    parameters = inspect.signature(getattr(modules, kind).forward).parameters
-    assert parameters["is_causal"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["is_causal"].default is False
-
-
-@pytest.mark.parametrize("kind", ["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "MultiheadBlockSparseDilatedAttention"])
-@pytest.mark.parametrize("ring", ["", "Ring"])
-def test_every_argument_of_a_multihead_layer_is_of_its_projections_or_its_attention(kind: str, ring: str) -> None:
-    kind = ring + kind
-    layer, core = (dict(inspect.signature(getattr(modules, name)).parameters) for name in (kind, kind.replace("Multihead", "")))
-    projections = {"embed_dim", "num_heads", *modules.ProjectionOptions.__annotations__}
-    assert set(layer) == projections | set(core)
-    # of the attention's sinks
-    assert projections & set(core) == {"num_heads"}
-    del core["num_heads"]
-    assert {name: layer[name].default for name in core} == {name: parameter.default for name, parameter in core.items()}
-
-
-def test_dropout_is_of_training() -> None:
-    qkv = make_qkv()
-    layer = BlockSparseAttention(PATTERN, dropout=0.5)
-    assert not torch.equal(layer(*qkv), layer(*qkv))
-    layer.eval()
-    assert torch.equal(layer(*qkv), layer(*qkv))
 
 
 # --- settings ----------------------------------------------------------------------------------------------------------------------------
@@ -189,18 +160,3 @@ def test_a_layer_attends_by_its_pattern() -> None:
     both.load_state_dict(layer.state_dict())
     expected = both.combine(block_sparse_dilated_attention(q, k, v, [16, 64], [1, 3], PATTERN, is_causal=True, tail="zero_keys"))
     assert torch.equal(both(x, is_causal=True)[0], expected)
-
-
-@pytest.mark.parametrize("pattern", [Sparsity(0.5, block_size=64), TopBlocks(1, block_size=64)], ids=repr)
-def test_a_compiled_layer_equals_eager(pattern: BlockPattern) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = MultiheadBlockSparseAttention(16, 2, pattern, rotary=True)
-    x = torch.randn(1, 130, 16)
-    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = []
-    for call in (layer, graph):
-        out, _ = call(x, is_causal=True)
-        found.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
-    for eager, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-6)

@@ -10,10 +10,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from dilated_attention import MultiheadBlockSparseAttention, MultiheadDilatedAttention, RingMultiheadDilatedAttention, shard_sequence
+from dilated_attention import MultiheadDilatedAttention, RingMultiheadDilatedAttention, shard_sequence
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules.rotary import rotary_table, rotate, xpos_max_length, xpos_tables
-from dilated_attention.pattern import LocalWindow
 from tests.helpers.pool import pool_of
 
 SHAPE: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "segment_lengths": [4, 8], "dilation_rates": [1, 2]}
@@ -78,45 +77,6 @@ def test_scores_depend_on_the_distance_only_and_fade_with_it() -> None:
         assert abs(near[n, m] - expected) < 1e-10
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_documents_equal_one_call_each(is_causal: bool) -> None:
-    layer, x = make_layer(num_kv_heads=2), make_x(1)
-    packed = layer(x, is_causal=is_causal, cu_seqlens=DOCUMENTS)[0]
-    alone = [layer(x[:, a:b], is_causal=is_causal)[0] for a, b in ((0, 5), (5, 14))]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-10, atol=1e-12)
-
-
-def test_each_document_is_scaled_from_its_own_middle() -> None:
-    layer, x, seen = make_layer(), make_x(1), []
-    layer.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[:2]))
-    layer(x, cu_seqlens=DOCUMENTS)
-    layer(x[:, 5:])
-    for packed, alone in zip(*seen, strict=True):
-        torch.testing.assert_close(packed[:, 5:], alone, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["dilated", "block_sparse"])
-def test_decoding_step_by_step_gives_the_rows_of_the_causal_forward(kind: str) -> None:
-    layer, x = make_layer(), make_x()
-    if kind == "block_sparse":
-        layer = MultiheadBlockSparseAttention(
-            32, 4, LocalWindow(6, block_size=64), rotary=True, xpos_scale_base=6.0, num_kv_heads=2, dtype=torch.float64
-        )
-    whole = layer(x, is_causal=True)[0]
-    for i in range(x.shape[1]):
-        step = layer(x[:, i : i + 1], x[:, : i + 1], is_causal=True, query_offset=i)[0]
-        torch.testing.assert_close(step[:, 0], whole[:, i], rtol=1e-9, atol=1e-10)
-
-
-def test_parts_with_one_seq_len_meet_in_one_softmax() -> None:
-    layer, x = make_layer(), make_x()
-    q, k, _ = layer.project(x, x, x)
-    whole_q, whole_k = layer.rotate(q, k, torch.arange(14), None)
-    part_q, part_k = layer.rotate(q[:, 4:9], k[:, 4:9], torch.arange(4, 9), None, seq_len=14)
-    torch.testing.assert_close(part_q, whole_q[:, 4:9], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(part_k, whole_k[:, 4:9], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_longest_sequence_fits_its_dtype_and_longer_ones_are_refused(dtype: torch.dtype) -> None:
     base = 0.5
@@ -168,18 +128,6 @@ def test_a_compiled_layer_equals_eager(base: float, options: dict[str, Any]) -> 
     for eager, other in zip(*results, strict=True):
         assert bool(eager.isfinite().all())
         torch.testing.assert_close(other, eager, rtol=1e-9, atol=1e-10)
-
-
-def test_an_exported_layer_runs_at_other_lengths() -> None:
-    layer = make_layer(num_kv_heads=2, xpos_scale_base=512.0).eval()
-    program = torch.export.export(layer, (make_x(),), dynamic_shapes={"query": {1: torch.export.Dim("length", min=2, max=4096)}})
-    other = make_x(2, 33)
-    torch.testing.assert_close(program.module()(other)[0], layer(other)[0], rtol=1e-12, atol=1e-12)
-
-
-def test_repr_names_the_scale_base() -> None:
-    assert "rotary_base=10000.0, xpos_scale_base=6.0" in repr(make_layer())
-    assert "xpos" not in repr(make_layer(xpos_scale_base=None))
 
 
 def spread_equals_one_process(rank: int, world: int) -> None:

@@ -64,7 +64,7 @@ def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
 # --- definitions, by loops over positions or blocks ---
 
 
-@pytest.mark.parametrize("n", [1, 65, 150])
+@pytest.mark.parametrize("n", [150, 65, 1])
 @pytest.mark.parametrize(
     ("pattern", "keeps"),
     [
@@ -72,6 +72,7 @@ def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
         (LocalWindow((3, 20)), lambda i, j: i - 3 <= j <= i + 20),
         (LocalWindow((None, 0)), lambda i, j: j <= i),
         (Causal(), lambda i, j: j <= i),
+        (Document([3, 0, 2, 145]), lambda i, j: (i >= 3) + (i >= 5) == (j >= 3) + (j >= 5)),
         (GlobalLocal(4, 10), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
         (BigBird(4, 10, 0), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
         (MaskFunction(lambda b, h, q, k: (q + k) % 3 == 0), lambda i, j: (i + j) % 3 == 0),
@@ -79,6 +80,8 @@ def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
 )
 def test_patterns_of_positions(pattern: BlockPattern, keeps: Callable[[int, int], bool], n: int) -> None:
     wanted = torch.tensor([[keeps(i, j) for j in range(n)] for i in range(n)])
+    if isinstance(pattern, Document):
+        pattern = Document([*pattern.lengths[:3], n - 5] if n > 5 else [n])
     for is_causal in (False, True):
         wanted = wanted.tril() if is_causal else wanted
         mask = pattern.dense_mask(n, n, 3, is_causal=is_causal)
@@ -87,11 +90,6 @@ def test_patterns_of_positions(pattern: BlockPattern, keeps: Callable[[int, int]
         if n > 64:
             part = pattern.dense_mask(n - 64, n, 3, is_causal=is_causal, query_offset=64)
             assert torch.equal(part, wanted[64:].expand(3, n - 64, n))
-
-
-def test_documents() -> None:
-    mask = Document([3, 0, 2]).dense_mask(5, 5, 1)[0]
-    assert mask.int().tolist() == [[1, 1, 1, 0, 0]] * 3 + [[0, 0, 0, 1, 1]] * 2
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -283,13 +281,7 @@ def test_sparsity_at_a_real_length(kind: str, ratio: float) -> None:
     assert abs(pattern.density(n) - ratio) <= (0.5 if kind == "dilated" else 0.02) * 128 / n
     # as much of the causal pairs: of the triangle there is half
     assert pattern.density(n, is_causal=True) == pytest.approx(ratio / 2, rel=0.12)
-
-
-def test_sparsity_follows_the_length() -> None:
-    pattern = with_sparsity(0.1, "local")
-    windows = [pattern.at(n).window for n in (1000, 2000)]  # type: ignore[attr-defined]
-    assert windows == [(51, 51), (102, 102)]
-    assert (pattern | Causal()).at(1000) == LocalWindow(51) | Causal()
+    assert (pattern | Causal()).at(n) == pattern.at(n) | Causal()
 
 
 # --- strings ---
@@ -351,15 +343,11 @@ def test_patterns_are_records() -> None:
         if not pattern.holds_objects:
             assert pickle.loads(pickle.dumps(pattern)) == pattern, name
             assert eval(repr(pattern)) == pattern, name
-    first, second = (BlockTensor(torch.ones(2, 2, dtype=torch.bool)) for _ in range(2))
-    assert first != second and len({first, second, first}) == 2
-
-
-def test_a_table_is_copied() -> None:
     table = torch.ones(2, 2, dtype=torch.bool)
-    pattern = BlockTensor(table)
+    first, second = (BlockTensor(table) for _ in range(2))
     table.zero_()
-    assert pattern.pairs(256) == 256**2
+    assert first.pairs(256) == 256**2
+    assert first != second and len({first, second, first}) == 2
 
 
 # --- a pattern of one's own ---
@@ -447,18 +435,14 @@ def test_to_block_mask(name: str) -> None:
         assert torch.equal(dense_of(block_mask, n, HEADS), wanted)
         assert torch.equal(dense_of(block_mask, n, HEADS, by_columns=True), wanted)
         assert block_mask.seq_lengths == (n, n) and block_mask.kv_indices.dtype is torch.int32
+        # as narrow as the longest list; FlexAttention on the CPU asks for whole rows
+        assert block_mask.q_indices.shape[-1] == max(1, int(max(block_mask.q_num_blocks.max(), block_mask.full_q_num_blocks.max())))
+        assert block_mask.kv_indices.shape[-1] == -(-n // pattern.k_block)
         # exact outside the lists, too
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
         for head in range(HEADS):
             found = block_mask.mask_mod(torch.tensor(0), torch.tensor(head), q, k)
             assert torch.equal(found.broadcast_to(n, n), wanted[head])
-
-
-def test_block_masks_of_windows_are_narrow() -> None:
-    block_mask = to_block_mask(LocalWindow(256), 128 * 500, 2)
-    assert block_mask.q_indices.shape == block_mask.full_q_indices.shape == (1, 1, 500, 3)
-    # FlexAttention on the CPU asks for it
-    assert block_mask.kv_indices.shape == (1, 1, 500, 500)
 
 
 @pytest.mark.parametrize("name", ["big_bird", "document", "random", "table", "function_per_head", "axial", "sparsity_global_local"])
@@ -525,13 +509,6 @@ def test_bits() -> None:
     assert packed(one).tolist() == [1 - 2**31, 2]
 
 
-def test_show(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "pattern.png"
-    (BigBird(20, 10, 1, block_size=64) & Causal(block_size=64)).show(300, 2, path=str(path))
-    assert path.stat().st_size > 1000
-
-
 def test_a_function_is_never_asked_about_everything_at_once() -> None:
     largest = 0
 
@@ -573,17 +550,13 @@ def test_a_function_is_never_asked_about_everything_at_once() -> None:
         (lambda: BlockTensor([[True]]), TypeError, "mask is list; expected a bool tensor"),
         (lambda: BlockTensor(torch.ones(2, dtype=torch.bool)), ValueError, r"mask has shape \(2,\)"),
         (
-            lambda: BlockTensor(torch.ones(3, 2, 2, dtype=torch.bool)).pairs(256, 2),
+            lambda: BlockTensor(torch.ones(3, 2, 2).bool()).pairs(256, 2),
             ValueError,
-            r"mask has shape \(3, 2, 2\); 2 heads of 256 positions have \(2 or 1, 2, 2\) blocks of 128x128",
+            r"2 heads of 256 positions have \(2 or 1, 2, 2\) blocks",
         ),
         (lambda: MaskFunction(7), TypeError, "fn is 7"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), TypeError, "fn returned torch.int64; expected a bool tensor"),
-        (
-            lambda: LocalWindow(3) | LocalWindow(3, block_size=64),
-            ValueError,
-            r"Union got patterns with block_size \(128, 128\) and \(64, 64\)",
-        ),
+        (lambda: LocalWindow(3) | LocalWindow(3, block_size=64), ValueError, r"Union got .* block_size \(128, 128\) and \(64, 64\)"),
         (lambda: LocalWindow(3) & LocalWindow(3, block_size=64), ValueError, "Intersection got patterns with block_size"),
         (lambda: LocalWindow(3) | 7, TypeError, "unsupported operand"),
         (lambda: PerHead([]), ValueError, "PerHead got no patterns"),
@@ -600,11 +573,6 @@ def test_a_function_is_never_asked_about_everything_at_once() -> None:
 def test_errors(make: Callable[[], object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
-
-
-def test_lattice_is_a_hard_case() -> None:
-    mask = MaskFunction(lattice).dense_mask(515, 515, 1)[0]
-    assert bool((~mask.any(1)).any())
 
 
 # --- what a copy is called ---------------------------------------------------------------------------------------------------------

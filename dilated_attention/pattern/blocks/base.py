@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
-from dilated_attention.pattern.drawing import draw
 from dilated_attention.pattern.spec import SpecPattern, kind_named, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
@@ -309,8 +308,18 @@ class BlockPattern(SpecPattern):
 
         return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
 
+    def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
+        """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
+        from dilated_attention.pattern.blocks.kept_blocks import block_pairs
+
+        pattern, cells = self.at(num_positions), -(-num_positions // cell)
+        total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
+        for head, row, column, pairs in block_pairs(pattern.causal() if is_causal else pattern, num_positions, num_heads):
+            total.index_put_((head, row * self.q_block // cell, column * self.k_block // cell), pairs, accumulate=True)
+        return total if pattern.per_head else total[:1].expand(num_heads, -1, -1)
+
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
-        return draw(self, num_positions, num_heads, is_causal=is_causal, path=path)
+        return super().show(num_positions, num_heads, is_causal=is_causal, path=path)
 
 
 def pattern_from_spec(spec: str) -> BlockPattern:

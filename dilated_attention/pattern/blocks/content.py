@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
-from dilated_attention.pattern.blocks.block_lists import WORD
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
-from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
+from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
 from dilated_attention.pattern.checks import check_number, one_of, shown
 
@@ -205,29 +204,15 @@ class TopBlocks(BlockPattern):
         self.check(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
-        grid = self.grid(num_positions)
-        first, last = grid.queries(grid.rows())
-        # where nothing later may change the choice, a causal row counts as if the sequence did not end inside it
-        own_end = (first + (self.q_block - 1) if is_causal and self.queries_are_before(is_causal) else last) // self.k_block + 1
-        own = own_end - first // self.k_block
-        seen = own_end if is_causal else torch.full_like(first, grid.num_columns)
-        budget = torch.full_like(seen, self.blocks) if self.blocks is not None else share_of(self.share or 0.0, seen)
-        forced = own
-        if self.near:
-            low, high = (first // self.k_block - 1).clamp(min=0), (own_end if is_causal else (own_end + 1).clamp(max=grid.num_columns))
-            forced = high - low + (low > 0)
-        kept = torch.maximum(torch.minimum(budget, seen), forced)
-        if not is_causal and num_positions % self.k_block and bool((kept < seen).any()):
+        # any tensors keep as many, these those of the lowest numbers
+        q = torch.zeros(1, num_positions, 1, 1)
+        pairs = self.choose(q, q, is_causal=is_causal).pairs(num_positions, is_causal=is_causal)
+        if not is_causal and num_positions % self.k_block and pairs < num_positions**2:
             raise ValueError(
                 f"how many pairs {self!r} keeps of {num_positions} positions depends on whether the shorter last block is chosen: call "
                 f"choose(q, k), and .pairs() of what it returns, or ask for a multiple of {self.k_block}"
             )
-        queries = last - first + 1
-        if not is_causal:
-            return num_heads * int((queries * (kept * self.k_block).clamp(max=num_positions)).sum())
-        # candidates are whole blocks before the row's own blocks, of which query i keeps the positions up to i
-        before = (kept - own) * self.k_block - first // self.k_block * self.k_block
-        return num_heads * int((queries * before + queries * (first + last + 2) // 2).sum())
+        return num_heads * pairs
 
     def check(self, num_positions: int, num_heads: int) -> None:
         for pattern in (self.always, self.within):
@@ -241,7 +226,7 @@ class TopBlocks(BlockPattern):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChosenBlocks(WholeBlocks):
+class ChosenBlocks(BlockTable):
     """The blocks that ``TopBlocks.choose`` chose, each kept whole, for the same number of heads and positions as its tensors had.
 
     ``chosen[b]`` is the pattern of one batch entry. If there are several, every other method needs that first.
@@ -256,11 +241,7 @@ class ChosenBlocks(WholeBlocks):
     num_positions: int
     first_row: int = 0
 
-    # not those of the base class, for which all choices would be equal
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
     per_head: ClassVar[bool] = True
-    holds_objects: ClassVar[bool] = True
 
     def __getitem__(self, entry: int) -> ChosenBlocks:
         """Returns the pattern of batch entry ``entry``."""
@@ -284,22 +265,14 @@ class ChosenBlocks(WholeBlocks):
             )
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        rows = slice(grid.first_row - self.first_row, grid.last_row - self.first_row)
-        if rows.start < 0 or rows.stop > self.kept.shape[2]:
+        if grid.first_row < self.first_row or grid.last_row > self.first_row + self.kept.shape[2]:
             raise ValueError(
                 f"query blocks {grid.first_row} to {grid.last_row} asked for; {self!r} has others: choose(q, k) with these queries, too"
             )
-        kept = self.kept[0, list(heads), rows].to(grid.device)
-        group, row, column = unpacked(kept, grid.num_columns).nonzero().unbind(1)
-        return group, row + grid.first_row, column
+        return super().columns(grid, heads)
 
-    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        _, H, rows, words = self.kept.shape
-        row = row - self.first_row
-        inside = (row >= 0) & (row < rows) & (column < words * WORD)
-        at = (head.clamp(max=H - 1), row.clamp(0, max(rows - 1, 0)), (column // WORD).clamp(max=words - 1))
-        words_at = self.kept[0].to(column.device)[at]
-        return inside & (words_at >> (column % WORD).to(torch.int32) & 1).bool()
+    def table(self, heads: slice | list[int]) -> Tensor:
+        return unpacked(self.kept[0, heads], -(-self.num_positions // self.k_block))
 
 
 def share_of(density: float, existing: Tensor) -> Tensor:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod
 from dilated_attention.pattern.checks import check_bool
 
-# functions whose result does not depend on the values of their tensor arguments; attributes (``__get__``) are others
+# functions whose result does not depend on the values of their tensor arguments
 _VALUE_FREE = {
-    *("new_ones", "new_zeros", "new_full", "new_empty", "new_tensor", "ones_like", "zeros_like", "full_like", "empty_like"),
-    *("size", "dim", "numel", "is_floating_point"),
+    getattr(torch.ops.aten, name).default
+    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
 }
 
 
@@ -84,44 +83,15 @@ class MaskFunction(BlockPattern):
         return 4.0 * grid.num_columns
 
 
-class _Reads(TorchFunctionMode):
-    """Follows which of some tensors each result is computed from. ``escaped``: those whose values have left torch, as by ``item()``."""
-
-    def __init__(self, positions: list[Tensor]) -> None:
-        super().__init__()
-        self.escaped: set[int] = set()
-        # with the tensors, whose ids another could have once they are freed
-        self._sources = {id(x): (x, {i}) for i, x in enumerate(positions)}
-
-    def of(self, values: Any) -> set[int]:
-        return set().union(*(self._sources[id(x)][1] for x in tree_leaves(values) if id(x) in self._sources))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if read := set() if name in _VALUE_FREE else self.of((args, kwargs)):
-            # what is written in place is not always returned
-            written = args[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else ()
-            for x in tree_leaves((result, written)):
-                if isinstance(x, Tensor):
-                    self._sources[id(x)] = (x, read | self.of(x))
-                elif name != "__get__":
-                    self.escaped |= read
-        return result
-
-
 def reads_of(fn: MaskMod) -> tuple[bool, bool]:
     """Returns whether the result of ``fn`` may depend on the batch entry, and on the head: followed through one call for one pair."""
     # a function may hold tensors of a GPU
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        positions = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-        mode = _Reads(positions)
         try:
-            with mode:
-                kept = fn(*positions)
+            graph = make_fx(fn)(*(torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4))).graph
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
-        read = mode.of(kept) | mode.escaped
-        return 0 in read, 1 in read
+        graph.eliminate_dead_code()
+        return tuple(any(user.target not in _VALUE_FREE for user in node.users) for node in list(graph.nodes)[:2])  # type: ignore[return-value]
     # no call for one pair works, so nothing is known
     return True, True

@@ -51,20 +51,16 @@ def kept_blocks(
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
     grid = pattern.grid(num_positions, rows, device)
     heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    starts, columns, masks, bits = [grid.range(0, 1).to(torch.int32)], [], [], []
+    pieces: list[tuple[Tensor, ...]] = [(grid.range(0, 1).to(torch.int32),)]
     num_entries = num_masks = 0
     for piece in _pieces(pattern, grid, heads):
-        starts.append(_row_ends(piece) + num_entries)
-        columns.append(piece.column.to(torch.int32))
-        masks.append(torch.full_like(columns[-1], -1) if piece.masks is None else piece.masks)
-        if num_masks:
-            masks[-1] = torch.where(masks[-1] < 0, -1, masks[-1] + num_masks)
-        bits.append(piece.bits)
-        num_entries += piece.column.shape[0]
-        num_masks += piece.bits.shape[0]
-    row_starts = torch.cat(starts)
+        masks = torch.full_like(piece.column, -1, dtype=torch.int32) if piece.masks is None else piece.masks
+        masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
+        pieces.append((_row_ends(piece) + num_entries, piece.column.to(torch.int32), masks, piece.bits))
+        num_entries, num_masks = num_entries + len(masks), num_masks + len(piece.bits)
     # what is in one piece, as nearly all lists are, is not copied
-    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in (columns, masks, bits))
+    row_starts = torch.cat([piece[0] for piece in pieces])
+    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in list(zip(*pieces[1:], strict=True))[1:])
     kept = BlockLists(
         num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
         all_masks if num_masks else None, all_bits,
@@ -189,10 +185,7 @@ def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column:
     for part in grid.parts(row.shape[0]):
         queries, keys = grid.positions(row[part], column[part])
         kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
-        if grid.num_positions % grid.q_block:
-            kept = kept & (queries < grid.num_positions)
-        if grid.num_positions % grid.k_block:
-            kept = kept & (keys < grid.num_positions)
+        kept = kept & (queries < grid.num_positions) & (keys < grid.num_positions)
         bits.append(packed(kept))
         pairs.append(kept.sum((1, 2)))
     return torch.cat(bits), torch.cat(pairs)

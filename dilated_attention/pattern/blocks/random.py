@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import Blocks, Grid, MaskMod, checked_positions, expand
+from dilated_attention.pattern.blocks.base import Blocks, Grid, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, check_number, shown
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, shown
 
 # SplitMix64's increment and finaliser (Steele, Lea, Flood 2014) as signed integers: int64 products wrap, as it needs
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -47,15 +47,6 @@ class RandomBlocks(WholeBlocks):
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
 
-    def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Returns the exact number of kept (head, query, key) triples, without listing blocks if their number alone determines it."""
-        num_positions = checked_positions(num_positions)
-        if check_bool("is_causal", is_causal) or num_positions % self.q_block or num_positions % self.k_block:
-            return super().pairs(num_positions, num_heads, is_causal=is_causal)
-        self.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
-        grid = self.grid(num_positions)
-        return num_heads * int(self.counts(grid, grid.rows()).sum()) * self.q_block * self.k_block
-
     def draw(self, grid: Grid, head: Tensor, row: Tensor, count: Tensor, number: Tensor) -> Tensor:
         """Returns the column that draw ``number`` of ``count`` takes from its range."""
         low = number * grid.num_columns // count
@@ -82,26 +73,6 @@ class RandomBlocks(WholeBlocks):
         row = rows[index]
         column = self.draw(grid, head, row, self.counts(grid, row), number)
         return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
-
-    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        grid = self.grid(num_positions, device=device)
-        counts = self.counts(grid, grid.rows())
-        _, _, column = self.columns(grid, tuple(range(num_heads if self.per_head else 1)))
-        if not column.numel():
-            return super().mask_mod(num_positions, num_heads, device)
-        # row after row, the columns of each head
-        drawn, starts = column.view(num_heads if self.per_head else 1, -1).to(torch.int32), counts.cumsum(0) - counts
-
-        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            row = q_idx.clamp(max=num_positions - 1) // self.q_block
-            wanted = kv_idx.clamp(max=num_positions - 1) // self.k_block
-            count = counts[row]
-            number = ((wanted + 1) * count.clamp(min=1) - 1) // grid.num_columns
-            # a row without blocks begins where the next one does, or after the last
-            place = (starts[row] + number).clamp(max=drawn.shape[1] - 1)
-            return (count > 0) & (drawn[self._drawing(head), place] == wanted)
-
-        return mask_mod
 
     def _drawing(self, head: Tensor) -> Tensor:
         return head if self.per_head else torch.zeros_like(head)

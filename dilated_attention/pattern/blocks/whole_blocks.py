@@ -33,7 +33,7 @@ class WholeBlocks(BlockPattern):
 
 @dataclass(frozen=True)
 class _AroundOwn(WholeBlocks):
-    """Base class of patterns that list columns for each of a query block's own columns."""
+    """Base class of patterns that keep columns by their distance from the row's own ones: the key blocks that hold its positions."""
 
     @property
     def is_prefix_stable(self) -> bool:  # type: ignore[override]
@@ -44,17 +44,16 @@ class _AroundOwn(WholeBlocks):
     def keeps_at(self, distance: Tensor) -> Tensor:
         """Returns bool: whether a column at this distance of one of the own columns is kept."""
 
-    @abstractmethod
-    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns lists of (index into ``own``, column): the columns that are kept for the own columns of rows."""
-
     def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         first, last = own_columns(grid, row)
         return self.keeps_at(column - first) | self.keeps_at(column - last)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        own = own_columns(grid, grid.rows())[: own_count(grid)]
-        return merged(grid, *(columns for of_rows in own for columns in self.around(grid, of_rows)))
+        distance = grid.range(1 - grid.num_columns, max(grid.num_columns, 1))
+        column = torch.stack(own_columns(grid, grid.rows())[: own_count(grid)], 1)[:, :, None] + distance[self.keeps_at(distance)]
+        index = grid.range(0, grid.num_rows)[:, None, None].expand_as(column)
+        inside = (column >= 0) & (column < grid.num_columns)
+        return merged(grid, (index[inside], column[inside]))
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,6 @@ class Strided(_AroundOwn):
 
     def keeps_at(self, distance: Tensor) -> Tensor:
         return (distance.abs() < self.local_blocks) | (distance % self.stride_blocks == 0)
-
-    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
-        lowest = own % self.stride_blocks
-        index, step = expand(torch.zeros_like(lowest), (grid.num_columns - lowest + self.stride_blocks - 1) // self.stride_blocks)
-        far = (index, lowest[index] + step * self.stride_blocks)
-        if self.local_blocks == 0:
-            return [far]
-        return [far, expand((own - self.local_blocks + 1).clamp(min=0), (own + self.local_blocks).clamp(max=grid.num_columns))]
 
     def cost(self, grid: Grid) -> float:
         return min(2 * self.local_blocks + 2 * grid.num_columns / self.stride_blocks + 2, grid.num_columns)
@@ -123,12 +114,6 @@ class DilatedBlocks(_AroundOwn):
     def keeps_at(self, distance: Tensor) -> Tensor:
         before, after = self.reach
         return (distance % self.dilation == 0) & (distance >= -before * self.dilation) & (distance <= after * self.dilation)
-
-    def around(self, grid: Grid, own: Tensor) -> list[tuple[Tensor, Tensor]]:
-        before, after = self.reach
-        low, high = (-(own // self.dilation)).clamp(min=-before), ((grid.num_columns - 1 - own) // self.dilation).clamp(max=after)
-        index, step = expand(low, high + 1)
-        return [(index, own[index] + step * self.dilation)]
 
     def cost(self, grid: Grid) -> float:
         return min(2 * self.num_blocks, grid.num_columns)
@@ -188,7 +173,35 @@ class Axial(WholeBlocks):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockTensor(WholeBlocks):
+class BlockTable(WholeBlocks):
+    """Base class of patterns that a table of kept blocks defines. An instance is equal only to itself."""
+
+    holds_objects: ClassVar[bool] = True
+    # query block of the table's first row
+    first_row = 0
+
+    # those of the base class would compare only block sizes
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @abstractmethod
+    def table(self, heads: slice | list[int]) -> Tensor:
+        """Returns bool (heads, rows, columns) of some heads: whether the block is kept."""
+
+    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        table, row = self.table(slice(None)).to(grid.device), row - self.first_row
+        inside = (row >= 0) & (row < table.shape[1]) & (column < table.shape[2])
+        head = head if self.per_head else torch.zeros_like(head)
+        return inside & table[head, row.clamp(0, max(table.shape[1] - 1, 0)), column.clamp(max=table.shape[2] - 1)]
+
+    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+        rows = slice(grid.first_row - self.first_row, grid.last_row - self.first_row)
+        group, row, column = self.table(list(heads) if self.per_head else [0])[:, rows].to(grid.device).nonzero(as_tuple=True)
+        return group, row + grid.first_row, column
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTensor(BlockTable):
     """The blocks that a table marks as kept. An instance is equal only to itself.
 
     Args:
@@ -197,8 +210,6 @@ class BlockTensor(WholeBlocks):
     """
 
     mask: Tensor = field(repr=False)
-
-    holds_objects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,10 +220,6 @@ class BlockTensor(WholeBlocks):
         if mask.ndim != 3 or mask.shape[0] == 0:
             raise ValueError(f"mask has shape {tuple(self.mask.shape)}; expected (heads or 1, rows, columns) of blocks")
         self._set(mask=mask.detach().clone())
-
-    # the base class would compare only block sizes
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
 
     @property
     def per_head(self) -> bool:
@@ -227,15 +234,8 @@ class BlockTensor(WholeBlocks):
                 f"{columns}) blocks of {self.q_block}x{self.k_block}"
             )
 
-    def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        mask = self.mask.to(grid.device)
-        head = head if self.per_head else torch.zeros_like(head)
-        return mask[head, row.clamp(max=mask.shape[1] - 1), column.clamp(max=mask.shape[2] - 1)]
-
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        mask = self.mask[list(heads) if self.per_head else [0], grid.first_row : grid.last_row].to(grid.device)
-        group, row, column = mask.nonzero(as_tuple=True)
-        return group, row + grid.first_row, column
+    def table(self, heads: slice | list[int]) -> Tensor:
+        return self.mask[heads]
 
 
 def own_columns(grid: Grid, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
-"""Attention over a sequence sharded across processes: dense, dilated, block-sparse, and branches with blocks."""
+"""All attentions: dense, dilated, block-sparse, and branches with blocks; in one process, and over a sequence sharded across processes."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
@@ -15,8 +17,120 @@ from dilated_attention.distributed.op import (
 )
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
-from dilated_attention.functional.block_sparse import checked_pattern
-from dilated_attention.functional.options import RingBranchOptions, RingOptions, shows_options
+from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
+from dilated_attention.pattern import BlockPattern, from_block_mask
+from dilated_attention.pattern.checks import shown
+
+# each with what tells that it was written since
+_converted: weakref.WeakKeyDictionary[BlockMask, tuple[list[Any], BlockPattern]] = weakref.WeakKeyDictionary()
+
+
+@shows_options
+def dilated_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment_lengths: Any, dilation_rates: Any, *, mixture_grad: str = "exact",
+    precision: str = "native", **options: Unpack[LocalBranchOptions],
+) -> Any:  # fmt: skip
+    """Computes LongNet's dilated attention (arXiv 2307.02486) exactly, as one softmax over the multiset of all branches' keys.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j
+
+    m_h(i, j) counts the branches (w, r) in which positions i and j are in the same segment of w positions and both have an index
+    ≡ o_h (mod r) inside it. This is the paper's mixing of branches by their softmax denominators (Eq. 8–11). A row that no
+    branch of its head selects, or whose keys are all masked, is 0 with lse −inf (with sinks sink_h) and gradient 0.
+
+    Args:
+        q: queries (B, Nq, H, D), float16, bfloat16, float32 or float64; D from 1 to 256.
+        k, v: keys and values (B, Nk, Hk, D); Hk divides H, and query head h reads key/value head h // (H/Hk).
+        segment_lengths: w of each branch, in positions; any w ≥ 1, which need not divide N and may exceed it.
+        dilation_rates: r of each branch, 1 ≤ r ≤ w; r need not divide w.
+        mixture_grad: ``"exact"`` · ``"detached"``: no gradient through the mixing weights of the branches (as in TorchScale).
+        precision: ``"native"``: products in the inputs' dtype · ``"fp8"``: products in 8-bit floats (e4m3), summed in float32 over at most
+            8192 keys at a time. It runs on Hopper, forward only, without gradients; out is in q's dtype, with an error of about 5 % where
+            values average out.
+        options: is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, dropout_p, return_lse, deterministic, backend,
+            query_offset, head_offsets, branch_heads, tail: see ``functional.CallOptions``, ``LocalOptions`` and ``BranchOptions``.
+
+    Returns:
+        out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
+        float64 inputs). lse is differentiable; with ``mixture_grad="detached"`` it is returned without a gradient.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is allocated.
+        BackendUnavailable: no backend can compute this, or the named one cannot; the message lists every reason.
+        NotImplementedError: a second derivative or a forward-mode tangent (torch.func.jvp) is asked for; grad, vjp, jacrev and vmap work.
+
+    Equals the paper where r divides w and w divides N. Differs from TorchScale in its exact gradients, in having no zero keys, and in
+    its offsets h mod r; ``head_offsets="blocked", tail="zero_keys", mixture_grad="detached"`` gives TorchScale's semantics.
+    """
+    branches = branches_of(segment_lengths, dilation_rates)
+    return attend("dilated_attention", options, q, k, v, branches, mixture_grad=mixture_grad, precision=precision)
+
+
+@shows_options
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | tuple[int | None, int | None] | None = None,
+    precision: str = "native", **options: Unpack[LocalOptions],
+) -> Any:  # fmt: skip
+    """Computes dense softmax attention (m = 1) on the same engine and backends: ``dilated_attention`` with one segment and rate 1.
+
+    Args:
+        window: (left, right): a query at position i sees keys i − left … i + right; None is unbounded, and one integer stands
+            for both sides. Together with ``is_causal``, right is at most 0.
+
+    All other arguments, results and errors are those of ``dilated_attention``.
+    """
+    sides = () if window is None else check.check_window(window)
+    return attend("attention", options, q, k, v, DENSE, window=sides, head_offsets="zero", precision=precision)
+
+
+@shows_options
+def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, **options: Unpack[LocalOptions]) -> Any:
+    """Computes attention over the pairs that a block pattern keeps, exactly, as one softmax over each query's kept keys.
+
+        out_h(i) = Σ_j m_h(i,j) e^{s_ij} v_j / Σ_j m_h(i,j) e^{s_ij},    s_ij = scale · q_i·k_j,    m_h(i,j) ∈ {0, 1}
+
+    m is ``pattern.dense_mask``. Time and memory grow with the number of kept blocks, not with N². A row without kept keys is 0 with
+    lse −inf and gradient 0.
+
+    Args:
+        pattern: a block pattern of ``dilated_attention.pattern``, or several joined by | and &, for all heads or per head; or a
+            ``BlockMask`` of torch.nn.attention.flex_attention, read by ``from_block_mask``.
+
+    All other arguments, results and errors are those of ``dilated_attention``. Each packed document has its own blocks.
+
+    The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
+    whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.
+
+    >>> pattern = LocalWindow(512) | GlobalLocal(128, 16)
+    >>> out = block_sparse_attention(q, k, v, pattern, is_causal=True)
+    """
+    return attend("block_sparse_attention", options, q, k, v, blocks=checked_pattern(pattern))
+
+
+@shows_options
+def block_sparse_dilated_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment_lengths: Any, dilation_rates: Any, pattern: Any,
+    **options: Unpack[LocalBranchOptions],
+) -> Any:  # fmt: skip
+    """Computes dilated branches and a block pattern together, exactly, as one softmax over the multiset of all their keys.
+
+        m_h(i, j) = m_h(i, j) of ``dilated_attention`` + m_h(i, j) of ``block_sparse_attention``
+
+    A pair that two branches keep, or a branch and a block, counts twice, as a pair in two branches does in LongNet. The two parts are
+    computed by separate kernels and merged by their log-sum-exps. The backward of each part uses the merged log-sum-exps; no gradient
+    flows through the merge. A named backend computes both parts or is refused; ``"nested"`` applies to the branches alone.
+
+    Args:
+        segment_lengths, dilation_rates: see ``dilated_attention``.
+        pattern: see ``block_sparse_attention``.
+
+    All other arguments, results and errors are those of ``dilated_attention``; its ``mixture_grad`` is ``"exact"`` here.
+
+    >>> out = block_sparse_dilated_attention(
+    ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
+    """
+    branches = branches_of(segment_lengths, dilation_rates)
+    return attend("block_sparse_dilated_attention", options, q, k, v, branches, checked_pattern(pattern))
 
 
 @shows_options
@@ -152,3 +266,41 @@ def ring_block_sparse_dilated_attention(
         "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), pattern,
         ring_block_sparse_dilated_attention_op, layout=layout, exchange="all_gather", head_steps=head_steps,
     )  # fmt: skip
+
+
+def checked_pattern(pattern: Any) -> BlockPattern:
+    """Returns the block pattern; a ``BlockMask`` is converted, once as long as nobody writes it."""
+    if isinstance(pattern, BlockPattern):
+        return pattern
+    if not isinstance(pattern, BlockMask):
+        raise TypeError(
+            f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern of dilated_attention.pattern, e.g. "
+            "LocalWindow(512), or a BlockMask of torch.nn.attention.flex_attention"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
+            "dilated_attention.pattern.from_block_mask(block_mask)"
+        )
+    before, known = _converted.get(pattern, (None, None))
+    now = [getattr(pattern, name) for name in _TABLES]
+    if known is None or before is None or before[0] is not pattern.mask_mod or not all(map(_is_same, before[1:], now)):
+        known = from_block_mask(pattern)
+        _converted[pattern] = [pattern.mask_mod, *map(_copied, now)], known
+    return known
+
+
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+def _copied(table: torch.Tensor | None) -> Any:
+    """Returns what ``_is_same`` compares: on the CPU the values, on a GPU, for whose values the host would wait, place and version."""
+    if table is None or table.device.type == "cpu":
+        return None if table is None else table.clone()
+    return table.data_ptr(), 0 if table.is_inference() else table._version
+
+
+def _is_same(before: Any, table: torch.Tensor | None) -> bool:
+    if table is None or table.device.type != "cpu":
+        return before == _copied(table)  # type: ignore[no-any-return]
+    return isinstance(before, torch.Tensor) and torch.equal(before, table)

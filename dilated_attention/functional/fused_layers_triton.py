@@ -1,4 +1,4 @@
-"""Triton kernels of ``fused_norm_linear.py`` and ``residual_dropout.py``: activation and norm of a row held in registers, and dropout.
+"""Triton kernels of ``fused_layers.py``: activation and norm of a row held in registers, and dropout.
 
 Forward and backward take one pass each: x, gate and dz are read once. The forward writes z; the backward writes z again, and the
 gradients of x and gate.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -16,9 +16,6 @@ import triton.language as tl
 
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.launch import KernelLaunch
-
-if TYPE_CHECKING:
-    from dilated_attention.functional.fused_norm_linear_torch import Recipe
 
 
 class Sizes(NamedTuple):
@@ -183,59 +180,45 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def prepare(
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    recipe: Recipe,
-    stats: torch.Tensor,
-    normal: torch.Tensor | None,
-) -> torch.Tensor:
-    """Returns z of contiguous rows x (M, K) in the recipe's dtype.
-
-    Writes mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` if given.
-    """
+    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, activation: str, norm: str,
+    eps: float, z: torch.Tensor, stats: torch.Tensor, normal: torch.Tensor,
+) -> None:  # fmt: skip
+    """Writes z of contiguous rows x (M, K), mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` unless it is empty."""
     M, K = x.shape
-    z = torch.empty_like(x, dtype=recipe.dtype)
-    if M and K:
-        block, rows, warps = _tile(K, _FORWARD)
-        _run(
-            _prepare_kernel, triton.cdiv(M, rows), (x, gate, recipe.weight, recipe.bias, z, normal, stats), (M, recipe.eps), warps,
-            K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=recipe.weight is not None,
-            HAS_BIAS=recipe.bias is not None, KEEPS_NORMAL=normal is not None, SHORT=_is_short(x),
-        )  # fmt: skip
-    return z
+    if not (M and K):
+        return
+    block, rows, warps = _tile(K, _FORWARD)
+    _run(
+        _prepare_kernel, triton.cdiv(M, rows), (x, gate, weight, bias, z, normal, stats), (M, eps), warps,
+        K=K, BLOCK=block, ROWS=rows, ACTIVATION=activation, NORM=norm, HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None, KEEPS_NORMAL=normal.numel() > 0, SHORT=_is_short(x),
+    )  # fmt: skip
 
 
 def prepare_backward(
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    recipe: Recipe,
-    stats: torch.Tensor,
-    dz: torch.Tensor | None,
-    needs_z: bool,
-    wide: torch.dtype | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Returns (z or None, dx, dgate, gradients of the norm's weight and bias (2, K) float32).
+    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, stats: torch.Tensor,
+    dz: torch.Tensor | None, activation: str, norm: str, is_normal: bool, z: torch.Tensor, dx: torch.Tensor, dgate: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Writes z, dx and dgate, and returns the gradients of the norm's weight and bias, (2, K) float32.
 
-    dz (M, K) may be overwritten; with None only z is computed. ``wide``, if given, means that x is x̂ and is the dtype of dx.
+    z is not written if it is empty. An empty dx stands for dz (M, K), which is then overwritten; without dz only z is computed.
+    ``is_normal``: x is the x̂ that the forward kept.
     """
     M, K = x.shape
-    z = torch.empty_like(x, dtype=recipe.dtype) if needs_z else None
-    kind = wide or x.dtype
-    dx = None if dz is None else dz if dz.dtype is kind else torch.empty_like(x, dtype=kind)
-    dgate = None if dz is None or gate is None else torch.empty_like(gate)
     if not (M and K):
-        return z, dx, dgate, stats.new_zeros(2, K)
+        return stats.new_zeros(2, K)
     block, rows, warps = _tile(K, _BACKWARD)
     tiles = triton.cdiv(M, rows)
     programs = min(tiles, _programs(x.device, warps))
     shares = stats.new_empty(programs, 2, K)
+    tensors = x, gate, weight, bias, stats, dz, z, dx if dx.numel() else dz, dgate, shares
     _run(
-        _prepare_backward_kernel, programs, (x, gate, recipe.weight, recipe.bias, stats, dz, z, dx, dgate, shares), (M, tiles), warps,
-        K=K, BLOCK=block, ROWS=rows, ACTIVATION=recipe.activation, NORM=recipe.norm, HAS_WEIGHT=recipe.weight is not None,
-        HAS_BIAS=recipe.bias is not None, NEEDS_Z=needs_z, HAS_DZ=dz is not None, IS_NORMAL=wide is not None, SHORT=_is_short(x),
+        _prepare_backward_kernel, programs, tensors, (M, tiles), warps,
+        K=K, BLOCK=block, ROWS=rows, ACTIVATION=activation, NORM=norm, HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None, NEEDS_Z=z.numel() > 0, HAS_DZ=dz is not None, IS_NORMAL=is_normal, SHORT=_is_short(x),
         STAGES=_BACKWARD.stages,
     )  # fmt: skip
-    return z, dx, dgate, shares.sum(0)
+    return shares.sum(0)
 
 
 def _run(
@@ -282,7 +265,7 @@ def _programs(device: torch.device, warps: int) -> int:
 
 @triton.jit
 def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``residual_dropout.keep_mask`` of the elements at indices ``places``, in wrapping unsigned 64-bit arithmetic."""
+    """Whether elements are kept: by number ``place + 1`` of the SplitMix64 sequence (Steele, Lea, Flood 2014) that begins at ``seed``."""
     state = (places + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -313,21 +296,16 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def dropped(
-    x: torch.Tensor | None,
-    y: torch.Tensor,
-    seed: torch.Tensor | None,
-    path: torch.Tensor | None,
-    threshold: int,
-    scale: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Computes x (or 0) + path · dropout(y) for contiguous y."""
-    out = torch.empty_like(y, dtype=dtype)
-    if y.numel():
-        per_sample = y.numel() if path is None else y.numel() // path.numel()
-        _run(
-            _dropped_kernel, triton.cdiv(y.numel(), _ELEMENTS), (y, x, seed, path, out), (y.numel(), per_sample, scale), 4,
-            THRESHOLD=threshold, HAS_X=x is not None, HAS_PATH=path is not None, IS_LONG=per_sample >= 2**31 - _ELEMENTS, BLOCK=_ELEMENTS,
-        )  # fmt: skip
-    return out
+def add_dropped(
+    x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, out: torch.Tensor
+) -> None:
+    """Writes x (or 0) + path · dropout(y) of contiguous tensors to ``out``."""
+    if not y.numel():
+        return
+    per_sample = y.numel() if path is None else y.numel() // path.numel()
+    # a 31-bit hash below the threshold drops its element
+    _run(
+        _dropped_kernel, triton.cdiv(y.numel(), _ELEMENTS), (y, x, seed, path, out), (y.numel(), per_sample, 1 / (1 - dropout)), 4,
+        THRESHOLD=int(dropout * 2**31), HAS_X=x is not None, HAS_PATH=path is not None, IS_LONG=per_sample >= 2**31 - _ELEMENTS,
+        BLOCK=_ELEMENTS,
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Norm, activation, linear layers and dropout that keep little for the backward: against the layers one by one, in every dtype."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention.functional import fused_layers
+from dilated_attention.functional.fused_layers import add_dropped, linear_layers, plain_layers
+from dilated_attention.models import LongNetConfig, LongNetEncoder
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ACTIVATIONS = (None, "gelu", "relu", "silu", "swiglu")
+RECIPES = [pair for pair in itertools.product(ACTIVATIONS, ("none", "layer", "rms")) if pair != (None, "none")]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels, interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fused_layers, "_forced", True)
+
+
+class Layers(nn.Module):
+    """A norm and two linear layers, as a block has them."""
+
+    def __init__(self, norm: str, K: int = 24, widths: tuple[int, ...] = (16, 40), *, bias: bool = True, **factory: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        factory = {"device": DEVICE} | factory
+        makers: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+        self.norm = makers[norm](K, eps=1e-5, **factory) if norm in makers else None
+        self.linears = nn.ModuleList(nn.Linear(K, width, bias=bias, **factory) for width in widths)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+
+    def forward(self, x: torch.Tensor, activation: str | None = None, gate: torch.Tensor | None = None) -> list[torch.Tensor]:
+        return linear_layers(x, tuple(self.linears), norm=self.norm, activation=activation, gate=gate)
+
+
+def results(layers: nn.Module, x: torch.Tensor, activation: str | None, forced: bool, low: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Outputs, the gradients of x and gate, those of the parameters that need one; ``low``: under autocast."""
+    generator = torch.Generator().manual_seed(1)
+    x = x.detach().clone().requires_grad_()
+    gate = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x).requires_grad_() if activation == "swiglu" else None
+    with torch.autocast(DEVICE, low, enabled=low is not None), plain_layers(forced=forced):
+        ys = layers(x, activation, gate)
+    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in ys]
+    leaves = [x, *([] if gate is None else [gate]), *layers.parameters()]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
+
+
+def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The worst relative error; what is 0 but for rounding, as a key bias's gradient, counts by the largest of all."""
+    floor = 1e-3 * max(float(b.detach().double().norm()) for b in expected) + 1e-30
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype is b.dtype and a.shape == b.shape
+        worst = max(worst, float((a.double() - b.double()).detach().norm()) / max(float(b.detach().double().norm()), floor))
+    return worst
+
+
+@pytest.mark.parametrize(("rows", "K", "bias"), [(99, 24, True), (99, 24, False), (7, 1100, True), (0, 24, True)])
+@pytest.mark.parametrize(("activation", "norm"), RECIPES)
+def test_equal_to_the_layers_one_by_one(activation: str | None, norm: str, rows: int, K: int, bias: bool) -> None:
+    layers = Layers(norm, K, bias=bias)
+    # a mean far from 0 and rows that do not fill a tile
+    x = torch.randn(1, rows, K, device=DEVICE) + 3
+    assert error(results(layers, x, activation, True), results(layers, x, activation, False)) < 5e-6
+
+
+@pytest.mark.parametrize("K", [24] if DEVICE == "cpu" else [24, 768, 1000, 3072, 4096])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize(("activation", "norm"), RECIPES)
+def test_no_worse_in_bfloat16(activation: str | None, norm: str, autocast: bool, K: int) -> None:
+    """Against float64: rounding once loses no more than rounding after each layer; dtypes are those of the plain layers."""
+    kind = torch.float32 if autocast else torch.bfloat16
+    layers, x = Layers(norm, K, dtype=kind), torch.randn(300, K, device=DEVICE).bfloat16().to(kind)
+    found, plain = (results(layers, x, activation, forced, torch.bfloat16 if autocast else None) for forced in (True, False))
+    # Triton's interpreter truncates to bfloat16
+    slack = 2e-3 if DEVICE == "cuda" else 1e-2
+    for mine, theirs, true in zip(found, plain, results(layers.double(), x.double(), activation, False), strict=True):
+        assert mine.dtype is theirs.dtype
+        assert (mine.double() - true).norm() <= 1.2 * (theirs.double() - true).norm() + slack * true.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
+    """Values and gradients within rounding; far out on the left, too, where what is left of x is small."""
+    linear = nn.Linear(3, 3, bias=False, device=DEVICE, dtype=dtype)
+    linear.weight.data = torch.eye(3, device=DEVICE, dtype=dtype)
+    x = torch.linspace(-6, 9, 4096, device=DEVICE).to(dtype).view(-1, 1).repeat(1, 3).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    (found,), expected = linear_layers(x, [linear], activation="gelu"), F.gelu(wide)
+    rounding = {"rtol": 1e-5 if dtype is torch.float32 else 2**-7, "atol": 1e-6}
+    torch.testing.assert_close(found.double(), expected, **rounding)
+    (dx,), (true,) = torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), wide)
+    torch.testing.assert_close(dx.double(), true, **rounding)
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("norm",), ("linears",), ("norm", "linears"), ("linears.0.bias", "linears.1.bias"), ("x",), ("x", "norm")]
+)
+def test_frozen_parts_and_unused_outputs(frozen: tuple[str, ...]) -> None:
+    layers, grads = Layers("layer"), []
+    x = torch.randn(33, 24, device=DEVICE)
+    for name, parameter in layers.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen or "-"))
+    for forced in (True, False):
+        leaf = x.clone().requires_grad_("x" not in frozen)
+        leaves = [t for t in (leaf, *layers.parameters()) if t.requires_grad]
+        with plain_layers(forced=forced):
+            grads.append(torch.autograd.grad(layers(leaf)[0].square().sum(), leaves, allow_unused=True))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, torch.zeros_like(found) if expected is None else expected, rtol=1e-4, atol=1e-4)
+
+
+def config(**changes: Any) -> LongNetConfig:
+    values: dict[str, Any] = {"embed_dim": 32, "num_layers": 2, "num_heads": 4, "segment_lengths": (16, 64), "dilation_rates": (1, 2),
+                              "is_causal": False, "dropout": 0.0, "positions": "none"}  # fmt: skip
+    return LongNetConfig(**values | changes)
+
+
+def gradients(model: nn.Module, x: torch.Tensor, forced: bool = True) -> list[torch.Tensor]:
+    """The output, and the gradients of x and of what it is computed from."""
+    x = x.detach().clone().requires_grad_()
+    with plain_layers(forced=forced):
+        y = model(x)
+        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y)
+        grads = torch.autograd.grad(y, [x, *model.parameters()], dy, allow_unused=True)
+    return [y.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False}, {"sub_norm": False}], ids=str
+)
+def test_a_stack_equals_its_plain_layers_compiled_and_checkpointed_too(changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = LongNetEncoder(config(**changes)).to(DEVICE), torch.randn(2, 50, 32, device=DEVICE)
+    found = gradients(model, x)
+    assert error(found, gradients(model, x, forced=False)) < 1e-5
+    torch._dynamo.reset()
+    # its blocks are alike, and compile alike
+    block = model.blocks[0]
+    backend = "aot_eager" if changes else "inductor"
+    assert error(gradients(torch.compile(block, fullgraph=True, backend=backend), x), gradients(block, x)) < 1e-5
+    model.checkpoint_activations = True
+    assert error(gradients(model, x), found) < 1e-6
+
+
+def test_dropout_repeats_under_a_seed_and_a_checkpoint_compiled_too() -> None:
+    x = torch.randn(4, 30, 32, device=DEVICE)
+    model = LongNetEncoder(config(dropout=0.3, drop_path=0.4)).to(DEVICE)
+
+    def run(seed: int, layer: nn.Module = model) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return gradients(layer, x)
+
+    first = run(11)
+    assert error(run(11), first) == 0 and error(run(12)[:1], first[:1]) > 1e-2
+    torch._dynamo.reset()
+    block = model.blocks[0]
+    assert error(run(11, torch.compile(block, fullgraph=True, backend="aot_eager")), run(11, block)) < 5e-6
+    model.checkpoint_activations = True
+    assert error(run(11), first) < 1e-6
+    model.eval()
+    assert error(gradients(model, x), gradients(model, x, forced=False)) < 1e-5
+
+
+@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, False), (0.25, False), (0.25, True)])
+def test_what_a_block_keeps(dropout: float, autocast: bool) -> None:
+    """x, q, k, v, out, x between the halves, and four times as much inside the feed-forward layer: 10 of (N, E), in 16 bits under autocast.
+    Plain layers keep more than 20, and masks."""
+    N, E, M = 640, 64, 3
+    shape = {"embed_dim": E, "num_layers": M, "segment_lengths": (64, 256), "dropout": dropout, "drop_path": dropout, "final_norm": False}
+    model = LongNetEncoder(config(**shape)).to(DEVICE)
+    x = torch.randn(1, N, E, device=DEVICE, requires_grad=True)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def saved() -> int:
+        storages: dict[int, int] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            y = model(x)
+        del y
+        return sum(size for place, size in storages.items() if place not in own)
+
+    # lse of 4 heads, statistics of four norms, seeds
+    unit, small = N * E * (2 if autocast else 4), N * 4 * (4 + 4 * 2) + 1024
+    assert saved() <= M * (10 * unit + small)
+    with plain_layers():
+        assert saved() > M * 20 * unit
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hooked": lambda block: block.ffn.up.register_forward_hook(lambda module, x, y: 2 * y),
+    "subclassed": lambda block: setattr(block.ffn, "up", Doubled(32, block.ffn.up.out_features, device=DEVICE)),
+    "parametrised": lambda block: nn.utils.parametrizations.weight_norm(block.attention.q_proj).parametrizations.weight.original0.data.mul_(
+        2
+    ),
+    "its own forward": lambda block: setattr(block.attention.v_proj, "forward", lambda x: torch.zeros_like(x)),
+    "replaced": lambda block: setattr(block, "attention_norm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_no_plain_layer_is_called(change: str) -> None:
+    torch.manual_seed(0)
+    model, x = LongNetEncoder(config()).to(DEVICE), torch.randn(1, 40, 32, device=DEVICE)
+    before = gradients(model, x)
+    CHANGES[change](model.blocks[0])
+    found = gradients(model, x)
+    assert error(found, gradients(model, x, forced=False)) < 1e-5 and error(found[:1], before[:1]) > 1e-3
+
+
+def test_the_modules_are_called_for_other_dtypes_short_inference_and_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 norms of a bfloat16 model, float64 under autocast: what the plain layers do, refusals included."""
+    layers, x = Layers("layer"), torch.randn(3, 24, device=DEVICE)
+    monkeypatch.setattr(fused_layers, "_NormLinear", None)
+    with pytest.raises(AttributeError):
+        layers(x)
+    with torch.no_grad():
+        layers(x)
+    jacobian = torch.func.jacrev(lambda x: layers(add_dropped(x, x, path=torch.ones(3, device=DEVICE)))[0])(x)
+    assert jacobian.shape == (3, 16, 3, 24)
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(layers(forward_ad.make_dual(x, x))[0]).tangent is not None
+    with torch.autocast(DEVICE, torch.bfloat16):
+        wide = Layers("layer", dtype=torch.float64)
+        assert wide(x.double())[0].dtype is torch.float64
+    layers.to(torch.bfloat16)
+    layers.norm.float()
+    with pytest.raises(RuntimeError, match="type"):
+        layers(x)
+
+
+def test_a_dispatch_mode_sees_the_kernels_and_the_products() -> None:
+    """As selective activation checkpointing needs it; in eager mode there is no op, which takes less of Python's time."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    layers, x = Layers("rms"), torch.randn(3, 24, device=DEVICE, requires_grad=True)
+    with Watch(), FlopCounterMode(display=False) as counter:
+        # the counter's hooks on modules would have them called
+        fused_layers._AddDropped.apply(x, x, torch.tensor(1, device=DEVICE), None, 0.5)
+        recipe = "none", "rms", 1e-5, torch.float32, False
+        ys = fused_layers._NormLinear.apply(recipe, x, None, None, None, *(linear.weight for linear in layers.linears), None, None)
+        sum(y.sum() for y in ys).backward()
+    assert {f"dilated_attention.{name}.default" for name in ("prepare", "prepare_backward", "add_dropped")} <= set(seen)
+    assert counter.get_total_flops() == 3 * 2 * 3 * 24 * 56
+
+
+def test_second_derivatives_are_refused_with_a_way_out() -> None:
+    layers, x = Layers("layer"), torch.randn(3, 24, device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*plain_layers"):
+        torch.autograd.grad(layers(x)[0].sum(), x, create_graph=True)
+    with plain_layers():
+        (grad,) = torch.autograd.grad(layers(x)[0].square().sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+def test_results_may_be_changed_in_place() -> None:
+    """They are tensors of their own, no views of a function's output."""
+    torch.manual_seed(0)
+    block, x = LongNetEncoder(config()).to(DEVICE).blocks[0], torch.randn(1, 40, 32, device=DEVICE)
+    changed = []
+    for forced in (True, False):
+        with plain_layers(forced=forced):
+            out, _ = block.attention(x)
+            out += x
+            out = block.ffn(out).mul_(2)
+        changed.append([*torch.autograd.grad(out.square().sum(), list(block.attention.parameters()))])
+    assert error(*changed) < 1e-4
+
+
+def kept(seed: int, count: int, p: float) -> torch.Tensor:
+    """Which elements SplitMix64 (Steele, Lea, Flood 2014) keeps, as Python's integers compute it."""
+    mask, word = [], 2**64 - 1
+    for i in range(1, count + 1):
+        x = seed + i * 0x9E3779B97F4A7C15 & word
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & word
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & word
+        mask.append((x ^ x >> 31) >> 33 >= int(p * 2**31))
+    return torch.tensor(mask, device=DEVICE)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 - 1, 1234567890123])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_and_its_backward_take_one_mask(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (torch.randn(3, 7, 37, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(2))
+    mask, path = kept(seed, y.numel(), 0.25).view(y.shape), torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(seed, device=DEVICE))
+    for factors in (None, path, path[:, None].expand(3, 7)):
+        out = add_dropped(x, y, dropout=0.25, path=factors)
+        dx, dy = torch.autograd.grad(out, (x, y), grad := torch.randn_like(out))
+        scale = mask / 0.75 * (1 if factors is None else path[:, None, None])
+        assert torch.equal(dx, grad)
+        torch.testing.assert_close(dy, (grad.double() * scale).to(dtype))
+        torch.testing.assert_close(out, (x.double() + y.double() * scale).to(dtype))
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_drop_path_of_packed_documents(forced: bool) -> None:
+    """A dropped document leaves a block as it came."""
+    torch.manual_seed(0)
+    block = LongNetEncoder(config(num_layers=2, drop_path=0.5, final_norm=False)).to(DEVICE).blocks[1]
+    cu_seqlens, x = torch.tensor([0, 7, 20, 50], dtype=torch.int32, device=DEVICE), torch.randn(1, 50, 32, device=DEVICE)
+    same = set()
+    for seed in range(24):
+        torch.manual_seed(seed)
+        with plain_layers(forced=forced):
+            y = block(x, cu_seqlens=cu_seqlens)
+        same.add(tuple(bool(torch.equal(a, b)) for a, b in zip(x.tensor_split((7, 20), 1), y.tensor_split((7, 20), 1), strict=True)))
+    # both halves of the block are dropped for a document in a quarter of the draws
+    assert len(same) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+def test_memory_of_an_encoder_on_a_gpu() -> None:
+    """10 units of (N, E) a block at bfloat16, counted by the allocator, at GigaPath's shape and 8,192 tiles."""
+    N, E, M = 8192, 768, 4
+    shape = config(embed_dim=E, num_layers=M, num_heads=16, ffn_dim=4 * E, segment_lengths=(1024, 5792), dropout=0.25, final_norm=False)
+    model = LongNetEncoder(shape, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, N, E, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = model(x)
+    assert torch.cuda.memory_allocated() - before <= M * 10.3 * N * E * 2
+    y.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+def test_a_graph_draws_new_masks() -> None:
+    """The seed is drawn on the device: each replay of a captured step has its own."""
+    x, y = torch.zeros(1000, 64, device="cuda"), torch.ones(1000, 64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        add_dropped(x, y, dropout=0.5)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = add_dropped(x, y, dropout=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)
