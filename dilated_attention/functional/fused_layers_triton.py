@@ -74,7 +74,8 @@ def _activated(x, gate, ACTIVATION: tl.constexpr, SHORT: tl.constexpr):  # type:
     return x
 
 
-@triton.jit
+# the number of rows follows the length, so it is not specialised; that of elements, a multiple of 16 for usual widths, makes loads wide
+@triton.jit(do_not_specialize=["num_rows"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, bias_ptr, z_ptr, normal_ptr, stats_ptr, num_rows, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
@@ -109,7 +110,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, bias_ptr, stats_ptr, dz_ptr, z_ptr, dx_ptr, dgate_ptr, shares_ptr, num_rows, num_tiles,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
@@ -243,7 +244,7 @@ def _launch(
     warps: int,
 ) -> KernelLaunch:
     """Returns the launch for arguments of these kinds; the compiled kernel that it keeps is loaded on ``device``."""
-    return KernelLaunch(kernel, programs, numbers, dict(constants), warps)
+    return KernelLaunch(kernel, programs, numbers, dict(constants), warps, dtypes=dtypes)
 
 
 def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:
