@@ -28,6 +28,7 @@ from torch.nn.modules import module as torch_module
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.ops.eager import is_eager, is_transformed
 from dilated_attention.engine.ops.prepare import without_autocast
+from dilated_attention.engine.ops.transforms import each
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 # without gradients nothing is saved for a backward, and on short sequences fewer passes over memory gain nothing
@@ -308,6 +309,8 @@ def _add_dropped(
 def _op(function: Callable[..., Any], *mutates: str) -> Any:
     op = torch.library.custom_op(f"dilated_attention::{function.__name__[1:]}", function, mutates_args=mutates)
     op.register_fake(function)
+    # a batch of gradients, as autograd's is_grads_batched passes it
+    op.register_vmap(lambda info, in_dims, *args: each(op, info.batch_size, in_dims, args))
     return op
 
 

@@ -284,6 +284,15 @@ def test_second_derivatives_are_refused_with_a_way_out() -> None:
     grad.sum().backward()
 
 
+def test_a_mapped_backward_equals_one_each() -> None:
+    layers, x = Layers("layer"), torch.randn(5, 24, device=DEVICE, requires_grad=True)
+    y = add_dropped(layers(x)[0], torch.ones(5, 16, device=DEVICE), dropout=0.5)
+    leaves, dys = [x, *layers.norm.parameters(), layers.linears[0].weight], torch.randn(3, 5, 16, device=DEVICE)
+    mapped = torch.func.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
+    assert error(list(mapped), [torch.stack(grads) for grads in zip(*each, strict=True)]) < 1e-6
+
+
 def test_results_may_be_changed_in_place() -> None:
     """They are tensors of their own, no views of a function's output."""
     torch.manual_seed(0)
