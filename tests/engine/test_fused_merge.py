@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -31,65 +30,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         original = getattr(fused_merge, name)
         monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
     return ran
-
-
-@pytest.mark.parametrize("budget", [2**40, 2**13, 1], ids=["whole", "chunks", "smallest_chunks"])
-@pytest.mark.parametrize("seed", range(60))
-def test_equals_the_reference_in_any_chunks(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, budget: int) -> None:
-    case = random_case(seed + 500, SPACE)
-    case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
-    # a backward that knows no gradient of lse goes problem by problem; every third case sees the other one, too
-    case = replace(case, lse_grad=case.lse_grad and seed % 3 == 0)
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
-    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
-    x = inputs(case, torch.float64)
-    truth, found = results(reference, case, x), results(call, case, x)
-    # a single dense problem is one launch, without layers
-    shape = Shape(case.heads, case.kv_heads, (0, case.num_keys), (0, case.num_keys), ((0, case.num_keys),), case.is_causal)
-    one_launch = case.padding == "none" and strategy.is_one_problem(case.pattern, shape)
-    assert not truth["out"].numel() or one_launch or "forward" in on_cpu
-    for name in truth:
-        assert max_error(found[name], truth[name]) <= 1e-10, name
-
-
-def test_the_backward_goes_through_layers_where_it_can(on_cpu: list[str]) -> None:
-    q, k, v = (torch.randn(1, 40, 4, 8, requires_grad=True) for _ in range(3))
-    dilated_attention(q, k, v, [8, 16], [1, 2]).sum().backward()
-    assert on_cpu == ["forward", "backward"]
-
-
-@pytest.mark.parametrize("budget", [2**40, 2**12], ids=["whole", "tiers"])
-@pytest.mark.parametrize("tail", ["mask", "zero_keys"])
-@pytest.mark.parametrize("seed", range(12))
-def test_detached_mixing_goes_through_layers_too(
-    on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, tail: str, budget: int
-) -> None:
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
-    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
-    case = random_case(seed, SPACE)
-    pattern = (
-        DilatedPattern((8, 24, 64), (1, 3, 4), "blocked", "all", tail) if seed % 4 else DilatedPattern((64,), (2,), "zero", "all", tail)
-    )
-    case = replace(case, pattern=pattern, num_queries=case.num_keys, kv_heads=case.heads, query_offset=0, bounds=None)
-    case = replace(case, is_causal=tail == "mask" and seed % 2 == 0, mixture_grad="detached", lse_grad=False, sinks=False)
-    x = inputs(case, torch.float64)
-    truth, found = results(reference, case, x), results(call, case, x)
-    for name in truth:
-        assert max_error(found[name], truth[name]) <= 1e-10, name
-    assert not truth["out"].numel() or "backward" in on_cpu
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_backend_that_writes_where_it_is_told(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Launches are then as long as the kernel takes them, and nothing is cut for memory."""
-    math = registry.get("math")
-    monkeypatch.setattr(math, "capabilities", replace(math.capabilities, writes_views=True, max_batch=3))
-    case = random_case(seed, SPACE)
-    case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None)
-    x = inputs(case, torch.float64)
-    truth, found = results(reference, case, x), results(call, case, x, backend="math")
-    for name in truth:
-        assert max_error(found[name], truth[name]) <= 1e-10, name
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------------------------------

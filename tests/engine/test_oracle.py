@@ -226,12 +226,13 @@ def test_any_case_in_any_form(space: Space, form: str, data: st.DataObject) -> N
     check(data.draw(cases(space)), form, data.draw(st.sampled_from(["auto", *CPU_BACKENDS])))
 
 
-@pytest.mark.slow
+COMPILED = [random_case(seed, space) for space in (ANY, BLOCKS) for seed in range(11)]
+
+
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("space", [ANY, BLOCKS], ids=["branches", "blocks"])
-def test_any_case_compiled(space: Space, seed: int) -> None:
-    check(random_case(seed, space), "compiled")
+@pytest.mark.parametrize("index", range(len(COMPILED)))
+def test_any_case_compiled(index: int) -> None:
+    check(COMPILED[index], "compiled")
 
 
 # how the passes of branches run where one does not say so: (bytes at a time, what math is changed to)
@@ -240,15 +241,16 @@ RUNNERS: dict[str, tuple[int, dict[str, Any]]] = {
     "chunks": (2**13, {}),
     "tiers": (2**11, {}),
     "smallest chunks": (1, {}),
-    "results written where told": (2**40, {"writes_views": True, "max_batch": 3}),
+    "results written where told": (2**40, {"writes_views": True, "max_batch": 2}),
     "no gradient of lse": (2**40, {"lse_grad": False}),
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["one merge", "problems"])
+@pytest.mark.parametrize("way", ["one merge", "problems", "blocks"])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_any_case_by_any_runner(runner: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every branch into its buffer and one merge, in chunks of any size, with the torch twin; or problem by problem."""
+def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every branch into its buffer and one merge, in chunks of any size, with the torch twin; problem by problem; or lists of blocks."""
+    fused = way == "one merge"
     budget, changes = RUNNERS[runner]
     monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
     monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
@@ -259,12 +261,12 @@ def test_any_case_by_any_runner(runner: str, fused: bool, monkeypatch: pytest.Mo
         for name in ("forward", "backward"):
             original = getattr(fused_merge, name)
             monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
-    for seed in range(500, 560):
-        case = random_case(seed, ANY)
+    for seed in range(500, 530 if way == "blocks" else 560):
+        case = random_case(seed, BLOCKS if way == "blocks" else ANY)
         if seed % 4:
             # of these two kinds few are drawn, and a runner of whole calls takes no other
             case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None, window=None)
-        if seed % 3 == 0:
+        if seed % 3 == 0 and way != "blocks":
             case = replace(case, mixture_grad="detached", lse_grad=False, sinks=False)
         elif runner == "no gradient of lse":
             case = replace(case, lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
@@ -306,6 +308,11 @@ def test_random_cases_reach_every_option() -> None:
         lambda case: case.scale is not None,
     ):
         assert sum(bool(told(case)) for case in drawn) >= 3
+    usual = Case(pattern=WHOLE)
+    for name in ("is_causal", "query_offset", "scale", "dropout_p", "padding", "bounds", "lse_grad", "sinks", "softcap", "branches"):
+        for some in ([random_case(seed, BLOCKS) for seed in range(60)], COMPILED):
+            assert any(getattr(case, name) != getattr(usual, name) for case in some), name
+    assert {case.mixture_grad for case in COMPILED} == {"exact", "detached"} and any(case.window for case in COMPILED)
 
 
 WHOLE = DilatedPattern((2**62,), (1,), "zero")

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.backends.merge import add_zero_keys, merge_weights
+from dilated_attention.backends.merge import add_zero_keys
 from dilated_attention.engine.branches import branch_buffers, chunking, launch_views
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
@@ -120,22 +119,19 @@ def test_an_op_whose_outputs_are_kept_passes_every_opcheck(monkeypatch: pytest.M
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_and_checkpointed_gradients_equal_eager_ones(dynamic: bool) -> None:
+def test_a_dynamic_graph_keeps_and_gives_what_eager_calls_do() -> None:
     def run(*qkv: torch.Tensor) -> torch.Tensor:
         return dilated_attention(*(x.sin() for x in qkv), [8, 40], [1, 4], **OPTIONS).exp()
 
     torch._dynamo.reset()
-    graph = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    # a graph of one length serves the other two if it is dynamic
-    for n in (20, 33, 48) if dynamic else (20,):
+    graph = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    # of the first length, which serves the others
+    for n in (20, 33, 48):
         qkv = make(n)[:3]
-        eager, again = (torch.autograd.grad(f(*qkv).sum(), qkv) for f in (run, lambda *x: checkpoint(run, *x, use_reentrant=False)))
         with torch.compiler.set_stance("default" if n == 20 else "fail_on_recompile"):
             compiled = torch.autograd.grad(graph(*qkv).sum(), qkv)
-        for one, other, third in zip(eager, again, compiled, strict=True):
-            assert torch.equal(one, other)
-            torch.testing.assert_close(third, one, rtol=1e-12, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(run(*qkv).sum(), qkv), compiled, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 7, 24, 41])
@@ -161,11 +157,3 @@ def test_zero_keys_of_a_part_are_counted_as_for_one_launch(n: int) -> None:
                 row, weigh = was[0, segment, :real, head], lse[0, segment, head, :real]
                 expected = add_zero_keys(row, weigh, zeros)[0] if zeros else row
                 torch.testing.assert_close(found[0, segment, :real, head], expected, rtol=1e-12, atol=0)
-
-
-def test_zero_keys_are_a_part_of_score_and_value_0() -> None:
-    out, lse = torch.randn(6, 4, dtype=torch.float64), torch.tensor([-torch.inf, -800.0, -1.0, 0.0, 3.0, 1e4], dtype=torch.float64)
-    found, found_lse = add_zero_keys(out, lse, 3)
-    expected_lse, weight, _ = merge_weights(lse, torch.full_like(lse, 3.0).log())
-    torch.testing.assert_close(found, out * weight[:, None], rtol=1e-12, atol=0)
-    torch.testing.assert_close(found_lse, expected_lse, rtol=1e-14, atol=0)
