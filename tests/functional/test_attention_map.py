@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from dilated_attention import (
     MultiheadBlockSparseAttention,
     MultiheadBlockSparseDilatedAttention,
     MultiheadDilatedAttention,
-    attention,
-    block_sparse_attention,
     block_sparse_dilated_attention,
     dilated_attention,
 )
 from dilated_attention.engine.reference import multiplicities
 from dilated_attention.functional import attention_map, attention_received, maps
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, MaskFunction, PerHead, TopBlocks, with_sparsity
+from dilated_attention.testing import Case, Inputs
+from dilated_attention.testing.oracle import block_multiplicities
 
 N, H = 37, 4
 BRANCHES = ([8, 20, 5], [1, 3, 5])
@@ -117,15 +116,6 @@ def test_attention_received_is_the_sum_of_the_rows(name: str, kv_heads: int) -> 
     torch.testing.assert_close(got, torch.einsum("bi,bhij->bj", weights, expected) / H, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "causal", "split", "padding", "documents")], ids=str)
-def test_rows_sum_to_one_and_rows_without_keys_to_zero(options: dict[str, Any]) -> None:
-    q, k = inputs_for(options, 2)
-    sums = attention_map(q, k, *BRANCHES, query_rows=range(N), **options).sum(-1)
-    empty = torch.isneginf(dilated_attention(q, k, k, *BRANCHES, return_lse=True, **options)[1])
-    torch.testing.assert_close(sums, (~empty).double(), rtol=0, atol=1e-12)
-    assert bool(empty.any()) == ("branch_heads" in options or "key_padding_mask" in options)
-
-
 def test_the_share_of_zero_keys_is_what_lacks_to_one() -> None:
     q, k = make_qk()
     # one segment of 40 > N: 37 positions, padded to 39 by rate 3; offset 1 takes 12 of 13
@@ -152,30 +142,17 @@ BLOCK_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def block_multiplicities(pattern: BlockPattern, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """m (B, H, Nq, Nk) by the patterns' own definitions, document by document."""
-    m = torch.zeros(q.shape[0], H, q.shape[1], BLOCK_N)
-    padding, bounds = options.get("key_padding_mask"), options.get("cu_seqlens", torch.tensor([0, BLOCK_N])).tolist()
-    where = {name: options[name] for name in ("is_causal", "query_offset") if name in options}
-    for (start, end), b in itertools.product(itertools.pairwise(bounds), range(q.shape[0])):
-        if start == end:
-            continue
-        rows = slice(start, end) if "cu_seqlens" in options else slice(None)
-        kept = pattern
-        if isinstance(pattern, TopBlocks):
-            hidden = None if padding is None else padding[b : b + 1]
-            kept = pattern.choose(q[b : b + 1, rows], k[b : b + 1, start:end], key_padding_mask=hidden, scale=options.get("scale"), **where)
-        m[b, :, rows, start:end] = kept.dense_mask(m[b, 0, rows].shape[0], end - start, H, **where).float()
-    return m if padding is None else m * ~padding[:, None, None]
-
-
 @pytest.mark.parametrize("option", BLOCK_OPTIONS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_every_kind_of_block_pattern(name: str, option: str) -> None:
     pattern, options = PATTERNS[name], BLOCK_OPTIONS[option]
     batch, queries = 1 if option == "documents" else 2, 40 if option == "offset" else BLOCK_N
     q, k = make_qk(batch, queries, BLOCK_N, 2)
-    expected = written_out(q, k, block_multiplicities(pattern, q, k, options), scale=options.get("scale"))
+    given = {name: value for name, value in options.items() if name in ("is_causal", "query_offset", "scale")}
+    bounds = tuple(options["cu_seqlens"].tolist()) if option == "documents" else None
+    case = Case(pattern=pattern, batch=batch, num_queries=queries, num_keys=BLOCK_N, heads=H, kv_heads=2, bounds=bounds, **given)
+    m = block_multiplicities(case, Inputs(q, k, k, q, q, options.get("key_padding_mask"), None))
+    expected = written_out(q, k, m, scale=options.get("scale"))
     rows = [39, 0, 20, 21]
     got = attention_map(q, k, pattern=pattern, query_rows=torch.tensor(rows), chunk=70, **options)
     torch.testing.assert_close(got, expected[:, :, rows], rtol=1e-10, atol=1e-12)
@@ -348,72 +325,6 @@ def test_empty_sequences_and_no_rows() -> None:
     assert attention_received(*nothing, *BRANCHES).shape == (2, H, 0)
     assert attention_map(make_qk(2, 0, N)[0], k, *BRANCHES, query_rows=[]).shape == (2, H, 0, N)
     assert not bool(attention_received(make_qk(2, 0, N)[0], k, *BRANCHES).any())
-
-
-Q, K = make_qk()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"query_rows": [N]}, ValueError, "query_rows holds 37; expected rows of q, 0 to 36"),
-        ({"query_rows": [-1]}, ValueError, "query_rows holds -1"),
-        ({"query_rows": "first"}, ValueError, "query_rows is 'first'"),
-        ({"query_rows": [1.5]}, TypeError, r"query_rows\[0\] is 1.5"),
-        ({"query_rows": None}, TypeError, r"query_rows\[0\] is None"),
-        ({"query_rows": torch.ones(N, dtype=torch.bool)}, TypeError, "mask.nonzero"),
-        ({"query_rows": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"query_rows has shape \(2, 3\)"),
-        ({"segment_lengths": None}, ValueError, "segment_lengths is None and dilation_rates is"),
-        ({"segment_lengths": None, "dilation_rates": None, "tail": "zero_keys"}, ValueError, "tail is 'zero_keys' and applies only"),
-        ({"segment_lengths": [3, 8]}, ValueError, "segment_lengths has 2 entries"),
-        ({"head_offsets": [[0], [0], [0]]}, ValueError, "1 integers per branch for 4 heads"),
-        ({"pattern": "window"}, TypeError, "pattern is 'window'"),
-        ({"chunk": 0}, ValueError, "chunk is 0"),
-        ({"is_causal": 1}, TypeError, "is_causal is 1"),
-        ({"average_heads": None}, TypeError, "average_heads is None"),
-        ({"scale": math.nan}, ValueError, "scale is nan"),
-        ({"lse": torch.zeros(2, H, 3)}, ValueError, r"lse has shape \(2, 4, 3\); expected \(batch, heads, queries\) = \(2, 4, 37\)"),
-        ({"lse": 1.0}, ValueError, "lse is a float"),
-        ({"query_offset": 1}, ValueError, "query_offset is 1"),
-        ({"key_padding_mask": PADDING[:, :3]}, ValueError, "key_padding_mask has shape"),
-        ({"cu_seqlens": DOCUMENTS}, ValueError, "cu_seqlens with batch size 2"),
-        ({"q": Q[..., :5]}, ValueError, "q has head_dim 5"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    call = {"q": Q, "k": K, "segment_lengths": BRANCHES[0], "dilation_rates": BRANCHES[1], "query_rows": [0]} | options
-    with pytest.raises(error, match=text):
-        attention_map(call.pop("q"), call.pop("k"), **call)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"query_weights": torch.ones(2, 3)}, ValueError, r"query_weights has shape \(2, 3\); expected \(batch, queries\) = \(2, 37\)"),
-        ({"query_weights": 2.0}, TypeError, "query_weights is a float"),
-        ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
-        ({"backend": "fastest"}, ValueError, "backend is 'fastest'"),
-        ({"average_heads": 1}, TypeError, "average_heads is 1"),
-    ],
-    ids=str,
-)
-def test_bad_input_of_attention_received_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        attention_received(Q, K, *BRANCHES, **options)
-
-
-def test_dense_and_block_outputs_agree_with_their_functions() -> None:
-    q, k = make_qk(2, BLOCK_N, BLOCK_N)
-    v = draw(*k.shape, seed=2)
-    for weights, out in (
-        (attention_map(q, k, query_rows=range(BLOCK_N), is_causal=True), attention(q, k, v, is_causal=True)),
-        (
-            attention_map(q, k, pattern=PATTERNS["density"], query_rows=range(BLOCK_N)),
-            block_sparse_attention(q, k, v, PATTERNS["density"]),
-        ),
-    ):
-        torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, v), out, rtol=1e-9, atol=1e-10)
 
 
 def test_the_page_on_attention_maps_runs_and_is_right() -> None:
