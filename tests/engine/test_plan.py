@@ -12,10 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Backend, Options, registry
-from dilated_attention.backends.torch_ops import math
-from dilated_attention.engine.branches import launch_views
 from dilated_attention.engine.branches.heads import HeadGroup
 from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, branch_plans, make_plan
@@ -385,41 +383,6 @@ def test_launches_cut_within_limits_and_lose_nothing(data: st.DataObject) -> Non
             assert all(count == 1 or piece.stride(0) == 0 for piece in over)
 
 
-def test_views_in_step_keep_the_same_order() -> None:
-    """A view that cannot fold takes the others with it: problem p is the same problem in all of them."""
-    x = torch.arange(3 * 8 * 2).view(3, 8, 2, 1)
-    y = x.transpose(1, 2).contiguous().transpose(1, 2)
-    z = x[:1].expand(3, 8, 2, 1)
-    for group in launches([segments_of(tensor, 4, 2, 2, 1) for tensor in (x, y, z)], max_batch=3, max_extent=None, max_rows=None):
-        assert torch.equal(group[0], group[1])
-        assert torch.equal(group[0] % 16, group[2])
-
-
-@pytest.mark.parametrize(
-    "limits", [{"max_batch": 1}, {"max_batch": 3}, {"max_extent": 64}, {"max_extent": 700}, {"max_batch": 2, "max_extent": 300}], ids=str
-)
-@pytest.mark.parametrize("seed", range(12))
-def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], seed: int) -> None:
-    """A kernel with limits, small parts, small blocks: the same function."""
-    case = random_case(seed + 40, Space(heads_per_kv=(1, 2)))
-    x = inputs(case, torch.float64)
-    truth = results(call, case, x, backend="math")
-    counts = []
-    original = launch_views.launches
-    launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
-    monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
-    monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **limits))
-    # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
-    monkeypatch.setattr(type(registry.get("math")), "reasons_against", lambda self, request: [])
-    monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
-    monkeypatch.setattr(math, "_BLOCK_BYTES", 2**8)
-    found = results(call, case, x, backend="math")
-    assert not truth["out"].numel() or case.bounds or counts
-    assert all(kwargs[name] == value for kwargs in counts for name, value in limits.items())
-    for name in truth:
-        assert max_error(found[name], truth[name]) <= 1e-12 * max(1, case.num_keys), name
-
-
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
 
 
@@ -472,13 +435,6 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     assert request.extent <= max(extent(x[:, : 2**21]) for x in tensors)
 
 
-def test_huge_call_on_meta() -> None:
-    """The op's fake knows shapes of any size."""
-    q = torch.empty(1, 2**24, 16, 64, dtype=torch.bfloat16, device="meta")
-    out, lse = dilated_attention(q, q, q, [2048, 2**22], [1, 8], is_causal=True, return_lse=True)
-    assert out.shape == q.shape and lse.shape == (1, 16, 2**24) and lse.dtype is torch.float32
-
-
 def test_a_plan_is_made_once() -> None:
     shape = Shape(4, 4, (0, 99), (0, 99), ((0, 99),), True)
     assert make_plan(DilatedPattern((8,), (2,)), shape) is make_plan(DilatedPattern([8], [2]), shape)
@@ -492,19 +448,3 @@ def test_one_query_is_one_problem_a_branch() -> None:
         plan = make_plan(pattern, Shape(4, 4, (position, position + 1), (0, n), ((0, n),), True))
         assert [problem.branch for problem in plan.problems] == [0, 1]
         assert not any(problem.causal for problem in plan.problems)
-
-
-def test_heads_of_many_plans_are_grouped_once() -> None:
-    from dilated_attention.engine.branches import heads
-
-    def members(shift: int) -> list[heads.Member]:
-        return [heads.Member(head, head % 16, ("rows", shift)) for head in range(128)]
-
-    heads._grouped.cache_clear()
-    first = heads.head_groups(members(0), 1)
-    again = heads.head_groups(members(5), 1)
-    # rows differ and heads do not; groups come with the caller's own members
-    assert heads._grouped.cache_info().misses == 1
-    assert [group for group, _ in first] == [group for group, _ in again] and {member.kind for _, member in again} == {("rows", 5)}
-    taken = sorted(group.start + group.step * i for group, _ in first for i in range(group.count))
-    assert taken == list(range(128)) and len(first) == 8
