@@ -96,7 +96,7 @@ def op_seed(case: Case) -> int:
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of softmax attention in plain PyTorch over the case's multiset of keys, all in q's dtype; differentiable."""
-    parts = [part[1:] for part in _softmax_parts(case, x, q, k, v)]
+    parts = [part[1:] for part in softmax_parts(case, x, q, k, v)]
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts]).detach()
@@ -105,7 +105,7 @@ def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: 
     return sum((out * weight[..., None] for (out, _), weight in zip(parts, mixing, strict=True)), torch.zeros_like(q)), lse
 
 
-def _softmax_parts(
+def softmax_parts(
     case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Returns (p, out, lse) of each softmax that has its own gradient: one, or one per branch with detached mixing. p is before dropout."""
@@ -145,7 +145,7 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
     """
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
-        parts = _softmax_parts(case, x, q, k, v)
+        parts = softmax_parts(case, x, q, k, v)
         lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
         ds_BHNM = torch.zeros_like(parts[0][0])
         errors = {}

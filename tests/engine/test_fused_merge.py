@@ -133,20 +133,6 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
             assert found[position, head] == (label[0, position, head, 0] if taken else 0)
 
 
-def test_merge_of_empty_and_of_huge_parts() -> None:
-    layers = branch_buffers.make_branch_buffers(DilatedPattern((4, 4), (1, 1)), 1, (0, 1), 4, False)
-    out, part = torch.zeros(1, 4, 1, 2), torch.full((1, 1, 4, 1, 2), 3.0)
-    out[0, 1], part[0, 0, 3] = 1.0, torch.nan
-    lses = [
-        torch.tensor([-torch.inf, 1e4, 0.0, -torch.inf]).view(1, 1, 1, 4),
-        torch.tensor([-torch.inf, 1e4, 90.0, -torch.inf]).view(1, 1, 1, 4),
-    ]
-    lse = torch.empty(1, 4, 1)
-    merge_twin.merge_buffers(layers, out, lse, part.flatten(), torch.cat([x.flatten() for x in lses]))
-    assert lse[0, :, 0].tolist() == pytest.approx([-torch.inf, 1e4 + 0.6931, 90.0, -torch.inf])
-    assert out[0, :, 0, 0].tolist() == pytest.approx([0.0, 2.0, 3.0, 0.0])
-
-
 def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What recorded launches are found by: two layers of one model share them, other lengths do not, and nothing is kept for ever."""
     keys: list[object] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch._dynamo
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.backends.merge import add_zero_keys
-from dilated_attention.engine.branches import branch_buffers, chunking, launch_views
+from dilated_attention.engine.branches import chunking, launch_views
 from dilated_attention.engine.ops import resolve
 from dilated_attention.engine.reference import reference_attention
-from tests.helpers import merge_twin
 from tests.helpers.fused import run_fused, use_merge_twin
 from tests.helpers.op_settings import settings
 
@@ -132,28 +129,3 @@ def test_a_dynamic_graph_keeps_and_gives_what_eager_calls_do() -> None:
             compiled = torch.autograd.grad(graph(*qkv).sum(), qkv)
         for one, other in zip(torch.autograd.grad(run(*qkv).sum(), qkv), compiled, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("n", [1, 7, 24, 41])
-def test_zero_keys_of_a_part_are_counted_as_for_one_launch(n: int) -> None:
-    """Against the definition, row by row; an empty part is 0."""
-    pattern = DilatedPattern((7, 12), (2, 5), "cyclic", tail="zero_keys")
-    layers = replace(branch_buffers.make_branch_buffers(pattern, 3, (0, 3), n, False), direct=None)
-    flat = torch.randn(3 * 4 * layers.rows(with_direct=True), dtype=torch.float64)
-    flat_lse = torch.randn(3 * layers.rows(with_direct=True), dtype=torch.float64)
-    flat_lse[::5] = -torch.inf
-    before = layers.split(flat.clone(), 1, head_dim=4, with_direct=True)
-    after = layers.split(flat, 1, head_dim=4, with_direct=True)
-    lses = layers.split(flat_lse, 1, head_dim=0, with_direct=True)
-    merge_twin.count_zero_keys(layers, [x for x in after if x is not None], [x for x in lses if x is not None])
-    for branch, (length, rate) in enumerate(layers.branches):
-        was, found, lse = before[branch], after[branch], lses[branch]
-        assert was is not None and found is not None and lse is not None
-        for segment in range(found.shape[1]):
-            size = min(length, n - segment * length)
-            for head in range(3):
-                real = len(range(layers.offsets[branch][head], size, rate))
-                zeros = found.shape[2] - real
-                row, weigh = was[0, segment, :real, head], lse[0, segment, head, :real]
-                expected = add_zero_keys(row, weigh, zeros)[0] if zeros else row
-                torch.testing.assert_close(found[0, segment, :real, head], expected, rtol=1e-12, atol=0)
