@@ -196,7 +196,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
     blocks = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None)
     if chance(25):
         amount: Any = draw.choice([{"blocks": 1}, {"blocks": 2}, {"density": 0.4}, {"mass": 0.6}])
-        static = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
+        static: Any = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
         blocks = TopBlocks(**amount, **{draw.choice(["always", "within"]): static}, block_size=block)
     return replace(case, pattern=blocks, branches=pattern if chance(25) else None, window=None, mixture_grad="exact")
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views, strategy
+from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views
 from dilated_attention.engine.branches.plan import Shape, make_plan
 from dilated_attention.engine.branches.views import query_rows
-from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, reference, results
+from dilated_attention.testing import Space, random_case
 from tests.helpers import merge_twin
 from tests.helpers.fused import run_fused
 
@@ -62,24 +62,6 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
         ]
         smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
         assert smallest or max(rows) * cut.concurrent <= budget
-
-
-def test_long_branches_are_merged_to_what_short_ones_gave(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One head whose longest segment is the sequence: short branches in chunks of positions, then the long ones, both exact."""
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: 2**11)
-    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
-    seen = []
-    original = strategy.make_tiers
-    monkeypatch.setattr(strategy, "make_tiers", lambda *args: seen.append(original(*args)) or seen[-1])
-    for causal, tail in ((False, "mask"), (True, "mask"), (False, "zero_keys")):
-        pattern = DilatedPattern((4, 8, 24, 200), (1, 2, 3, 9), tail=tail)
-        case = Case(pattern=pattern, num_queries=71, num_keys=71, heads=1, kv_heads=1, head_dim=4, is_causal=causal, seed=3)
-        x = inputs(case, torch.float64)
-        truth, found = results(reference, case, x), results(call, case, x)
-        for name in truth:
-            assert max_error(found[name], truth[name]) <= 1e-10, name
-    lengths = [[tier.segment_lengths for tier in tiers] for tiers in seen]
-    assert [(4, 8), (24, 200)] in lengths or [(4, 8, 24), (200,)] in lengths
 
 
 def test_budget_is_half_a_gibibyte_one_in_the_backward_or_a_twentieth() -> None:

@@ -16,7 +16,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.backends import registry
 from dilated_attention.backends.torch_ops import math as math_module
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.branches import chunking, fused_merge, launch_views
+from dilated_attention.engine.branches import chunking, fused_merge, launch_views, strategy
 from dilated_attention.testing import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
@@ -264,6 +264,10 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
         monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
         monkeypatch.setattr(math_module, "_BLOCK_BYTES", 2**10)
     ran: list[str] = []
+    make_tiers, tiers = strategy.make_tiers, [0]
+    monkeypatch.setattr(
+        strategy, "make_tiers", lambda *args: [tiers.append(len(made)) for made in [make_tiers(*args)]] and make_tiers(*args)
+    )
     if fused:
         run_fused(monkeypatch)
         for name in ("forward", "backward"):
@@ -280,6 +284,8 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
             case = replace(case, lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
         check(case, backend="math")
     assert not fused or {*ran} == {"forward", "backward"}
+    # short branches in chunks of positions, then the long ones
+    assert not (fused and runner == "tiers") or max(tiers) > 1
 
 
 def test_random_cases_reach_every_option() -> None:

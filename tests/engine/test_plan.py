@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Backend, Options, registry
+from dilated_attention.backends import AttentionRequest, Backend, registry
 from dilated_attention.engine.branches.heads import HeadGroup
-from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, branch_plans, make_plan
-from dilated_attention.engine.branches.sequential import run_backward, run_forward
 from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
-from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, results
-from tests.helpers.merge_twin import merge
+from dilated_attention.testing import Case, Space, inputs, random_case
 from tests.helpers.op_settings import PLAIN
 
 WHOLE = DilatedPattern((2**62,), (1,), "zero")
@@ -177,50 +173,6 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
             counts = m[branch, :, a:b].sum(-1)
             expected[branch, :, a:b] = torch.where(counts > 0, places - counts, 0) * (not case.is_causal)
     assert torch.equal(brought, expected)
-
-
-# --- parts of the keys merge, parts of the queries concatenate ------------------------------------------------------------------------
-
-
-def partial(case: Case, x: Any, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Plan, Call]:
-    documents = tuple((a, b) for a, b in itertools.pairwise(case.bounds or (0, case.num_keys)) if a < b)
-    shape = Shape(case.heads, case.kv_heads, queries, keys, documents, case.is_causal, shifted_heads=case.padding == "none")
-    plan = make_plan(case.pattern, shape)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    return plan, Call(registry.get("math"), Options(scale), queries[0], x.key_padding_mask)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partial_results_merge_to_the_whole(seed: int) -> None:
-    """What a ring does: each range of keys alone, merged; each range of queries alone; gradients' shares add up."""
-    case = random_case(seed, Space(max_length=40, window=False, dropout=False, layouts=("contiguous",)))
-    case = replace(case, num_queries=case.num_keys, query_offset=0, mixture_grad="exact", lse_grad=False, sinks=False)
-    x, n, draw = inputs(case, torch.float64), case.num_keys, random.Random(seed)
-    truth = results(call, case, x)
-    if not truth["out"].numel():
-        return
-    q_cuts, k_cuts = ([0, *sorted(draw.randint(0, n) for _ in range(2)), n] for _ in "qk")
-    dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
-    for q0, q1 in itertools.pairwise(q_cuts):
-        if q0 == q1:
-            continue
-        rows = slice(q0, q1)
-        out, lse = torch.zeros_like(x.q[:, rows]), torch.full((case.batch, q1 - q0, case.heads), -torch.inf, dtype=torch.float64)
-        for keys in itertools.pairwise(k_cuts):
-            plan, options = partial(case, x, (q0, q1), keys)
-            out, lse = merge(out, lse, *run_forward(plan, x.q[:, rows], x.k, x.v, options))
-        assert max_error(out, truth["out"][:, rows]) <= 1e-12 and max_error(lse.transpose(1, 2), truth["lse"][..., rows]) <= 1e-12
-        dq = torch.zeros_like(out)
-        for keys in itertools.pairwise(k_cuts):
-            plan, options = partial(case, x, (q0, q1), keys)
-            shares = run_backward(plan, x.dout[:, rows], x.q[:, rows], x.k, x.v, out, lse, options)
-            outside = torch.ones(n, dtype=torch.bool)
-            outside[slice(*keys)] = False
-            assert not shares[1][:, outside].any() and not shares[2][:, outside].any()
-            for total, share in zip((dq, dk, dv), shares, strict=True):
-                total += share
-        assert max_error(dq, truth["dq"][:, rows]) <= 1e-11
-    assert max_error(dk, truth["dk"]) <= 1e-11 and max_error(dv, truth["dv"]) <= 1e-11
 
 
 # --- head groups -------------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from fractions import Fraction
 from typing import Any
 
@@ -88,6 +88,13 @@ def refused(function: Callable[..., Any], arguments: dict[str, Any], error: type
     return text
 
 
+def equal_to(value: Any) -> list[Any]:
+    """What compares equal to a value of a wrong type, and may be good: a call with it is remembered."""
+    if isinstance(value, list | tuple):
+        return [[equal for x in value for equal in (equal_to(x) or [x])[-1:]]]
+    return [bool(value), int(value)] if isinstance(value, int | float | np.bool_) and value in (0, 1, 4) else []
+
+
 def refused_by_all(arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...], but: str = " ") -> None:
     """By whatever takes these arguments and has no ``but`` in its name: without an operation of torch, and after a good call, alike."""
     more = {"bakend"} if "bakend" in arguments else set()
@@ -100,6 +107,10 @@ def refused_by_all(arguments: dict[str, Any], error: type[Exception], words: tup
         # maps look at rows first
         is_function = "q" in TAKES[name] and not name.startswith("attention_")
         function(**given_to(name))
+        for key, value in arguments.items() if is_function else ():
+            for equal in equal_to(value):
+                with suppress(TypeError, ValueError):
+                    function(**given | {key: equal})
         texts = []
         for where in (nullcontext, NoOps) if is_function else (nullcontext,):
             with where():

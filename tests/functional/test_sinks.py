@@ -242,23 +242,6 @@ def test_multihead_modules(name: str) -> None:
     assert bool(layer.sinks.grad.all())
 
 
-def test_maps_leave_the_sinks_share_out() -> None:
-    module = da.DilatedAttention([16, 64], [1, 3], sinks=True, num_heads=H).double()
-    q, k, v, sinks, *_ = (x.detach() for x in tensors())
-    with torch.no_grad():
-        assert module.sinks is not None
-        module.sinks.copy_(sinks)
-        out, lse = module(q, k, v, return_lse=True)
-    rows = [0, 5, 33, N - 1]
-    values = v.repeat_interleave(H // HK, 2)
-    for given in (None, lse):
-        weights = module.attention_map(q, k, rows, lse=given)
-        check_close((torch.einsum("bhij,bjhd->bihd", weights, values),), (out[:, rows],))
-    check_close((1 - weights.sum(-1),), ((sinks[:, None] - lse[..., rows]).exp(),))
-    received = module.attention_received(q, k)
-    check_close((received.sum(-1),), ((1 - (sinks[:, None] - lse).exp()).sum(-1),))
-
-
 def test_a_model_generates_with_sinks() -> None:
     """The cache's kernels read the sinks of the layers as the forward does."""
     torch.manual_seed(0)
