@@ -22,7 +22,7 @@ from dilated_attention import (
     dilated_attention,
 )
 from dilated_attention.functional import attention_map, attention_received, maps
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, MaskFunction, PerHead, TopBlocks, with_sparsity
+from dilated_attention.pattern import BlockPattern, LocalWindow
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, random_case
 from dilated_attention.testing.check import function_of
 from dilated_attention.testing.oracle import softmax_parts
@@ -120,13 +120,7 @@ def test_the_share_of_zero_keys_is_what_lacks_to_one() -> None:
 
 
 BLOCK_N = 150
-PATTERNS: dict[str, BlockPattern] = {
-    "window": LocalWindow(30, block_size=64),
-    "per_head": PerHead([LocalWindow(9, block_size=64)] * 3 + [BigBird(20, 5, 1, block_size=64)]),
-    "density": with_sparsity(0.4, "random", block_size=64),
-    "function": MaskFunction(lambda b, h, i, j: (i + j) % 3 == h % 3, block_size=64),
-    "chosen": TopBlocks(1, block_size=64),
-}
+WINDOW = LocalWindow(30, block_size=64)
 
 
 def test_cls_is_the_first_row_of_the_sequence_or_of_each_document() -> None:
@@ -210,14 +204,13 @@ def test_a_layers_weights_give_its_output(name: str, call: str) -> None:
 
 def test_modules_on_tensors_have_the_functions_with_their_settings() -> None:
     q, k = make_qk(2, BLOCK_N, BLOCK_N, 2)
-    window = PATTERNS["window"]
     modules: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (DilatedAttention(*BRANCHES, tail="zero_keys", scale=0.4, dropout=0.9), BRANCHES, {"tail": "zero_keys", "scale": 0.4}),
-        (BlockSparseAttention(window, scale=0.4, dropout=0.9), (), {"pattern": window, "scale": 0.4}),
+        (BlockSparseAttention(WINDOW, scale=0.4, dropout=0.9), (), {"pattern": WINDOW, "scale": 0.4}),
         (
-            BlockSparseDilatedAttention(*BRANCHES, window, branch_heads="split"),
+            BlockSparseDilatedAttention(*BRANCHES, WINDOW, branch_heads="split"),
             BRANCHES,
-            {"pattern": window, "branch_heads": "split"},
+            {"pattern": WINDOW, "branch_heads": "split"},
         ),
     ]
     for module, branches, options in modules:

@@ -258,18 +258,6 @@ def test_a_model_generates_with_sinks() -> None:
 # ---- refusals
 
 
-def test_settings_that_do_not_fit() -> None:
-    q, k, v, sinks, *_ = tensors()
-    with pytest.raises(ValueError, match="sinks are given with mixture_grad='detached'"):
-        da.dilated_attention(q, k, v, [16], [1], mixture_grad="detached", sinks=sinks)
-    with pytest.raises(ValueError, match="sinks=True with mixture_grad='detached'"):
-        da.MultiheadDilatedAttention(32, 4, [16], [1], mixture_grad="detached", sinks=True)
-    with pytest.raises(ValueError, match="num_heads is 4 without sinks"):
-        da.DilatedAttention([16], [1], num_heads=4)
-    with pytest.raises(ValueError, match="q has shape"):
-        da.DilatedAttention([16], [1], sinks=True)(q[0], k, v)
-
-
 def test_who_takes_a_cap_and_who_refuses() -> None:
     q, k, v, *_ = tensors()
     with pytest.raises(da.BackendUnavailable, match="sdpa_cpu: takes no softcap"):

@@ -188,6 +188,48 @@ def test_adaptive_markov_models_count_what_came_before(monkeypatch: pytest.Monke
     assert rows[5].interpolated < rows[1].interpolated - 0.1
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
+    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
+    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
+    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
+    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
+    for seed in range(100):
+        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
+        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
+        assert bool((targets != -100).any())
+    # the curve's windows are every fourth of those that have a target
+    for share in (1, 4):
+        windows = chromosome.held_out(16, share)
+        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
+
+
+def test_two_sided_markov_models_count_the_training_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    markov = example("_markov", monkeypatch)
+    symbols = symbols_of(900)
+    scored = (symbols != 4) & (torch.arange(900) >= 500) & (torch.arange(900) % 7 == 0)
+    rows = markov.two_sided(symbols, scored, 500, 3, True)
+    values = symbols.tolist()
+    for k, row in enumerate(rows):
+        seen: Counter[tuple[tuple[int, ...], int]] = Counter()
+        for t in range(k, 500 - k):
+            window = tuple(values[t - k : t + k + 1])
+            if 4 not in window:
+                for event in (window, tuple(3 - x for x in reversed(window))):
+                    seen[(event[:k] + event[k + 1 :], event[k])] += 1
+        bits = []
+        for alpha in markov.ALPHAS:
+            losses = []
+            for t in scored.nonzero().flatten().tolist():
+                window = tuple(values[t - k : t + k + 1])
+                around = window[:k] + window[k + 1 :]
+                fits = len(window) == 2 * k + 1 and 4 not in window
+                n, of = (seen[(around, values[t])], sum(seen[(around, x)] for x in range(4))) if fits else (0, 0)
+                losses.append(-math.log2((n + alpha) / (of + 4 * alpha)))
+            bits.append(sum(losses) / len(losses))
+        assert row.smoothed == pytest.approx(min(bits), abs=1e-12)
+
+
 def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the bfloat16 of torch's own products; the batched ones are float32 here."""
     muon = example("_muon", monkeypatch)

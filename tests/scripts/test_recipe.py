@@ -96,6 +96,37 @@ def test_settings_are_refused_before_anything_is_made(text: Path, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_flags_may_stand_in_a_file(text: Path, tmp_path: Path) -> None:
+    """Those on the command line win, and settings.json is such a file."""
+    (tmp_path / "run.toml").write_text(f'data = "{text}"\nsteps = 5\nskip-memory-test = true\ncontext = 128\nlayers = 1\n')
+    for config, out, options in ((tmp_path / "run.toml", "first", ["--steps", "2", "--validations", "0"]), (None, "second", [])):
+        path = config or tmp_path / "first" / "settings.json"
+        result = run_script(SCRIPT, "--config", str(path), "--out", str(tmp_path / out), *options, quick=True)
+        assert result.returncode == 0, result.stderr
+    first, second = ((tmp_path / out / "settings.json").read_text() for out in ("first", "second"))
+    assert first == second
+    assert json.loads(first)["steps"] == 2 and json.loads(first)["layers"] == 1
+    assert bits_of(tmp_path / "first") == bits_of(tmp_path / "second") != []
+
+
+def test_a_pipe_gets_few_lines_of_progress(text: Path, tmp_path: Path) -> None:
+    result = run_script(
+        SCRIPT, "--data", str(text), "--out", str(tmp_path), *kills.SMALL, "--steps", "60", "--validations", "2", quick=True
+    )
+    shown = [line for line in re.split(r"[\r\n]", result.stderr) if "bits/byte" in line]
+    assert len(bits_of(tmp_path)) == 60 and len(shown) == 1 and re.match(r"step 1, \d\.\d{3} bits/byte, [\d,]+ bytes/s", shown[0])
+    assert "\r" not in result.stderr and result.stdout.count("held out: ") == 3
+
+
+def test_a_longer_run_is_evaluated_on_its_way(text: Path, whole: Path, tmp_path: Path) -> None:
+    """Whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    train(text, run, "--steps", "40", "--resume", "auto")
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out/bits" in line and line["step"] > 8] == [16, 24, 32, 40]
+
+
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     """By each signal, in the middle of training; python -m tests.helpers.kills does it twenty times, at any moment, on more processes."""
     options = ["--steps", "120", "--save-minutes", "0.003"]

@@ -344,6 +344,22 @@ def test_the_pixels_between_tiles_are_read_or_compared(
         assert torch.equal(slide.load(torch.device("cpu"))[1] // checked.tile_size, torch.tensor(tissue(0)[1]) // 256)
 
 
+@pytest.mark.parametrize(("form", "step"), [("CLAM", 512), ("TRIDENT", 512), ("", 256)])
+def test_attributes_count_where_coords_say_nothing(form: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slides of one tile."""
+    folder = apart(make_folder(tmp_path / "features"), lambda _: 512, form)
+    for path in folder.glob("*.h5"):
+        with h5py.File(path, "a") as file:
+            attributes = dict(file["coords"].attrs)
+            features, coords = file["features"][:1], file["coords"][:1]
+            del file["features"], file["coords"]
+            file["features"], file["coords"] = features, coords
+            file["coords"].attrs.update(attributes)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    labels, files = importlib.import_module("_slide_labels"), importlib.import_module("_slides")
+    assert files.check(labels.find_slides(folder, None), tile_size=None, cells=1000).tile_size == step
+
+
 def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     """By a run, its checkpoint folder and a file of weights; of slides at another magnification, and without labels."""
     folder, out, new = make_folder(tmp_path / "features"), tmp_path / "out", tmp_path / "new"
