@@ -61,19 +61,19 @@ USUAL = Space(window=False, dropout=False, lse_grad=False, max_length=40, head_d
 
 
 @pytest.mark.parametrize("space", [USUAL, replace(USUAL, blocks=True, max_length=150)], ids=["branches", "blocks"])
-@pytest.mark.parametrize("group", range(3))
+@pytest.mark.parametrize("group", range(2))
 def test_maps_of_any_case_are_its_weights(group: int, space: Space) -> None:
     """Of rows in any order, some twice; with lse known or not, keys in chunks, heads apart or their mean; and what keys receive."""
-    for seed in range(25 * group, 25 * (group + 1)):
+    for seed in range(12 * group, 12 * (group + 1)):
         case = replace(random_case(seed, space), mixture_grad="exact")
         x, draw_ = inputs(case, torch.float64), random.Random(seed)
-        expected, (tensors, options) = weights_of(case, x), mapped(case, x)
+        expected, (tensors, options), size = weights_of(case, x), mapped(case, x), 5 if space is USUAL else 70
         rows = [draw_.randrange(case.num_queries) for _ in range(6)] if case.num_queries else []
         lse = call(case, x, x.q, x.k, x.v)[1]
-        for chunk, known in ((None, None), (5, None), (8, lse)):
+        for chunk, known in ((None, None), (size, lse)):
             got = attention_map(**tensors, query_rows=rows, chunk=chunk, lse=known, **options)
             torch.testing.assert_close(got, expected[:, :, rows], rtol=1e-9, atol=1e-11, msg=lambda m, case=case: f"{m} {case}")
-        mean = attention_map(**tensors, query_rows=torch.tensor(rows, dtype=torch.int64), average_heads=True, chunk=5, **options)
+        mean = attention_map(**tensors, query_rows=torch.tensor(rows, dtype=torch.int64), average_heads=True, chunk=size, **options)
         torch.testing.assert_close(mean, expected[:, :, rows].mean(1), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(attention_received(**tensors, **options), expected.sum(2), rtol=1e-9, atol=1e-10)
         weights = draw(*x.q.shape[:2], seed=3)
