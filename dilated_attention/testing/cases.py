@@ -13,7 +13,24 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import (
+    Axial,
+    BigBird,
+    BlockPattern,
+    BlockTensor,
+    Causal,
+    DilatedBlocks,
+    DilatedPattern,
+    Document,
+    GlobalLocal,
+    LocalWindow,
+    MaskFunction,
+    PerHead,
+    RandomBlocks,
+    Sparsity,
+    Strided,
+    TopBlocks,
+)
 
 T = TypeVar("T")
 
@@ -53,6 +70,8 @@ class Space:
     dropout: bool = True
     softcap: bool = False
     lse_grad: bool = True
+    # every case has a block pattern; with blocks of 64 and more, ``max_length`` is to be some hundred
+    blocks: bool = False
 
     @classmethod
     def of_backend(cls, name: str, **changes: Any) -> Space:
@@ -71,6 +90,8 @@ class Case:
     """One call with all its options. Its repr rebuilds it; ``inputs`` makes its tensors from ``seed``.
 
     Args:
+        pattern: dilated branches, or a block pattern, with which ``block_sparse_attention`` is called.
+        branches: dilated branches beside a block pattern: ``block_sparse_dilated_attention``.
         window: a window for ``attention``, which is called instead of ``dilated_attention``; the pattern is then one segment of rate 1.
         padding: ``"none"`` · ``"some"`` keys · ``"row"``: some, and every key of the first sequence · ``"all"`` keys.
         bounds: bounds of packed documents, as in ``cu_seqlens``.
@@ -80,7 +101,7 @@ class Case:
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
-    pattern: DilatedPattern
+    pattern: DilatedPattern | BlockPattern
     batch: int = 1
     num_queries: int = 1
     num_keys: int = 1
@@ -100,6 +121,11 @@ class Case:
     seed: int = 0
     sinks: bool = False
     softcap: float | None = None
+    branches: DilatedPattern | None = None
+
+    @property
+    def dilated(self) -> DilatedPattern | None:
+        return self.pattern if isinstance(self.pattern, DilatedPattern) else self.branches
 
 
 @dataclass(frozen=True)
@@ -132,7 +158,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         window = (draw.choice([None, draw.randint(0, num_keys)]), draw.choice([None, draw.randint(0, num_keys)]))
         pattern = DilatedPattern((2**62,), (1,), "zero")
     else:
-        pattern = _random_pattern(draw, heads, num_keys, space.max_segment)
+        pattern = random_branches(draw, heads, num_keys, space.max_segment)
     bounds, query_offset, num_queries = None, 0, num_keys
     if chance(25):
         bounds = (0, *sorted(draw.randint(0, num_keys) for _ in range(draw.randint(0, 4))), num_keys)
@@ -141,7 +167,7 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         num_queries = draw.randint(0 if chance(5) else 1, num_keys - query_offset)
     mixture_grad = "detached" if chance(30) else "exact"
     layouts = [draw.choice(space.layouts) if chance(25) else "contiguous" for _ in range(4)]
-    return Case(
+    case = Case(
         pattern=pattern,
         batch=1 if bounds else draw.randint(1, 3),
         num_queries=num_queries,
@@ -164,9 +190,59 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         sinks=mixture_grad == "exact" and chance(25),
         softcap=draw.choice([0.5, 2.0, 30.0]) if space.softcap and chance(25) else None,
     )
+    if not space.blocks:
+        return case
+    block = (draw.choice([64, 128]), draw.choice([64, 128]))
+    blocks = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None)
+    if chance(25):
+        amount: Any = draw.choice([{"blocks": 1}, {"blocks": 2}, {"density": 0.4}, {"mass": 0.6}])
+        static: Any = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
+        blocks = TopBlocks(**amount, **{draw.choice(["always", "within"]): static}, block_size=block)
+    return replace(case, pattern=blocks, branches=pattern if chance(25) else None, window=None, mixture_grad="exact")
 
 
-def _random_pattern(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:
+def scattered(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A function of single pairs for ``MaskFunction``."""
+    return (query * 7 + key * 3 + head) % 5 < 2
+
+
+def random_blocks(
+    draw: Chooser, heads: int, num_positions: int, block_size: tuple[int, int], *, any_length: bool, depth: int = 2
+) -> BlockPattern:
+    """Draws a block pattern, or several joined by |, & and by head; ``any_length``: one that exists at every length."""
+    if depth and draw.randint(0, 2) == 2:
+        parts = [
+            random_blocks(draw, heads, num_positions, block_size, any_length=any_length, depth=depth - 1) for _ in range(draw.randint(2, 3))
+        ]
+        how = draw.choice(["or", "and", "heads"])
+        if how == "heads":
+            return PerHead(tuple(parts[h % len(parts)] for h in range(heads)))
+        return parts[0] | parts[1] if how == "or" else parts[0] & parts[1]
+
+    def some(most: int = 150) -> int:
+        return draw.randint(0, most)
+
+    same: Any = {"block_size": block_size}
+    cut, tiles = some(num_positions), [-(-num_positions // size) for size in block_size]
+    kept = torch.rand(heads, *tiles, generator=torch.Generator().manual_seed(cut)) < 0.5
+    every: list[Any] = [
+        lambda: LocalWindow((draw.choice([None, some()]), draw.choice([None, some()])), **same),
+        lambda: Causal(**same),
+        lambda: GlobalLocal(some(), some(), **same),
+        lambda: BigBird(some(), some(3), some(2), seed=some(9), **same),
+        lambda: Strided(1 + some(3), some(2), **same),
+        lambda: DilatedBlocks(1 + some(2), 1 + some(2), **same),
+        lambda: Axial(1 + some(299), **same),
+        lambda: RandomBlocks(draw.choice([0.0, 0.2, 0.5, 1.0]), seed=some(9), **same),
+        lambda: Sparsity(draw.choice([0.1, 0.6]), draw.choice(["random", "local", "global_local"]), **same),
+        lambda: MaskFunction(scattered, per_head=draw.choice([False, True]), **same),
+    ]
+    if not any_length and num_positions:
+        every += [lambda: Document((cut, num_positions - cut), **same), lambda: BlockTensor(kept, **same)]
+    return draw.choice(every)()  # type: ignore[no-any-return]
+
+
+def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:
     longest = min(2 * num_keys + 2, max_segment or 2 * num_keys + 2)
     lengths = [draw.randint(1, draw.choice([min(8, longest), longest])) for _ in range(draw.randint(1, 4))]
     if max_segment is None and draw.randint(0, 9) == 9:
@@ -189,25 +265,20 @@ def make_tensor(
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    if layout == "contiguous":
-        return normal(B, N, H, D)
-    if layout == "heads_first":
-        return normal(B, H, N, D).transpose(1, 2)
-    if layout == "packed":
-        return normal(B, N, 3, H, D)[:, :, 1]
-    if layout == "offset":
-        return normal(B * N * H * D + 3)[3:].view(B, N, H, D)
-    if layout == "strided_dim":
-        return normal(B, N, H, 2 * D)[..., ::2]
-    if layout == "transposed_dim":
-        return normal(B, N, D, H).transpose(2, 3)
-    if layout == "expanded_batch":
-        return normal(1, N, H, D).expand(B, N, H, D)
-    if layout == "expanded_heads":
-        return normal(B, N, 1, D).expand(B, N, H, D)
-    if layout == "expanded_rows":
-        return normal(B, 1, H, D).expand(B, N, H, D)
-    raise ValueError(f"layout is {layout!r}; expected one of {', '.join(map(repr, LAYOUTS))}")
+    made = {
+        "contiguous": lambda: normal(B, N, H, D),
+        "heads_first": lambda: normal(B, H, N, D).transpose(1, 2),
+        "packed": lambda: normal(B, N, 3, H, D)[:, :, 1],
+        "offset": lambda: normal(B * N * H * D + 3)[3:].view(B, N, H, D),
+        "strided_dim": lambda: normal(B, N, H, 2 * D)[..., ::2],
+        "transposed_dim": lambda: normal(B, N, D, H).transpose(2, 3),
+        "expanded_batch": lambda: normal(1, N, H, D).expand(B, N, H, D),
+        "expanded_heads": lambda: normal(B, N, 1, D).expand(B, N, H, D),
+        "expanded_rows": lambda: normal(B, 1, H, D).expand(B, N, H, D),
+    }
+    if layout not in made:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(map(repr, made))}")
+    return made[layout]()
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:

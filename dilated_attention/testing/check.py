@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable, registry
-from dilated_attention.functional import attention, dilated_attention
+from dilated_attention.functional import attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, low_precision_bound, max_error, relative_bound
 from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
@@ -47,8 +48,8 @@ class Report:
         return f"{self.backend} on {self.device}: {self.cases} cases within bounds, {self.refused} refused; worst error/bound: {ratios}"
 
 
-def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls the library's public function on the case; ``overrides`` are further arguments, such as ``backend``."""
+def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns the public function of a case, its arguments after q, k and v, and its options."""
     options: dict[str, Any] = {
         "is_causal": case.is_causal,
         "scale": case.scale,
@@ -60,14 +61,23 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         "query_offset": case.query_offset,
         "return_lse": True,
     }
+    if case.window is not None:
+        return attention, (), options | {"window": case.window}
+    branches: tuple[Any, ...] = ()
+    if (dilated := case.dilated) is not None:
+        branches = dilated.segment_lengths, dilated.dilation_rates
+        options |= {"head_offsets": dilated.head_offsets, "branch_heads": dilated.branch_heads, "tail": dilated.tail}
+    if isinstance(case.pattern, BlockPattern):
+        return (block_sparse_dilated_attention if branches else block_sparse_attention), (*branches, case.pattern), options
+    return dilated_attention, branches, options | {"mixture_grad": case.mixture_grad}
+
+
+def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls the library's public function on the case; ``overrides`` are further arguments, such as ``backend``."""
     if case.dropout_p:
         torch.manual_seed(case.seed)
-    if case.window is not None:
-        return attention(q, k, v, window=case.window, **options | overrides)  # type: ignore[no-any-return]
-    pattern = case.pattern
-    options |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads, "tail": pattern.tail}
-    options["mixture_grad"] = case.mixture_grad
-    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options | overrides)  # type: ignore[no-any-return]
+    function, arguments, options = function_of(case, x)
+    return function(q, k, v, *arguments, **options | overrides)  # type: ignore[no-any-return]
 
 
 def results(

@@ -5,11 +5,15 @@ Shape letters: B batch, N query positions, M key positions, H query heads, G bra
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.engine.reference import reference_attention
+from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.testing.bounds import largest
 from dilated_attention.testing.cases import Case, Inputs
 
@@ -17,7 +21,9 @@ from dilated_attention.testing.cases import Case, Inputs
 def multiplicities(
     case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) in float32: a vectorised form of what ``engine.reference`` does row by row."""
+    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) of the branches: ``engine.reference`` in a vectorised form."""
+    pattern = case.dilated
+    branches = [] if pattern is None else list(zip(pattern.branches, pattern.offsets(case.heads), strict=True))
     keys = torch.arange(case.num_keys, device=device)
     rows = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
     starts = torch.zeros_like(keys)
@@ -35,9 +41,9 @@ def multiplicities(
         allowed &= difference <= right
     if case.is_causal:
         allowed &= difference <= 0
-    m = torch.zeros(case.pattern.num_branches, case.heads, case.num_queries, case.num_keys, device=device)
-    z = torch.zeros(case.pattern.num_branches, case.heads, case.num_queries, device=device)
-    for branch, ((length, rate), offsets) in enumerate(zip(case.pattern.branches, case.pattern.offsets(case.heads), strict=True)):
+    m = torch.zeros(len(branches), case.heads, case.num_queries, case.num_keys, device=device)
+    z = torch.zeros(len(branches), case.heads, case.num_queries, device=device)
+    for branch, ((length, rate), offsets) in enumerate(branches):
         segment = inside // length
         same = (starts[rows, None] == starts[None, :]) & (segment[rows, None] == segment[None, :])
         for head, offset in enumerate(offsets):
@@ -46,13 +52,30 @@ def multiplicities(
             taken = inside % length % rate == offset
             real = same & taken[rows, None] & taken[None, :]
             m[branch, head] = real & allowed
-            if case.pattern.tail == "zero_keys" and not case.is_causal:
+            if pattern is not None and pattern.tail == "zero_keys" and not case.is_causal:
                 places = (sizes.clamp(max=length) + rate - 1) // rate
                 z[branch, head] = torch.where(taken[rows], places[rows] - real.sum(-1), 0)
     m = m[:, None]
     if key_padding_mask is not None:
         m = m * ~key_padding_mask.to(device)[None, :, None, None, :]
     return m, z[:, None]
+
+
+def block_multiplicities(case: Case, x: Inputs) -> torch.Tensor:
+    """Returns m (B, H, Nq, Nk) of the case's block pattern by its definition; one that content chooses does so for each batch entry."""
+    m = torch.zeros(case.batch, case.heads, case.num_queries, case.num_keys, device=x.q.device)
+    where: Any = {"is_causal": case.is_causal, "query_offset": case.query_offset}
+    for start, end in itertools.pairwise(case.bounds or (0, case.num_keys)):
+        rows = slice(0, case.num_queries) if case.bounds is None else slice(start, end)
+        for b in range(case.batch if end > start else 0):
+            pattern: Any = case.pattern
+            hidden = None if x.key_padding_mask is None else x.key_padding_mask[b : b + 1, start:end]
+            if pattern.is_chosen:
+                q, k = x.q[b : b + 1, rows], x.k[b : b + 1, start:end]
+                pattern = pattern.choose(q, k, scale=case.scale, key_padding_mask=hidden, **where)
+            kept = pattern.dense_mask(rows.stop - rows.start, end - start, case.heads, **where).to(m.device)
+            m[b, :, rows, start:end] = kept if hidden is None else kept & ~hidden[:, None]
+    return m
 
 
 def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -73,7 +96,7 @@ def op_seed(case: Case) -> int:
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of softmax attention in plain PyTorch over the case's multiset of keys, all in q's dtype; differentiable."""
-    parts = [part[1:] for part in _softmax_parts(case, x, q, k, v)]
+    parts = [part[1:] for part in softmax_parts(case, x, q, k, v)]
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts]).detach()
@@ -82,13 +105,15 @@ def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: 
     return sum((out * weight[..., None] for (out, _), weight in zip(parts, mixing, strict=True)), torch.zeros_like(q)), lse
 
 
-def _softmax_parts(
+def softmax_parts(
     case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Returns (p, out, lse) of each softmax that has its own gradient: one, or one per branch with detached mixing. p is before dropout."""
     m, z = multiplicities(case, x.key_padding_mask, q.device)
     if case.mixture_grad == "exact":
         m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
+    if isinstance(case.pattern, BlockPattern):
+        m = m + block_multiplicities(case, x)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
     s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
     if case.softcap is not None:
@@ -120,7 +145,7 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
     """
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
-        parts = _softmax_parts(case, x, q, k, v)
+        parts = softmax_parts(case, x, q, k, v)
         lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
         ds_BHNM = torch.zeros_like(parts[0][0])
         errors = {}
@@ -146,6 +171,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls ``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
+    assert isinstance(case.pattern, DilatedPattern), "blocks are defined by their dense mask: plain_attention"
     return reference_attention(
         q,
         k,

@@ -16,7 +16,6 @@ from dilated_attention.engine.blocks import bitmask, selection
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection import choose_blocks_op
-from dilated_attention.functional import block_sparse_attention
 from dilated_attention.pattern import (
     BlockPattern,
     BlockTensor,
@@ -27,8 +26,8 @@ from dilated_attention.pattern import (
     TopBlocks,
     pattern_from_spec,
 )
-from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
+from tests.helpers.pattern_cases import expanded
 
 SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
 
@@ -161,24 +160,6 @@ def by_loops(case: Case) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], 2)
 
 
-def kept_pairs(case: Case) -> torch.Tensor:
-    """(B, H, Nq, N) bool: what the loops' choice lets each query attend to."""
-    pattern, offset = case.pattern, case.query_offset
-    B, Nq, H = case.q.shape[:3]
-    N = case.k.shape[1]
-    pairs = torch.zeros(B, H, Nq, N, dtype=torch.bool)
-    bounds = [0, N] if case.cu_seqlens is None else case.cu_seqlens.tolist()
-    for a, b in itertools.pairwise(bounds):
-        if a < b:
-            blocks = chosen_by_loops(case, slice(a, b))
-            whole = blocks.repeat_interleave(pattern.q_block, 2).repeat_interleave(pattern.k_block, 3)
-            queries = slice(0, Nq) if case.cu_seqlens is None else slice(a, b)
-            pairs[:, :, queries, a:b] = whole[:, :, offset % pattern.q_block :][:, :, : queries.stop - queries.start, : b - a]
-    if case.is_causal:
-        pairs &= torch.arange(N) <= torch.arange(offset, offset + Nq)[:, None]
-    return pairs if case.padding is None else pairs & ~case.padding[:, None, None]
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops run their Triton kernels, interpreted, on a CPU's tensors."""
@@ -265,83 +246,10 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
     assert not torch.equal(pattern.choose(-q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True), whole)
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
-def test_attention_is_that_over_the_chosen_pairs(seed: int) -> None:
-    """Results and all gradients, in float64, of the softmax over the pairs that the loops chose."""
-    case = random_case(seed)
-    q, k = (x.requires_grad_() for x in (case.q, case.k))
-    generator = torch.Generator().manual_seed(seed)
-    v, dlse = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (k.shape, (q.shape[0], q.shape[2], q.shape[1])))
-    v.requires_grad_()
-    arguments = {
-        "is_causal": case.is_causal,
-        "query_offset": case.query_offset,
-        "key_padding_mask": case.padding,
-        "cu_seqlens": case.cu_seqlens,
-    }
-    out, lse = block_sparse_attention(q, k, v, case.pattern, return_lse=True, **arguments)
-    pairs = kept_pairs(case)
-    repeat = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(repeat, 2)) * q.shape[3] ** -0.5
-    rows = pairs.any(-1)
-    safe = torch.where(pairs | ~rows[..., None], scores, -torch.inf)
-    true_lse = torch.where(rows, safe.logsumexp(-1), -torch.inf)
-    weights = torch.where(pairs, safe.softmax(-1), 0.0)
-    true_out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(repeat, 2))
-    torch.testing.assert_close(out, true_out, atol=1e-11, rtol=0)
-    torch.testing.assert_close(lse, true_lse, atol=1e-11, rtol=0)
-    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    found = torch.autograd.grad([out, lse], [q, k, v], [dout, torch.where(rows, dlse, 0.0)])
-    true = torch.autograd.grad([true_out, true_lse], [q, k, v], [dout, torch.where(rows, dlse, 0.0)])
-    for name, grad, true_grad in zip("qkv", found, true, strict=True):
-        torch.testing.assert_close(grad, true_grad, atol=1e-10, rtol=0, msg=lambda m, name=name: f"d{name}: {m}")
-
-
-def test_attention_over_chosen_blocks_compiles_and_leaks_nothing() -> None:
-    q, k, v = (torch.randn(2, 500, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
-
-    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return block_sparse_attention(q, k, v, TopBlocks(density=0.5, block_size=64), is_causal=True)
-
-    whole = step(q, k, v)
-    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v), whole)
-    changed = [torch.cat([x[:, :300], -3 * x[:, 300:]], 1) for x in (q, k, v)]
-    torch.testing.assert_close(step(*changed)[:, :300], whole[:, :300], atol=1e-12, rtol=0)
-    torch.testing.assert_close(step(q[:, :300], k[:, :300], v[:, :300]), whole[:, :300], atol=1e-12, rtol=0)
-
-
-def test_documents_are_as_if_alone() -> None:
-    pattern = TopBlocks(density=0.5, block_size=64)
-    q, k = (torch.randn(1, 700, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-    bounds = [0, 130, 130, 500, 700]
-    found = choose_blocks_op(q, k, None, torch.tensor(bounds, dtype=torch.int32), pattern.spec(), True, 0.3, 0)
-    assert found.shape == (1, 2, 700 // 64 + 4, 1)
-    row = 0
-    for a, b in itertools.pairwise(bounds):
-        alone = choose_blocks_op(q[:, a:b], k[:, a:b], None, None, pattern.spec(), True, 0.3, 0)
-        assert torch.equal(found[:, :, row : row + alone.shape[2], : alone.shape[3]], alone)
-        row += alone.shape[2]
-    assert not found[:, :, row:].any()
-
-
-def dense_of(lists: BlockLists) -> torch.Tensor:
-    """(groups, Nq, N) bool."""
-    dense = torch.zeros(lists.num_groups, lists.num_rows, lists.num_columns, lists.q_block, lists.k_block, dtype=torch.bool)
-    for entry, row in enumerate(lists.row_of_entry.tolist()):
-        mask = -1 if lists.masks is None else int(lists.masks[entry])
-        dense[row // lists.num_rows, row % lists.num_rows, lists.columns[entry]] = (
-            True if mask < 0 else unpacked(lists.bits[mask], lists.k_block)
-        )
-    return dense.transpose(2, 3).flatten(1, 2).flatten(2)[:, : lists.num_queries, : lists.num_keys]
-
-
-def lists_cases() -> list[tuple[int, bool, tuple[int, int]]]:
-    return [(N, is_causal, block) for N, block in zip((300, 200, 320, 1), SIZES, strict=True) for is_causal in (False, True)]
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
-@pytest.mark.parametrize(("N", "is_causal", "block"), lists_cases())
-def test_lists_are_the_kept_pairs(N: int, is_causal: bool, block: tuple[int, int], fused: bool, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("N", "block"), zip((300, 200, 320, 1), SIZES, strict=True))
+def test_lists_are_the_kept_pairs(N: int, block: tuple[int, int], is_causal: bool, fused: bool, request: pytest.FixtureRequest) -> None:
     pattern = TopBlocks(blocks=3, block_size=block)
     q, k = torch.randn(2, N, 3, 8), torch.randn(2, N, 1, 8)
     chosen = pattern.choose(q, k, is_causal=is_causal)
@@ -350,7 +258,7 @@ def test_lists_are_the_kept_pairs(N: int, is_causal: bool, block: tuple[int, int
     lists = lists_of_kept(chosen.kept, pattern, N, N, is_causal=is_causal)
     assert (lists.num_batch, lists.num_heads, lists.row_starts.dtype) == (2, 3, torch.int32)
     expected = torch.cat([chosen[b].dense_mask(N, N, 3, is_causal=is_causal) for b in range(2)])
-    assert torch.equal(dense_of(lists), expected)
+    assert torch.equal(expanded(lists, lists.num_groups), expected)
     assert lists.mask_kind == ("interval" if is_causal else "none")
     if lists.interval is not None:
         low, high = lists.interval
@@ -361,7 +269,7 @@ def test_lists_are_the_kept_pairs(N: int, is_causal: bool, block: tuple[int, int
     alone = lists_of_kept(chosen.kept[1:, 1:], pattern, N, N, is_causal=is_causal)
     other = block_lists(ChosenBlocks(chosen.kept[1:, 1:], N, block_size=block), N, 2, is_causal=is_causal, device="cpu")
     assert torch.equal(alone.row_starts, other.row_starts) and torch.equal(alone.columns, other.columns)
-    assert torch.equal(dense_of(alone), dense_of(other))
+    assert torch.equal(expanded(alone, alone.num_groups), expanded(other, other.num_groups))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
@@ -374,17 +282,10 @@ def test_lists_of_some_rows_of_a_longer_sequence(fused: bool, request: pytest.Fi
     if fused:
         request.getfixturevalue("kernels")
     lists = lists_of_kept(chosen.kept, pattern, 200, 600, is_causal=True, query_offset=256)
-    assert torch.equal(dense_of(lists), chosen.dense_mask(200, 600, 2, is_causal=True, query_offset=256))
+    assert torch.equal(expanded(lists, lists.num_groups), chosen.dense_mask(200, 600, 2, is_causal=True, query_offset=256))
     nothing = lists_of_kept(torch.zeros_like(chosen.kept), pattern, 200, 600, is_causal=True, query_offset=256)
     assert nothing.num_entries == 0 and nothing.masks is None and not nothing.row_starts.any()
     assert torch.equal(bitmask.bits_of_lists(lists), chosen.kept[0, :, :, :1])
-
-
-def test_bits_round_trip() -> None:
-    flags = torch.rand(3, 5, 71) < 0.5
-    words = packed(flags)
-    assert words.shape == (3, 5, 3) and torch.equal(unpacked(words, 71), flags)
-    assert packed(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from dilated_attention.pattern import (
     TopBlocks,
     with_sparsity,
 )
+from dilated_attention.testing.cases import random_branches
 
 D = 8
 SMALL = {"block_size": 64}
@@ -60,12 +62,11 @@ PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
 }
 
 
-def forward(pattern: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the whole sequence; ``last``: of its last query alone."""
-    options: dict[str, Any] = {"is_causal": True, "return_lse": True}
-    if last:
-        options["query_offset"] = q.shape[1] - 1
-        q = q[:, -1:]
+def forward(
+    pattern: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the whole sequence."""
+    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "sinks": sinks}
     if pattern is None or isinstance(pattern, int):
         return attention(q, k, v, window=None if pattern is None else (pattern, 0), **options)
     if isinstance(pattern, BlockPattern):
@@ -106,14 +107,16 @@ def test_every_step_is_the_row_of_the_forward(name: str, kv_heads: int) -> None:
     pattern = PATTERNS[name]
     n = 300
     q, k, v = make(n, kv_heads=kv_heads)
-    out, lse = forward(pattern, q, k, v)
+    sinks = None if kv_heads == 4 else torch.tensor([0.3, 5.0, -2.0, 1.0])
+    out, lse = forward(pattern, q, k, v, sinks)
     rows = torch.arange(2)
     for t in [*range(0, 140, 9), 63, 64, 96, 127, 128, 191, 192, 256, n - 1]:
         positions = torch.tensor([t, (t * 7 + 13) % n])
         seen_k, seen_v = k.clone(), v.clone()
         for b, p in enumerate(positions.tolist()):
             seen_k[b, p + 1 :], seen_v[b, p + 1 :] = torch.nan, torch.nan
-        found, found_lse = decode_attention(q[rows, positions][:, None], seen_k, seen_v, positions, return_lse=True, **choice(pattern))
+        row, options = q[rows, positions][:, None], choice(pattern)
+        found, found_lse = decode_attention(row, seen_k, seen_v, positions, sinks=sinks, return_lse=True, **options)
         torch.testing.assert_close(found[:, 0], out[rows, positions], atol=1e-5, rtol=0)
         torch.testing.assert_close(found_lse[..., 0], lse[rows, :, positions], atol=1e-5, rtol=0)
 
@@ -163,11 +166,7 @@ def test_slots_are_taken_again_once_nothing_can_read_them(name: str) -> None:
 def test_random_branches(seed: int) -> None:
     draw = random.Random(seed)
     n, kv_heads = draw.randint(1, 90), draw.choice([1, 2, 4])
-    lengths = [draw.randint(1, 100) for _ in range(draw.randint(1, 4))]
-    rates = [draw.randint(1, min(w, 9)) for w in lengths]
-    split = draw.random() < 0.2
-    kinds: list[Any] = ["cyclic", "blocked", "zero", [[draw.randrange(r) for _ in range(4)] for r in rates]]
-    pattern = DilatedPattern(lengths, rates, "cyclic" if split else draw.choice(kinds), "split" if split else "all")  # type: ignore[arg-type]
+    pattern = replace(random_branches(draw, 4, n, 100), tail="mask")
     q, k, v = make(n, kv_heads=kv_heads, batch=1, seed=seed)
     out, lse = forward(pattern, q, k, v)
     for t in {0, n - 1, *(draw.randrange(n) for _ in range(4))}:
@@ -302,6 +301,7 @@ def test_bad_input() -> None:
             decode_attention(*(args or (one, k, v, at)), **options)
 
     refused("one query per request", ValueError, q, k, v, at)
+    refused(r"sinks has shape \(3,\)", sinks=torch.zeros(3))
     refused("positions is list", TypeError, one, k, v, [3, 4])
     refused("one position per request", ValueError, one, k, v, at[:1])
     refused("positions reach from 3 to 50", ValueError, one, k, v, torch.tensor([3, 50]))

@@ -14,24 +14,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import dilated_attention as da
-from dilated_attention.backends import Backend, MathBackend, refresh, registry
+from dilated_attention.backends import MathBackend, refresh, registry
 from dilated_attention.functional import arguments
-from dilated_attention.pattern import LocalWindow, TopBlocks
+from dilated_attention.pattern import LocalWindow
+from dilated_attention.testing import Space, call, inputs, random_case, results
+from tests.helpers.forms import Looks, op
 from tests.helpers.fused import run_fused
 
 BRANCHES: tuple[list[int], list[int]] = ([4, 8], [1, 2])
-
-
-class Looks(TorchDispatchMode):
-    """Sees everything and changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Listens(TorchFunctionMode):
@@ -166,102 +160,15 @@ def padding() -> torch.Tensor:
     return torch.arange(16).expand(2, -1) > torch.tensor([[12], [5]])
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "lse": {"return_lse": True},
-    "lse alone": {"return_lse": True, "only": 1},
-    "out alone": {"return_lse": True, "only": 0},
-    "padding": {"key_padding_mask": padding(), "return_lse": True},
-    "documents": {"cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32), "batch": 1},
-    "dropout": {"dropout_p": 0.5},
-    "offset": {"query_offset": 6, "rows": 7, "is_causal": True},
-    "grouped": {"kv_heads": 2},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "float32": {"dtype": torch.float32, "deterministic": True},
-    "strides": {"layout": transposed},
-    "scale": {"scale": 1},
-    "lists": {"head_offsets": [[0, 0, 0, 0], [0, 1, 1, 0]]},
-    "split": {"branch_heads": "split"},
-    "zero keys": {"tail": "zero_keys", "head_offsets": "blocked"},
-    "detached": {"mixture_grad": "detached", "return_lse": True},
-    "empty": {"n": 0},
-}
-DENSE = ("plain", "causal", "lse", "padding", "documents", "dropout", "offset", "strides", "bfloat16", "empty")
-
-
-def run(case: dict[str, Any], function: Callable[..., Any], grads: str, enter: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
-    """out, lse if asked for, and the gradients of a loss that hands on gradients of some layout."""
-    case = dict(case)
-    inputs = make(case.pop("n", 16), **{name: case.pop(name) for name in ("batch", "kv_heads", "dtype") if name in case})
-    if (layout := case.pop("layout", None)) is not None:
-        inputs = [layout(x) for x in inputs]
-    if (rows := case.pop("rows", None)) is not None:
-        inputs[0] = inputs[0].detach()[:, :rows].requires_grad_()
-    only = case.pop("only", None)
-    torch.manual_seed(5)
-    with enter():
-        results = function(*inputs, **case)
-        results = results if isinstance(results, tuple) else (results,)
-        wanted = results if only is None else results[only : only + 1]
-        if grads == "expanded":
-            loss = sum((x.masked_fill(x == -torch.inf, 0).sum() for x in wanted if x.requires_grad), torch.zeros(()))
-        else:
-            weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape[::-1]).permute(*range(x.ndim)[::-1]) for x in wanted]
-            loss = sum(
-                ((x.masked_fill(x == -torch.inf, 0) * w).sum() for x, w in zip(wanted, weights, strict=True) if x.requires_grad),
-                torch.zeros(()),
-            )
-        return [*results, *torch.autograd.grad(loss, inputs)]
-
-
-def compare(case: dict[str, Any], function: Callable[..., Any], grads: str) -> None:
-    ours = [run(case, function, grads, nullcontext) for _ in range(2)]
-    theirs = run(case, function, grads, Looks)
-    for found in ours:
-        for mine, other in zip(found, theirs, strict=True):
-            assert torch.equal(mine, other) and mine.stride() == other.stride() and mine.requires_grad == other.requires_grad
-
-
-@pytest.mark.parametrize("grads", ["expanded", "permuted"])
-@pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_of_dilated_attention_are_those_of_the_op(name: str, grads: str) -> None:
-    compare(CASES[name], lambda *x, **options: da.dilated_attention(*x, *BRANCHES, **options), grads)
-
-
-@pytest.mark.parametrize("grads", ["expanded", "permuted"])
-@pytest.mark.parametrize("name", DENSE)
-def test_results_and_gradients_of_dense_and_windowed_attention_are_those_of_the_op(name: str, grads: str) -> None:
-    compare(CASES[name], da.attention, grads)
-    compare(CASES[name], lambda *x, **options: da.attention(*x, window=(3, 1), **options), grads)
-
-
-@pytest.mark.parametrize("grads", ["expanded", "permuted"])
-@pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("pattern", [LocalWindow(3, block_size=64), TopBlocks(2, block_size=64)], ids=["window", "content"])
-def test_results_and_gradients_of_blocks_are_those_of_the_op(name: str, grads: str, pattern: Any) -> None:
-    compare(CASES[name], lambda *x, **options: da.block_sparse_attention(*x, pattern, **options), grads)
-    compare(CASES[name], lambda *x, **options: da.block_sparse_dilated_attention(*x, *BRANCHES, pattern, **options), grads)
-
-
-def test_the_module_gives_what_its_function_gives() -> None:
-    inputs = make()
-    layer = da.DilatedAttention(*BRANCHES, head_offsets=[[0, 0, 0, 0], [0, 1, 1, 0]])
-    with Looks():
-        expected = layer(*inputs, is_causal=True)
-    assert torch.equal(layer(*inputs, is_causal=True), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_derivative_is_refused_by_the_same_words(kind: str) -> None:
-    inputs, texts = make(), []
-    for enter in (nullcontext, Looks):
-        with enter():
-            (dq,) = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs[0], create_graph=True)
-            with pytest.raises(NotImplementedError, match="no second derivative") as error:
-                torch.autograd.grad(dq.sum(), inputs[1])
-            texts.append(str(error.value))
-    assert texts[0] == texts[1]
+@pytest.mark.parametrize("space", [Space(softcap=True), Space(softcap=True, blocks=True, max_length=200)], ids=["branches", "blocks"])
+def test_results_and_gradients_are_those_of_the_op(space: Space) -> None:
+    """Bit for bit, in the same memory; once where the call is decided, and once where it is known."""
+    for seed in range(60):
+        case = random_case(seed, space)
+        x = inputs(case, (torch.float64, torch.float32, torch.bfloat16)[seed % 3])
+        theirs = results(op, case, x)
+        for ours in (results(call, case, x), results(call, case, x)):
+            assert all(torch.equal(ours[name], theirs[name]) and ours[name].stride() == theirs[name].stride() for name in theirs), case
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,38 +192,24 @@ def test_a_batch_of_gradients_is_mapped(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_gradients_are_equal(kind: str, reentrant: bool) -> None:
+def test_reentrant_checkpointed_gradients_are_equal(kind: str) -> None:
     inputs = make()
     expected = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
     for x in inputs:
         x.grad = None
-    checkpoint(KINDS[kind], *inputs, use_reentrant=reentrant).square().sum().backward()
+    checkpoint(KINDS[kind], *inputs, use_reentrant=True).square().sum().backward()
     for x, grad in zip(inputs, expected, strict=True):
         assert x.grad is not None and torch.equal(x.grad, grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_tensors_may_come_back_with_other_strides(kind: str) -> None:
-    inputs = make()
-    expected = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
-    packed: list[torch.Size] = []
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        packed.append(x.shape)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: transposed(x) if x.ndim == 4 else x.clone()):
-        found = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
-    assert packed.count(inputs[0].shape) >= 4
-    for mine, other in zip(found, expected, strict=True):
-        assert torch.equal(mine, other)
-
-
 def test_a_forward_outside_goes_with_a_backward_that_is_looked_at() -> None:
     inputs = make()
-    expected = torch.autograd.grad(dilated(*inputs).square().sum(), inputs)
-    loss = dilated(*inputs).square().sum()
+
+    def outputs() -> list[torch.Tensor]:
+        out, lse = da.dilated_attention(*inputs, *BRANCHES, return_lse=True)
+        return [out.square().sum(), lse.square().sum()]
+
+    expected, loss = torch.autograd.grad(outputs(), inputs), outputs()
     with FlopCounterMode(display=False) as counter:
         found = torch.autograd.grad(loss, inputs)
     assert counter.get_total_flops() == 2 * da.DilatedPattern(*BRANCHES).flops(16, 4, 8)[1]
@@ -334,67 +227,6 @@ def test_no_tensor_is_held_after_a_call(kind: str) -> None:
     del inputs
     gc.collect()
     assert [ref() for ref in held] == [None] * 4
-
-
-WRONG: dict[str, dict[str, Any]] = {
-    "is_causal": {"is_causal": 1},
-    "numpy bool": {"is_causal": numpy.True_},
-    "return_lse": {"return_lse": 0},
-    "deterministic": {"deterministic": 0},
-    "scale": {"scale": True},
-    "negative scale": {"scale": -1.0},
-    "scale of a list": {"scale": [1.0]},
-    "dropout": {"dropout_p": False},
-    "query_offset": {"query_offset": False},
-    "far query_offset": {"query_offset": 1},
-    "float query_offset": {"query_offset": 0.0},
-    "backend": {"backend": "none"},
-    "backend of a list": {"backend": ["auto"]},
-    "precision": {"precision": "fp4"},
-    "mask": {"key_padding_mask": torch.zeros(2, 15, dtype=torch.bool)},
-    "mask of integers": {"key_padding_mask": torch.zeros(2, 16, dtype=torch.uint8)},
-    "documents": {"cu_seqlens": torch.tensor([0, 16], dtype=torch.int32)},
-    "documents of floats": {"cu_seqlens": torch.tensor([0.0, 16])},
-    "tail": {"tail": "none"},
-    "mixture": {"mixture_grad": None},
-    "offsets": {"head_offsets": [[0, 0, 0, 0], [0, True, 2, 0]]},
-    "offsets of bool": {"head_offsets": [[0, 0, 0, 0], [0, True, False, 0]]},
-    "lengths": {"segment_lengths": [4, True]},
-    "float lengths": {"segment_lengths": [4, 8.0]},
-    "rates": {"dilation_rates": [True, 2]},
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_equals_a_call_before_it_is_refused_all_the_same(name: str) -> None:
-    inputs = make()
-    usual: dict[str, Any] = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "is_causal": True, "scale": 1.0}
-    for more in ({}, {"is_causal": True}, {"scale": 1}, {"head_offsets": [[0, 0, 0, 0], [0, 1, 0, 0]]}, {"tail": "mask"}):
-        da.dilated_attention(*inputs, **(usual | more))
-    da.dilated_attention(*inputs, **(usual | {"segment_lengths": [4, 2]}))
-    texts = []
-    for enter in (nullcontext, Looks):
-        with enter(), pytest.raises((TypeError, ValueError)) as error:
-            da.dilated_attention(*inputs, **(usual | WRONG[name]))
-        texts.append((type(error.value), str(error.value)))
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("tensors", ["list", "none", "sparse", "nested", "rank", "dtype", "heads", "integers"])
-def test_tensors_that_do_not_fit_are_refused_by_the_same_words(tensors: str) -> None:
-    q, k, v = (x.detach() for x in make())
-    da.attention(q, k, v)
-    other: Any = {
-        "list": [1.0], "none": None, "sparse": k.to_sparse(), "nested": torch.nested.nested_tensor([k[0], k[1, :3]]),
-        "rank": k[0], "dtype": k.float(), "heads": k[:, :, :3], "integers": k.long(),
-    }[tensors]  # fmt: skip
-    for wrong in ((q, other, v), (other, k, v)):
-        texts = []
-        for enter in (nullcontext, Looks):
-            with enter(), pytest.raises((TypeError, ValueError)) as error:
-                da.attention(*wrong)
-            texts.append((type(error.value), str(error.value)))
-        assert texts[0] == texts[1]
 
 
 class Counted(MathBackend):
@@ -539,32 +371,6 @@ def test_lengths_of_any_type_are_one_call(kind: Any, monkeypatch: pytest.MonkeyP
     expected = dilated(*inputs)
     asked = decisions(monkeypatch)
     assert torch.equal(da.dilated_attention(*inputs, kind([4, 8]), kind([1, 2])), expected) and not asked
-
-
-def test_a_named_backend_that_cannot_is_refused_in_every_call() -> None:
-    inputs = make()
-    lacks: Backend = registry.get("sdpa_cpu")
-    assert not lacks.capabilities.dropout
-    texts = []
-    for _ in range(3):
-        with pytest.raises(da.BackendUnavailable) as error:
-            da.attention(*inputs, dropout_p=0.5, backend="sdpa_cpu")
-        texts.append(str(error.value))
-    with Looks(), pytest.raises(da.BackendUnavailable) as error:
-        da.attention(*inputs, dropout_p=0.5, backend="sdpa_cpu")
-    assert {*texts} == {str(error.value)}
-
-
-def test_autocast_inside_and_around_a_backward_changes_no_bit() -> None:
-    inputs = make(dtype=torch.float32)
-    found = []
-    for enter in (nullcontext, Looks):
-        with enter(), torch.autocast("cpu", torch.bfloat16):
-            out = dilated(*inputs)
-            assert out.dtype is torch.bfloat16
-            found.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
-    for mine, other in zip(*found, strict=True):
-        assert torch.equal(mine, other)
 
 
 def test_facts_are_those_of_the_backend_at_the_time(counted: Counted) -> None:

@@ -1,374 +1,416 @@
-"""The custom op: its gradients, its registration with torch, and how it lives under compile, export, checkpointing, autocast."""
+"""The ops of branches, of blocks and of both: registration with torch, and how they live under compile, export, checkpointing, autocast.
+
+Their results in each of these forms: tests/engine/test_oracle.py.
+"""
 
 from __future__ import annotations
 
-import random
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention import DilatedPattern, attention, dilated_attention
+from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
+from dilated_attention.backends import registry
+from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.engine.branches import sequential
-from dilated_attention.engine.ops import prepare as prepare_module
-from dilated_attention.engine.reference import reference_attention
+from dilated_attention.engine.ops import resolve_blocks
+from dilated_attention.pattern import BigBird, BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
+from tests.helpers.forms import Looks
 from tests.helpers.op_settings import settings
 
-FORWARD = torch.ops.dilated_attention.dilated_attention.default
-BACKWARD = torch.ops.dilated_attention.dilated_attention_backward.default
-BRANCHES = [([4], [1]), ([5], [2]), ([3, 6], [1, 2]), ([2, 4, 8], [1, 2, 3]), ([4, 4], [1, 4]), ([16], [3])]
-KINDS = ["plain", "offset", "padding", "documents", "dropout", "zero_keys", "lists", "split", "blocked"]
+OPS = torch.ops.dilated_attention
+WINDOW = LocalWindow((20, 3), block_size=64)
+LENGTHS, RATES = (16, 64), (1, 3)
+Function = Callable[..., Any]
+
+
+def dilated(*qkv: torch.Tensor, **options: Any) -> Any:
+    return dilated_attention(*qkv, LENGTHS, RATES, **options)
+
+
+def blocks(*qkv: torch.Tensor, pattern: Any = WINDOW, **options: Any) -> Any:
+    return block_sparse_attention(*qkv, pattern, **options)
+
+
+def both(*qkv: torch.Tensor, pattern: Any = WINDOW, **options: Any) -> Any:
+    return block_sparse_dilated_attention(*qkv, LENGTHS, RATES, pattern, **options)
+
+
+# each kind with its op
+KINDS: dict[str, tuple[Function, str]] = {
+    "dilated": (dilated, "dilated_attention"),
+    "blocks": (blocks, "block_sparse_attention"),
+    "both": (both, "block_sparse_dilated_attention"),
+}
+FORWARDS = [getattr(OPS, name).default for _, name in KINDS.values()]
+of_every_kind = pytest.mark.parametrize("function", [function for function, _ in KINDS.values()], ids=KINDS)
 
 
 def make_qkv(
-    batch: int, queries: int, keys: int, heads: int, kv_heads: int, dim: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> list:
-    generator = torch.Generator().manual_seed(seed)
+    batch: int = 1, queries: int = 80, keys: int = 80, heads: int = 2, kv_heads: int = 1, dim: int = 4, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     shapes = [(batch, queries, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def random_case(index: int) -> dict[str, Any]:
-    """Case ``index`` of the gradient sweep: branches and kinds of option in turn, the rest drawn."""
-    draw = random.Random(index)
-    lengths, rates = BRANCHES[index % len(BRANCHES)]
-    heads, kv_heads = draw.choice([(1, 1), (2, 2), (2, 1), (4, 2), (3, 3)])
-    keys = draw.randint(3, 7) if heads < 3 else draw.randint(2, 5)
-    kind = KINDS[index // len(BRANCHES) % len(KINDS)]
-    case: dict[str, Any] = {"lengths": lengths, "rates": rates, "heads": heads, "kv_heads": kv_heads, "keys": keys, "queries": keys}
-    options: dict[str, Any] = {"is_causal": draw.random() < 0.5, "backend": draw.choice(["math", "sdpa_cpu"])}
-    case |= {"kind": kind, "options": options, "batch": 2 if heads == 1 and kind != "documents" else 1}
-    if kind == "offset":
-        case["queries"] = draw.randint(1, keys)
-        options["query_offset"] = keys - case["queries"]
-    elif kind == "padding":
-        generator = torch.Generator().manual_seed(index)
-        options["key_padding_mask"] = torch.rand(case["batch"], keys, generator=generator) < 0.4
-    elif kind == "documents":
-        cut = draw.randint(0, keys)
-        options["cu_seqlens"] = torch.tensor([0, cut, keys], dtype=torch.int32)
-    elif kind == "dropout":
-        options |= {"dropout_p": 0.3, "backend": "math"}
-    elif kind == "zero_keys":
-        options |= {"tail": "zero_keys", "is_causal": False}
-    elif kind == "lists":
-        options["head_offsets"] = [[draw.randrange(rate) for _ in range(heads)] for rate in rates]
-    elif kind == "split":
-        options["branch_heads"] = "split"
-    elif kind == "blocked":
-        options["head_offsets"] = "blocked"
-    return case
+# --- registration ---------------------------------------------------------------------------------------------------------------------
+
+# of the forward op's arguments, one set for each that is optional
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "kv_heads": 1},
+    "padding": {"mask": torch.arange(20)[None].repeat(2, 1) % 3 == 0, "batch": 2, "backend": "math"},
+    "documents": {"cu": torch.tensor([0, 8, 20], dtype=torch.int32)},
+    "dropout": {"seed": torch.tensor(7), "dropout_p": 0.25, "backend": "math"},
+    "offset": {"queries": 9, "query_offset": 10, "dtype": torch.bfloat16},
+    "nothing": {"queries": 0, "keys": 0},
+    "sinks": {"sinks": torch.tensor([0.5, -2.0], dtype=torch.float64)},
+    # of branches
+    "lists": {"branches": ((3, 4), (1, 2), ((0, 0), (1, 0)), "all", "mask")},
+    "window": {"branches": ((2**62,), (1,), "zero", "all", "mask"), "window": (2, 1)},
+    "detached": {"branches": ((3, 4), (1, 2), "blocked", "all", "zero_keys"), "detached": True},
+    "split": {"branches": ((3, 4), (1, 2), "cyclic", "split", "mask"), "dtype": torch.bfloat16},
+    # of blocks
+    "chosen": {"pattern": TopBlocks(1, block_size=64)},
+}
+OF_BRANCHES, OF_BLOCKS = ("lists", "window", "detached", "split"), ("chosen",)
+CHECKED = [
+    *(("dilated", name) for name in ARGUMENTS if name not in OF_BLOCKS),
+    *(("blocks", name) for name in ARGUMENTS if name not in OF_BRANCHES),
+    ("both", "padding"),
+    ("both", "offset"),
+]
 
 
-def inputs_of(case: dict[str, Any]) -> list[torch.Tensor]:
-    return make_qkv(case["batch"], case["queries"], case["keys"], case["heads"], case["kv_heads"], 2)
-
-
-def pattern_of(case: dict[str, Any]) -> DilatedPattern:
-    options = case["options"]
-    return DilatedPattern(
-        case["lengths"],
-        case["rates"],
-        options.get("head_offsets", "cyclic"),
-        options.get("branch_heads", "all"),
-        options.get("tail", "mask"),
+def op_arguments(kind: str, name: str, *, requires_grad: bool) -> tuple[Any, ...]:
+    given = dict(ARGUMENTS[name])
+    keys, pattern = given.pop("keys", 20), given.pop("pattern", WINDOW)
+    shape = {"batch": given.pop("batch", 1), "queries": given.pop("queries", keys), "kv_heads": given.pop("kv_heads", 2)}
+    made = make_qkv(keys=keys, dtype=given.pop("dtype", torch.float64), **shape)
+    q, k, v = (x.detach().requires_grad_(requires_grad) for x in made)
+    tensors = [given.pop(x, None) for x in ("mask", "cu", "seed")]
+    sinks = given.pop("sinks", None)
+    kept = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), False, 0.5, 0) if name == "chosen" else None
+    branches = given.pop("branches", ((3, 4), (1, 2), "cyclic", "all", "mask"))
+    call = settings(
+        branches=None if kind == "blocks" else branches,
+        blocks="" if kind == "dilated" else pattern.spec(),
+        needs_grad=requires_grad,
+        **given,
     )
+    return (q, k, v, *tensors, kept, sinks, *call.arguments())
 
 
-@pytest.mark.parametrize("index", range(66))
-def test_gradients_of_out_and_lse_are_those_of_finite_differences(index: int) -> None:
-    case = random_case(index)
+@pytest.mark.parametrize(("kind", "name"), CHECKED)
+def test_the_ops_pass_every_opcheck(kind: str, name: str) -> None:
+    """Forward and backward, with and without a gradient of lse."""
+    op = KINDS[kind][1]
+    forward, backward = (getattr(OPS, f"{op}{end}").default for end in ("", "_backward"))
+    passed = {"SUCCESS"}
+    assert set(torch.library.opcheck(forward, op_arguments(kind, name, requires_grad=True)).values()) == passed
+    arguments = op_arguments(kind, name, requires_grad=False)
+    out, lse, saved = forward(*arguments)
+    dlse = torch.ones_like(lse) if list(ARGUMENTS).index(name) % 2 else None
+    given = (torch.ones_like(out), dlse, *arguments[:3], out, lse, saved, *arguments[3:])
+    # its gradient is refused, so nothing is dispatched
+    of_backward = ("test_schema", "test_faketensor", "test_autograd_registration")
+    assert set(torch.library.opcheck(backward, given, test_utils=of_backward).values()) == passed
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(index)
-        out, lse = dilated_attention(q, k, v, case["lengths"], case["rates"], return_lse=True, **case["options"])
+
+# --- gradients ------------------------------------------------------------------------------------------------------------------------
+
+
+@of_every_kind
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"key_padding_mask": torch.arange(70)[None] % 4 == 1}, {"cu_seqlens": torch.tensor([0, 66, 70])}],
+    ids=["causal", "padding", "documents"],
+)
+def test_gradients_of_out_and_lse_are_those_of_finite_differences(options: dict[str, Any], function: Function) -> None:
+    def run(*qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        out, lse = function(*qkv, return_lse=True, dropout_p=0.3, **options)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
-    assert torch.autograd.gradcheck(run, inputs_of(case), check_batched_grad=False)
-
-
-@pytest.mark.parametrize(
-    "options", [{"window": 1}, {"window": (2, None), "is_causal": True}, {"window": (0, 1)}, {"is_causal": True}], ids=str
-)
-def test_gradients_of_dense_and_windowed_attention_are_those_of_finite_differences(options: dict[str, Any]) -> None:
-    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, return_lse=True, **options), make_qkv(1, 6, 6, 2, 1, 2))
-
-
-def grads(function: Any, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    out = function(*inputs)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return torch.autograd.grad((out.double() * weights).sum(), inputs)
-
-
-@pytest.mark.parametrize("index", [i for i in range(54) if random_case(i)["kind"] != "dropout"])
-def test_detached_mixture_gradients_are_those_of_the_reference(index: int) -> None:
-    case = random_case(index)
-    options = {
-        key: value for key, value in case["options"].items() if key in ("is_causal", "query_offset", "cu_seqlens", "key_padding_mask")
-    }
-    inputs = inputs_of(case)
-    ours = grads(lambda *x: dilated_attention(*x, case["lengths"], case["rates"], mixture_grad="detached", **case["options"]), inputs)
-    theirs = grads(lambda *x: reference_attention(*x, pattern_of(case), mixture_grad="detached", **options)[0], inputs)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    # projections on random vectors: 70 rows have too many entries to be perturbed one by one
+    assert torch.autograd.gradcheck(run, make_qkv(1, 70, 70, dim=1), fast_mode=True)
 
 
 def test_detached_and_exact_mixture_agree_forward_and_differ_backward() -> None:
-    inputs = make_qkv(1, 8, 8, 2, 2, 4)
-    exact = dilated_attention(*inputs, [4, 8], [1, 2])
-    detached, lse = dilated_attention(*inputs, [4, 8], [1, 2], mixture_grad="detached", return_lse=True)
-    assert torch.equal(exact, detached)
-    assert not lse.requires_grad
+    inputs = make_qkv()
+    exact = dilated(*inputs)
+    detached, lse = dilated(*inputs, mixture_grad="detached", return_lse=True)
+    assert torch.equal(exact, detached) and not lse.requires_grad
     dq, dq_detached = (torch.autograd.grad(out.square().sum(), inputs[0])[0] for out in (exact, detached))
     assert (dq - dq_detached).abs().max() > 1e-3
 
 
-def test_second_derivatives_are_refused_with_a_way_out() -> None:
-    inputs = make_qkv(1, 4, 4, 1, 1, 2)
-    (dq,) = torch.autograd.grad(dilated_attention(*inputs, [4], [1]).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"no second derivative.*reference_attention"):
-        torch.autograd.grad(dq.sum(), inputs[1])
+@of_every_kind
+@pytest.mark.parametrize("where", [nullcontext, Looks], ids=["eager", "op"])
+def test_second_derivatives_are_refused_with_a_way_out(where: Any, function: Function) -> None:
+    q, k, v = make_qkv()
+    with where():
+        (dq,) = torch.autograd.grad(function(q, k, v).square().sum(), q, create_graph=True)
+    with where(), pytest.raises(NotImplementedError, match=r"no second derivative.*(reference_attention|dense_mask)"):
+        torch.autograd.grad(dq.sum(), k)
 
 
-def test_only_inputs_that_need_a_gradient_get_one() -> None:
-    q, k, v = make_qkv(1, 6, 6, 2, 2, 2)
+@of_every_kind
+def test_only_inputs_that_need_a_gradient_get_one(function: Function) -> None:
+    q, k, v = make_qkv()
     k.requires_grad_(False)
-    dilated_attention(q, k, v, [3], [1]).sum().backward()
+    function(q, k, v).sum().backward()
     assert q.grad is not None and v.grad is not None and k.grad is None
 
 
+@of_every_kind
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_backend_is_asked_for_a_backward_only_where_autograd_records(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_is_asked_for_a_backward_only_where_autograd_records(
+    enabled: bool, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
-    select = prepare_module.registry.select
-    monkeypatch.setattr(prepare_module.registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
+    select = registry.select
+    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
     with torch.set_grad_enabled(enabled):
-        dilated_attention(*make_qkv(1, 4, 4, 1, 1, 2), [4], [1])
+        function(*make_qkv())
     assert asked and any(asked) is enabled
 
 
-def op_arguments(index: int, *, requires_grad: bool) -> tuple[Any, ...]:
-    """Arguments of the forward op, one set for each optional argument."""
-    sets: list[dict[str, Any]] = [
-        {},
-        {"is_causal": True, "kv_heads": 1},
-        {"mask": torch.tensor([[False, True, False, False, True, False]] * 2), "backend": "math"},
-        {"batch": 1, "cu": torch.tensor([0, 2, 6], dtype=torch.int32)},
-        {"seed": torch.tensor(7), "dropout": 0.25, "backend": "math"},
-        {"offsets": ((0, 0), (1, 0))},
-        {"queries": 2, "query_offset": 3, "is_causal": True},
-        {"lengths": (2**62,), "rates": (1,), "offsets": "zero", "window": (2, 1)},
-        {"tail": "zero_keys", "detached": True, "offsets": "blocked"},
-        {"heads": "split", "dtype": torch.bfloat16},
-        {"keys": 0, "queries": 0},
-        {"sinks": torch.tensor([0.5, -2.0], dtype=torch.float64)},
-    ]
-    given = sets[index]
-    batch, keys = given.get("batch", 2), given.get("keys", 6)
-    q, k, v = make_qkv(batch, given.get("queries", keys), keys, 2, given.get("kv_heads", 2), 4, dtype=given.get("dtype", torch.float64))
-    tensors = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
-    offsets, heads, tail = given.get("offsets", "cyclic"), given.get("heads", "all"), given.get("tail", "mask")
-    call = settings(
-        branches=(given.get("lengths", (3, 4)), given.get("rates", (1, 2)), offsets, heads, tail),
-        window=given.get("window", ()),
-        is_causal=given.get("is_causal", False),
-        query_offset=given.get("query_offset", 0),
-        dropout_p=given.get("dropout", 0.0),
-        detached=given.get("detached", False),
-        needs_grad=requires_grad,
-        backend=given.get("backend", "auto"),
-    )
-    return (*tensors, given.get("mask"), given.get("cu"), given.get("seed"), None, given.get("sinks"), *call.arguments())
+def test_a_pattern_that_nobody_else_holds_lives_until_the_backward() -> None:
+    q, k, v = make_qkv()
+    out = block_sparse_attention(q, k, v, MaskFunction(lambda b, h, i, j: i - j < 9, block_size=64))
+    # the cache of lists would hold it too, until other patterns fill it
+    clear_block_lists()
+    gc.collect()
+    out.sum().backward()
+    assert q.grad is not None
 
 
-@pytest.mark.parametrize("index", range(12))
-def test_the_forward_op_passes_every_opcheck(index: int) -> None:
-    """Every fourth call without gradients, whose checks are a part of those with them."""
-    arguments = op_arguments(index, requires_grad=index % 4 != 3)
-    assert set(torch.library.opcheck(FORWARD, arguments).values()) == {"SUCCESS"}
+def test_equal_tables_of_different_content_are_different_patterns() -> None:
+    q, k, v = make_qkv()
+    kept = torch.tensor([[True, False], [False, True]])
+    first, second = (block_sparse_attention(q, k, v, BlockTensor(table, block_size=64)) for table in (kept, ~kept))
+    assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("index", range(12))
-def test_the_backward_op_passes_every_opcheck(index: int) -> None:
-    """With and without a gradient of lse, every other pair of calls."""
-    with_dlse = index // 2 % 2 == 0
-    arguments = op_arguments(index, requires_grad=False)
-    out, lse, kept = FORWARD(*arguments)
-    dlse = torch.ones_like(lse) if with_dlse else None
-    results = torch.library.opcheck(BACKWARD, (torch.ones_like(out), dlse, *arguments[:3], out, lse, kept, *arguments[3:]))
-    assert set(results.values()) == {"SUCCESS"}
+# --- torch.compile and torch.export -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("lengths", "rates", "length"), [([4, 8], [1, 2], 16), ([4, 6], [3, 4], 17), ([2**40], [1], 9)])
-def test_counted_flops_are_those_of_the_pattern(lengths: list[int], rates: list[int], length: int, is_causal: bool) -> None:
-    inputs = make_qkv(2, length, length, 4, 2, 8)
-    with FlopCounterMode(display=False) as counter:
-        out = dilated_attention(*inputs, lengths, rates, is_causal=is_causal)
-        forward = counter.get_total_flops()
-        out.sum().backward()
-    per_sequence = DilatedPattern(lengths, rates).flops(length, 4, 8, is_causal=is_causal)
-    assert (forward, counter.get_total_flops() - forward) == tuple(2 * flops for flops in per_sequence)
-
-
-def compiled(function: Any, backend: str = "aot_eager", **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiled(function: Function, backend: str = "aot_eager", **options: Any) -> tuple[Any, CompileCounterWithBackend]:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
-COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True},
-    "offset_lists": {"head_offsets": [[0, 0], [1, 0]], "deterministic": True},
-    "padding": {"key_padding_mask": torch.arange(10)[None] > 6},
-    "documents": {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32)},
-    "detached": {"mixture_grad": "detached", "tail": "zero_keys"},
-    "dropout": {"dropout_p": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", COMPILE_OPTIONS)
-@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_compiled_graph_equals_eager_forward_and_backward(name: str) -> None:
-    check_compiled_equals_eager("aot_eager", COMPILE_OPTIONS[name])
-
-
 def test_an_inductor_graph_equals_eager_forward_and_backward() -> None:
-    check_compiled_equals_eager("inductor", {"is_causal": True})
-
-
-def check_compiled_equals_eager(backend: str, options: dict[str, Any]) -> None:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = dilated_attention(q * 2, k, v, [4, 8], [1, 2], return_lse=True, **options)
-        return out.sin() + lse.masked_fill(lse == -torch.inf, 0.0).transpose(1, 2)[..., None]
+        out, lse = dilated(q * 2, k, v, return_lse=True, is_causal=True)
+        return out.sin() + lse.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
 
-    inputs = make_qkv(1, 10, 10, 2, 1, 4)
-    graph, _ = compiled(run, backend)
-    results = []
-    for function in (run, graph):
-        torch.manual_seed(3)
-        out = function(*inputs)
+    inputs, results = make_qkv(1, 10, 10), []
+    for function in (run, compiled(run, "inductor")[0]):
+        out = function(*inputs).masked_fill(torch.arange(10)[:, None, None] < 3, 0.0)
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), inputs)))
     for eager, other in zip(*results, strict=True):
         torch.testing.assert_close(other, eager, rtol=1e-12, atol=1e-12)
 
 
-def test_four_lengths_share_one_dynamic_graph() -> None:
-    graph, counter = compiled(lambda *x: dilated_attention(*x, [4, 8], [1, 2], is_causal=True), dynamic=True)
+@of_every_kind
+def test_lengths_share_one_dynamic_graph(function: Function) -> None:
+    graph, counter = compiled(lambda *x: function(*x, is_causal=True), dynamic=True)
     frames = []
-    for length in (16, 17, 23, 40):
-        inputs = make_qkv(1, length, length, 2, 2, 4)
+    for length in (64, 65, 130, 200):
+        inputs = make_qkv(1, length, length, 2, 2)
         out = graph(*inputs)
         out.sum().backward()
         frames.append(counter.frame_count)
-        assert torch.equal(out, dilated_attention(*inputs, [4, 8], [1, 2], is_causal=True))
+        assert torch.equal(out, function(*inputs, is_causal=True))
     # dynamic=True traces the first call twice: it takes dropout_p for an input and then learns that it is a constant
     assert frames[0] <= 2 and frames == [frames[0]] * 4
 
 
 def test_decoding_steps_share_one_graph_after_the_first_pair() -> None:
-    graph, counter = compiled(lambda q, k, v, step: dilated_attention(q, k, v, [4, 8], [1, 2], is_causal=True, query_offset=step))
+    graph, counter = compiled(lambda q, k, v, step: dilated(q, k, v, is_causal=True, query_offset=step))
     _, k, v = (x.detach() for x in make_qkv(1, 1, 9, 2, 2, 4))
     q = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     for step in (3, 4, 5, 6, 7):
-        assert torch.equal(graph(q, k, v, step), dilated_attention(q, k, v, [4, 8], [1, 2], is_causal=True, query_offset=step))
+        assert torch.equal(graph(q, k, v, step), dilated(q, k, v, is_causal=True, query_offset=step))
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
+def test_patterns_that_a_compiled_function_is_given_or_makes_are_the_ones_it_uses() -> None:
+    inputs = [x.detach() for x in make_qkv(1, 130, 130)]
+    table = BlockTensor(torch.eye(3, dtype=torch.bool), block_size=64)
+    given = [LocalWindow(3), LocalWindow(4), LocalWindow(3) | Strided(2), Sparsity(0.3), Sparsity(0.9)]
+    other = [copy.deepcopy(table), BlockTensor(~table.mask, block_size=64), TopBlocks(density=0.4, block_size=64)]
+    for some in (given, [table, *other, PerHead((WINDOW, WINDOW))]):
+        graph, _ = compiled(lambda pattern: block_sparse_attention(*inputs, pattern))
+        for pattern in some:
+            assert torch.equal(graph(pattern), block_sparse_attention(*inputs, pattern)), pattern
+
+    def made(width: int) -> torch.Tensor:
+        return block_sparse_attention(*inputs, LocalWindow((width, 0)) | Sparsity(1 / width, seed=width))
+
+    graph, _ = compiled(made)
+    for width in (3, 5, 8):
+        assert torch.equal(graph(width), made(width))
+
+
+def test_what_a_compiled_function_cannot_take_is_refused_with_a_way_out() -> None:
+    inputs = make_qkv(1, 128, 128)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    for call, way_out in (
+        (lambda *x: block_sparse_attention(*x, MaskFunction(lambda b, h, i, j: i >= j)), "make it outside"),
+        (lambda *x: block_sparse_attention(*x, mask), "from_block_mask"),
+    ):
+        with pytest.raises(Exception, match=way_out):
+            compiled(call)[0](*inputs)
+
+
 class Attend(torch.nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dilated_attention(q, k, v, [4, 8], [1, 2], is_causal=True)
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return self.function(q, k, v, is_causal=True)
 
 
-def test_an_exported_program_runs_at_other_lengths() -> None:
-    q, k, v = (x.detach() for x in make_qkv(1, 12, 12, 2, 2, 4))
+@of_every_kind
+def test_an_exported_program_runs_at_other_lengths(function: Function) -> None:
     length = torch.export.Dim("length", min=2, max=1024)
-    program = torch.export.export(Attend(), (q, k, v), dynamic_shapes=({1: length},) * 3)
-    assert any(node.target is FORWARD for node in program.graph.nodes)
-    other = [x.detach() for x in make_qkv(1, 21, 21, 2, 2, 4, seed=1)]
-    assert torch.equal(program.module()(*other), Attend()(*other))
+    made = tuple(x.detach() for x in make_qkv(1, 100, 100, 2, 2))
+    program = torch.export.export(Attend(function), made, dynamic_shapes=({1: length},) * 3)
+    assert any(node.target in FORWARDS for node in program.graph.nodes)
+    other = [x.detach() for x in make_qkv(1, 150, 150, 2, 2)]
+    assert torch.equal(program.module()(*other), function(*other, is_causal=True))
 
 
-def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls = [0]
-    run_forward = sequential.run_forward
-
-    def counted(*arguments: Any) -> Any:
-        calls[0] += 1
-        return run_forward(*arguments)
-
-    monkeypatch.setattr(sequential, "run_forward", counted)
-    return calls
+# --- checkpointing, autocast, tensors without values ------------------------------------------------------------------------------------
 
 
 def keep_attention(ctx: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if function is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if function in FORWARDS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@of_every_kind
 @pytest.mark.parametrize(("policy", "forwards"), [(None, 2), (keep_attention, 1)], ids=["recompute_all", "keep_attention"])
-def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(policy: Any, forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make_qkv(1, 8, 8, 2, 2, 4)
+def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
+    policy: Any, forwards: int, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_qkv()
 
-    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dilated_attention(q.sin(), k.cos(), v, [4, 8], [1, 2], dropout_p=0.4).exp()
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return function(q.sin(), k.cos(), v, dropout_p=0.4).exp()
 
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
-    calls = count_forwards(monkeypatch)
+    calls: list[int] = []
+    for module, name in ((sequential, "run_forward"), (resolve_blocks, "forward_lists")) if function is not both else ():
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, _f=original, **options: calls.append(1) or _f(*x, **options))
     extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
     torch.manual_seed(5)
     again = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False, **extra).sum(), inputs)
-    assert calls == [forwards]
+    assert function is both or len(calls) == forwards
     for kept, recomputed in zip(plain, again, strict=True):
         assert torch.equal(kept, recomputed)
 
 
+@of_every_kind
 @pytest.mark.parametrize("backend", ["math", "sdpa_cpu"])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_autocast_only_casts_the_inputs(backend: str, return_lse: bool) -> None:
+def test_autocast_only_casts_the_inputs(backend: str, function: Function) -> None:
     """Inside the op a backend's float32 arithmetic must stay float32, forward and backward, though autocast is on around it."""
 
     def run(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        result = dilated_attention(*qkv, [16, 32], [1, 2], backend=backend, return_lse=return_lse)
-        parts = result if return_lse else (result,)
-        loss = sum(part.float().masked_fill(part == -torch.inf, 0.0).square().sum() for part in parts)
-        return *parts, *torch.autograd.grad(loss, qkv)
+        out, lse = function(*qkv, backend=backend, return_lse=True)
+        loss = out.float().square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).square().sum()
+        return out, lse, *torch.autograd.grad(loss, qkv)
 
-    inputs = [x.detach().requires_grad_() for x in make_qkv(1, 48, 48, 2, 2, 16, dtype=torch.float32)]
+    inputs = make_qkv(dim=16, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         automatic = run(*inputs)
     by_hand = run(*(x.detach().bfloat16().requires_grad_() for x in inputs))
     assert automatic[0].dtype is torch.bfloat16 and automatic[-1].dtype is torch.float32
     for ours, expected in zip(automatic, by_hand, strict=True):
         assert torch.equal(ours.float(), expected.float())
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    inputs = make_qkv(1, 8, 8, 2, 2, 4)
+    wide = make_qkv()
     with torch.autocast("cpu", torch.bfloat16):
-        out = dilated_attention(*inputs, [4], [1])
-    assert torch.equal(out, dilated_attention(*inputs, [4], [1]))
+        out = function(*wide)
+    assert torch.equal(out, function(*wide))
 
 
+@of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_meta_tensors_give_shapes_dtypes_and_gradients(dtype: torch.dtype) -> None:
-    q = torch.empty(2, 12, 4, 8, dtype=dtype, device="meta", requires_grad=True)
-    k = torch.empty(2, 12, 2, 8, dtype=dtype, device="meta", requires_grad=True)
-    out, lse = dilated_attention(q, k, k, [4, 8], [1, 2], return_lse=True)
-    out.sum().backward()
-    assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "meta")
-    assert (lse.shape, lse.dtype) == ((2, 4, 12), torch.float64 if dtype is torch.float64 else torch.float32)
-    assert q.grad is not None and q.grad.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
+def test_meta_tensors_give_shapes_dtypes_and_gradients(dtype: torch.dtype, function: Function) -> None:
+    q, k = (torch.empty(2, 70, heads, 8, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2))
+    for options in ({}, {"pattern": TopBlocks(1)}) if function is not dilated else ({},):
+        out, lse = function(q, k, k, return_lse=True, **options)
+        out.sum().backward()
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "meta")
+        assert (lse.shape, lse.dtype) == ((2, 4, 70), torch.float64 if dtype is torch.float64 else torch.float32)
+        assert q.grad is not None and q.grad.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
 
 
-def test_fake_outputs_have_the_strides_of_real_ones() -> None:
-    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(2, 8, 8, 4, 4, 8))
-    real = dilated_attention(q, k, v, [4], [2], return_lse=True)
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = dilated_attention(*(mode.from_tensor(x) for x in (q, k, v)), [4], [2], return_lse=True)
+@of_every_kind
+@pytest.mark.parametrize("options", [{}, {"query_offset": 20}, {"cu_seqlens": torch.tensor([0, 9, 80])}], ids=str)
+def test_fake_outputs_have_the_strides_of_real_ones(options: dict[str, Any], function: Function) -> None:
+    queries = 60 if "query_offset" in options else 80
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(1, queries, 80))
+    real = function(q, k, v, return_lse=True, **options)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = function(*(mode.from_tensor(x) for x in (q, k, v)), return_lse=True, **options)
     for ours, expected in zip(fake, real, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+# --- counted FLOPs ------------------------------------------------------------------------------------------------------------------------
+
+
+def counted(function: Function, inputs: list[torch.Tensor], *arguments: Any, **options: Any) -> tuple[int, int]:
+    with FlopCounterMode(display=False) as counter:
+        out = function(*inputs, *arguments, **options)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    return forward, counter.get_total_flops() - forward
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", [WINDOW, BigBird(20, 3, 1, block_size=64), Sparsity(0.3, block_size=(128, 64))], ids=repr)
+@pytest.mark.parametrize(("lengths", "rates"), [(LENGTHS, RATES), ((4, 6), (3, 4)), ((2**40,), (1,))], ids=str)
+def test_counted_flops_are_those_of_the_pattern(
+    lengths: tuple[int, ...], rates: tuple[int, ...], pattern: BlockPattern, is_causal: bool
+) -> None:
+    inputs = make_qkv(2, 200, 200, 4, 2, 8)
+    of_blocks, of_branches = (
+        tuple(2 * flops for flops in each.flops(200, 4, 8, is_causal=is_causal)) for each in (pattern, DilatedPattern(lengths, rates))
+    )
+    assert counted(dilated_attention, inputs, lengths, rates, is_causal=is_causal) == of_branches
+    assert counted(block_sparse_attention, inputs, pattern, is_causal=is_causal) == of_blocks
+    together = tuple(x + y for x, y in zip(of_blocks, of_branches, strict=True))
+    assert counted(block_sparse_dilated_attention, inputs, lengths, rates, pattern, is_causal=is_causal) == together
+
+
+def test_counted_flops_know_documents_offsets_and_choices() -> None:
+    inputs = make_qkv(1, 200, 200, 2, 2, 8)
+    pattern = LocalWindow((100, 7), block_size=64) & MaskFunction(lambda b, h, i, j: (i + j) % 3 > 0, block_size=64)
+    documents = counted(block_sparse_attention, inputs, pattern, cu_seqlens=torch.tensor([0, 50, 200]))
+    assert documents[0] == pattern.flops(50, 2, 8)[0] + pattern.flops(150, 2, 8)[0]
+    some = [inputs[0][:, 90:150].detach().requires_grad_(), *inputs[1:]]
+    pairs = int(pattern.dense_mask(60, 200, 2, query_offset=90).sum())
+    assert counted(block_sparse_attention, some, pattern, query_offset=90) == (4 * 8 * pairs, 10 * 8 * pairs)
+    top = TopBlocks(mass=0.5, block_size=64)
+    chosen = top.choose(inputs[0], inputs[1], is_causal=True)
+    assert counted(block_sparse_attention, inputs, top, is_causal=True) == chosen.flops(200, 2, 8, is_causal=True)
+    assert counted(attention, inputs, is_causal=True) == DilatedPattern((200,), (1,)).flops(200, 2, 8, is_causal=True)

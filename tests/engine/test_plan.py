@@ -5,26 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import AttentionRequest, Backend, Options, registry
-from dilated_attention.backends.torch_ops import math
-from dilated_attention.engine.branches import launch_views
+from dilated_attention import DilatedPattern
+from dilated_attention.backends import AttentionRequest, Backend, registry
 from dilated_attention.engine.branches.heads import HeadGroup
-from dilated_attention.engine.branches.launch_views import Call
 from dilated_attention.engine.branches.plan import Plan, Problem, Shape, branch_plans, make_plan
-from dilated_attention.engine.branches.sequential import run_backward, run_forward
 from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
-from dilated_attention.testing import Case, Space, call, inputs, max_error, random_case, results
-from tests.helpers.merge_twin import merge
+from dilated_attention.testing import Case, Space, inputs, random_case
 from tests.helpers.op_settings import PLAIN
 
 WHOLE = DilatedPattern((2**62,), (1,), "zero")
@@ -179,50 +173,6 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
             counts = m[branch, :, a:b].sum(-1)
             expected[branch, :, a:b] = torch.where(counts > 0, places - counts, 0) * (not case.is_causal)
     assert torch.equal(brought, expected)
-
-
-# --- parts of the keys merge, parts of the queries concatenate ------------------------------------------------------------------------
-
-
-def partial(case: Case, x: Any, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Plan, Call]:
-    documents = tuple((a, b) for a, b in itertools.pairwise(case.bounds or (0, case.num_keys)) if a < b)
-    shape = Shape(case.heads, case.kv_heads, queries, keys, documents, case.is_causal, shifted_heads=case.padding == "none")
-    plan = make_plan(case.pattern, shape)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    return plan, Call(registry.get("math"), Options(scale), queries[0], x.key_padding_mask)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partial_results_merge_to_the_whole(seed: int) -> None:
-    """What a ring does: each range of keys alone, merged; each range of queries alone; gradients' shares add up."""
-    case = random_case(seed, Space(max_length=40, window=False, dropout=False, layouts=("contiguous",)))
-    case = replace(case, num_queries=case.num_keys, query_offset=0, mixture_grad="exact", lse_grad=False, sinks=False)
-    x, n, draw = inputs(case, torch.float64), case.num_keys, random.Random(seed)
-    truth = results(call, case, x)
-    if not truth["out"].numel():
-        return
-    q_cuts, k_cuts = ([0, *sorted(draw.randint(0, n) for _ in range(2)), n] for _ in "qk")
-    dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
-    for q0, q1 in itertools.pairwise(q_cuts):
-        if q0 == q1:
-            continue
-        rows = slice(q0, q1)
-        out, lse = torch.zeros_like(x.q[:, rows]), torch.full((case.batch, q1 - q0, case.heads), -torch.inf, dtype=torch.float64)
-        for keys in itertools.pairwise(k_cuts):
-            plan, options = partial(case, x, (q0, q1), keys)
-            out, lse = merge(out, lse, *run_forward(plan, x.q[:, rows], x.k, x.v, options))
-        assert max_error(out, truth["out"][:, rows]) <= 1e-12 and max_error(lse.transpose(1, 2), truth["lse"][..., rows]) <= 1e-12
-        dq = torch.zeros_like(out)
-        for keys in itertools.pairwise(k_cuts):
-            plan, options = partial(case, x, (q0, q1), keys)
-            shares = run_backward(plan, x.dout[:, rows], x.q[:, rows], x.k, x.v, out, lse, options)
-            outside = torch.ones(n, dtype=torch.bool)
-            outside[slice(*keys)] = False
-            assert not shares[1][:, outside].any() and not shares[2][:, outside].any()
-            for total, share in zip((dq, dk, dv), shares, strict=True):
-                total += share
-        assert max_error(dq, truth["dq"][:, rows]) <= 1e-11
-    assert max_error(dk, truth["dk"]) <= 1e-11 and max_error(dv, truth["dv"]) <= 1e-11
 
 
 # --- head groups -------------------------------------------------------------------------------------------------------------------------
@@ -385,41 +335,6 @@ def test_launches_cut_within_limits_and_lose_nothing(data: st.DataObject) -> Non
             assert all(count == 1 or piece.stride(0) == 0 for piece in over)
 
 
-def test_views_in_step_keep_the_same_order() -> None:
-    """A view that cannot fold takes the others with it: problem p is the same problem in all of them."""
-    x = torch.arange(3 * 8 * 2).view(3, 8, 2, 1)
-    y = x.transpose(1, 2).contiguous().transpose(1, 2)
-    z = x[:1].expand(3, 8, 2, 1)
-    for group in launches([segments_of(tensor, 4, 2, 2, 1) for tensor in (x, y, z)], max_batch=3, max_extent=None, max_rows=None):
-        assert torch.equal(group[0], group[1])
-        assert torch.equal(group[0] % 16, group[2])
-
-
-@pytest.mark.parametrize(
-    "limits", [{"max_batch": 1}, {"max_batch": 3}, {"max_extent": 64}, {"max_extent": 700}, {"max_batch": 2, "max_extent": 300}], ids=str
-)
-@pytest.mark.parametrize("seed", range(12))
-def test_cut_launches_give_the_uncut_result(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], seed: int) -> None:
-    """A kernel with limits, small parts, small blocks: the same function."""
-    case = random_case(seed + 40, Space(heads_per_kv=(1, 2)))
-    x = inputs(case, torch.float64)
-    truth = results(call, case, x, backend="math")
-    counts = []
-    original = launch_views.launches
-    launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
-    monkeypatch.setattr(launch_views, "launches", lambda *args, **kwargs: counts.append(kwargs) or original(*args, **kwargs))
-    monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **limits))
-    # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
-    monkeypatch.setattr(type(registry.get("math")), "reasons_against", lambda self, request: [])
-    monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
-    monkeypatch.setattr(math, "_BLOCK_BYTES", 2**8)
-    found = results(call, case, x, backend="math")
-    assert not truth["out"].numel() or case.bounds or counts
-    assert all(kwargs[name] == value for kwargs in counts for name, value in limits.items())
-    for name in truth:
-        assert max_error(found[name], truth[name]) <= 1e-12 * max(1, case.num_keys), name
-
-
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
 
 
@@ -472,13 +387,6 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     assert request.extent <= max(extent(x[:, : 2**21]) for x in tensors)
 
 
-def test_huge_call_on_meta() -> None:
-    """The op's fake knows shapes of any size."""
-    q = torch.empty(1, 2**24, 16, 64, dtype=torch.bfloat16, device="meta")
-    out, lse = dilated_attention(q, q, q, [2048, 2**22], [1, 8], is_causal=True, return_lse=True)
-    assert out.shape == q.shape and lse.shape == (1, 16, 2**24) and lse.dtype is torch.float32
-
-
 def test_a_plan_is_made_once() -> None:
     shape = Shape(4, 4, (0, 99), (0, 99), ((0, 99),), True)
     assert make_plan(DilatedPattern((8,), (2,)), shape) is make_plan(DilatedPattern([8], [2]), shape)
@@ -492,19 +400,3 @@ def test_one_query_is_one_problem_a_branch() -> None:
         plan = make_plan(pattern, Shape(4, 4, (position, position + 1), (0, n), ((0, n),), True))
         assert [problem.branch for problem in plan.problems] == [0, 1]
         assert not any(problem.causal for problem in plan.problems)
-
-
-def test_heads_of_many_plans_are_grouped_once() -> None:
-    from dilated_attention.engine.branches import heads
-
-    def members(shift: int) -> list[heads.Member]:
-        return [heads.Member(head, head % 16, ("rows", shift)) for head in range(128)]
-
-    heads._grouped.cache_clear()
-    first = heads.head_groups(members(0), 1)
-    again = heads.head_groups(members(5), 1)
-    # rows differ and heads do not; groups come with the caller's own members
-    assert heads._grouped.cache_info().misses == 1
-    assert [group for group, _ in first] == [group for group, _ in again] and {member.kind for _, member in again} == {("rows", 5)}
-    taken = sorted(group.start + group.step * i for group, _ in first for i in range(group.count))
-    assert taken == list(range(128)) and len(first) == 8

@@ -23,8 +23,6 @@ from dilated_attention.planning.problem import make_problem
 
 N, H, D = 4096, 8, 64
 PATTERN = DilatedPattern((1024, 4096), (1, 4))
-# places of a head: branch 1/1 takes all positions and is the direct one, branch 1/4 a quarter
-PLACES, ALL = N // 4, N + N // 4
 
 
 def terms_of(side: Sequence[tuple[str, int]]) -> int:
@@ -35,31 +33,6 @@ def account(**options: Any) -> tuple[int, int]:
     options = {"dtype": torch.bfloat16, "device_type": "cuda", "tiles": (True, True), "batch_size": 2} | options
     found = attention_memory(PATTERN, N, H, D, **options)
     return terms_of(found.forward), terms_of(found.backward)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_formulas(kv_heads: int) -> None:
-    # query heads that share keys take other offsets, so gradients of keys are summed for each; without sharing the direct branch needs none
-    rows, keys = 2 * H * PLACES, 2 * H * (PLACES if kv_heads == H else ALL)
-    assert account(num_kv_heads=kv_heads) == (rows * (D * 2 + 4), 2 * H * ALL * 8 + (rows + 2 * keys) * D * 2)
-    words = 4 * 2 * H * 3 * N
-    assert account(num_kv_heads=kv_heads, dropout=True) == (
-        rows * (D * 2 + 4) + words,
-        2 * H * ALL * 16 + (rows + 2 * keys) * D * 2 + words,
-    )
-
-
-def test_detached_mixing_keeps_the_outputs_of_all_branches_or_makes_them_again() -> None:
-    rows, keys, row = 2 * H * ALL, 2 * H * PLACES, D * 2
-    kept = rows * row
-    backward = rows * 8 + (rows + 2 * keys) * row
-    assert account(detached=True, saved_bytes=kept) == (rows * 4, backward)
-    again = attention_memory(PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True)
-    assert terms_of(again.backward) == kept + backward
-    there = attention_memory(
-        PATTERN, N, H, D, batch_size=2, dtype=torch.bfloat16, device_type="cuda", tiles=(True, True), detached=True, saved_bytes=kept
-    )
-    assert dict(there.backward)["the branches' own outputs"] == kept and there.backward_peak == again.backward_peak
 
 
 def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

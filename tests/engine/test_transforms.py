@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 import dilated_attention as da
+from dilated_attention.testing import Case, Inputs, Space, call, inputs, max_error, plain_attention, random_case, relative_bound, results
 from tests.helpers import transform_cases as cases
 from tests.helpers.pool import pool_of
 from tests.helpers.transform_cases import RING_TRANSFORMS, RINGS, TRANSFORMS, N, loss_of, many, qkv, weights_of
@@ -80,14 +84,34 @@ def test_what_has_no_derivative_takes_detached_tensors_inside_a_transform(name: 
     assert torch.equal(gradient, 2 * q) and torch.equal(found, expected)
 
 
-OPTIONS = cases.with_options()
+def pulled(case: Case, x: Inputs) -> Any:
+    """(out, lse, dq, dk, dv and perhaps dsinks) of q, k, v, dout and perhaps sinks."""
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *sinks: torch.Tensor) -> Any:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
+            return call(case, replace(x, sinks=sinks), q, k, v)
+
+        outputs, pull = torch.func.vjp(attend, q, k, v, *sinks)
+        return *outputs, *pull((dout, x.dlse))
+
+    return both
 
 
-@pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - FORWARD_MODE - SECOND))
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_is_right_under_reverse_mode_and_vmap(name: str, transform: str) -> None:
-    function, plain = OPTIONS[name]
-    assert_equal(TRANSFORMS[transform](function), TRANSFORMS[transform](plain))
+WITH_CAPS = Space(softcap=True, dropout=False)
+
+
+@pytest.mark.parametrize("space", [WITH_CAPS, replace(WITH_CAPS, blocks=True, max_length=200)], ids=["branches", "blocks"])
+def test_gradients_of_each_sample_of_any_case(space: Space) -> None:
+    """vmap of a vjp, whose samples have cotangents of their own and keys in common."""
+    for seed in range(30):
+        case = random_case(seed, space)
+        x = inputs(case, torch.float64)
+        q, v, dout = (torch.stack([y.sin(), y]) for y in (x.q, x.v, x.dout))
+        sinks = () if x.sinks is None else (x.sinks.double(),)
+        found = torch.func.vmap(pulled(case, x), in_dims=(0, None, 0, 0, *[None] * len(sinks)))(q, x.k, v, dout, *sinks)
+        truth = results(plain_attention, case, x, torch.float64)
+        for name, y in zip(truth, found, strict=True):
+            assert max_error(y[1], truth[name]) <= relative_bound(truth[name], 1e-10), (name, case)
 
 
 def expected_on_two(name: str, transform: str) -> list[torch.Tensor]:

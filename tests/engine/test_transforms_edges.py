@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import dilated_attention as da
-from dilated_attention.pattern import LocalWindow, TopBlocks
 from tests.engine.test_transforms import assert_equal
 from tests.helpers.op_settings import settings
-from tests.helpers.transform_cases import BLOCKS, BRANCHES, D, H, N, loss_of, many, qkv, weights_of
+from tests.helpers.transform_cases import BLOCKS, BRANCHES, D, H, N, functions, loss_of, many, qkv, weights_of
 
 Attend = Callable[..., torch.Tensor]
-DRAWN: dict[str, Attend] = {
-    "attention": lambda *x: da.attention(*x, dropout_p=0.5),
-    "dilated_attention": lambda *x: da.dilated_attention(*x, *BRANCHES, dropout_p=0.5),
-    "detached": lambda *x: da.dilated_attention(*x, *BRANCHES, dropout_p=0.5, mixture_grad="detached"),
-    "block_sparse_attention": lambda *x: da.block_sparse_attention(*x, BLOCKS, dropout_p=0.5),
-    "block_sparse_dilated_attention": lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS, dropout_p=0.5),
-    "ring_attention": lambda *x: da.ring_attention(*x, dropout_p=0.5),
-    "ring_dilated_attention": lambda *x: da.ring_dilated_attention(*x, *BRANCHES, dropout_p=0.5),
-    "ring_block_sparse_attention": lambda *x: da.ring_block_sparse_attention(*x, BLOCKS, dropout_p=0.5),
-    "ring_block_sparse_dilated_attention": lambda *x: da.ring_block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS, dropout_p=0.5),
-}
+FUNCTIONS: dict[str, Attend] = {name: function for name, (function, _) in functions().items() if name.islower()}
+DRAWN: dict[str, Attend] = {name: partial(function, dropout_p=0.5) for name, function in FUNCTIONS.items()}
+DRAWN["detached"] = partial(DRAWN["dilated_attention"], mixture_grad="detached")
 
 
 def one_by_one(function: Attend, *x: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -76,28 +68,6 @@ def test_a_mapped_dropout_may_be_the_same_for_all_entries_and_is_refused_by_defa
         vmap(DRAWN[name])(*x)
 
 
-@pytest.mark.parametrize("tail", ["mask", "zero_keys"])
-@pytest.mark.parametrize("order", ["vmap_of_grad", "grad_of_vmap", "jacrev"])
-def test_a_detached_mixture_has_its_own_gradients_under_transforms(order: str, tail: str) -> None:
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = da.dilated_attention(*x, *BRANCHES, mixture_grad="detached", tail=tail)
-        return out
-
-    x = many()
-    expected = one_by_one(attend, *x)
-    if order == "vmap_of_grad":
-        found = vmap(grad(loss_of(attend), argnums=(0, 1, 2)))(*x)
-    elif order == "grad_of_vmap":
-        found = grad(lambda *x: vmap(loss_of(attend))(*x).sum(), argnums=(0, 1, 2))(*x)
-    else:
-        q, k, v = (tensor[0] for tensor in x)
-        weights = weights_of(q)
-        jacobian = jacrev(lambda q: attend(q, k, v))(q)
-        assert_equal(torch.einsum("bihd,bihdcjge->cjge", weights, jacobian), expected[0][1])
-        return
-    assert_equal(found, tuple(torch.stack(parts) for parts in list(zip(*expected, strict=True))[1:]))
-
-
 def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     from dilated_attention.engine.branches import sequential
@@ -111,18 +81,7 @@ def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypat
     assert len(calls) == 2
 
 
-def test_blocks_chosen_by_content_are_chosen_for_each_mapped_entry() -> None:
-    q, k, v = (torch.randn(3, 2, 512, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
-
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = da.block_sparse_attention(*x, TopBlocks(3, block_size=64))
-        return out
-
-    expected = one_by_one(attend, q, k, v)
-    assert_equal(vmap(out_and_gradients(attend))(q, k, v), tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
-
-
-@pytest.mark.parametrize("name", ["attention", "dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "ring" not in name])
 @pytest.mark.parametrize(
     ("shortcut", "how"),
     [(shortcut, how) for shortcut in ("no_batch", "no_rows", "no_grad", "keys_alone", "leaf") for how in ("jvp", "make_dual")]
@@ -130,12 +89,6 @@ def test_blocks_chosen_by_content_are_chosen_for_each_mapped_entry() -> None:
     + [("inference_mode", "jvp")],
 )
 def test_a_tangent_is_refused_on_every_shortcut(name: str, shortcut: str, how: str) -> None:
-    functions: dict[str, Attend] = {
-        "attention": da.attention,
-        "dilated_attention": lambda *x: da.dilated_attention(*x, *BRANCHES),
-        "block_sparse_attention": lambda *x: da.block_sparse_attention(*x, BLOCKS),
-        "block_sparse_dilated_attention": lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS),
-    }
     q, k, v = qkv()
     if shortcut == "no_batch":
         q, k, v = q[:0], k[:0], v[:0]
@@ -148,8 +101,8 @@ def test_a_tangent_is_refused_on_every_shortcut(name: str, shortcut: str, how: s
         arguments = (q, x, v) if shortcut == "keys_alone" else (x, k, v)
         if shortcut == "no_grad":
             with torch.no_grad():
-                return functions[name](*arguments)
-        return functions[name](*arguments)
+                return FUNCTIONS[name](*arguments)
+        return FUNCTIONS[name](*arguments)
 
     given = k if shortcut == "keys_alone" else q
     context = torch.inference_mode() if shortcut == "inference_mode" else torch.enable_grad()
@@ -248,12 +201,9 @@ def test_a_batch_of_gradients_of_one_graph() -> None:
 
 
 MODULES: dict[str, Callable[..., nn.Module]] = {
-    "dilated": lambda **options: da.MultiheadDilatedAttention(12, 2, *BRANCHES, **options),
     "rotary": lambda **options: da.MultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, num_kv_heads=1, **options),
-    "blocks": lambda **options: da.MultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
-    "ring": lambda **options: da.RingMultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, **options),
-    "ring_blocks": lambda **options: da.RingMultiheadBlockSparseAttention(12, 2, LocalWindow(3), **options),
-    "ring_union": lambda **options: da.RingMultiheadBlockSparseDilatedAttention(12, 2, *BRANCHES, LocalWindow(3), **options),
+    "blocks": lambda **options: da.MultiheadBlockSparseAttention(12, 2, BLOCKS, **options),
+    "ring_union": lambda **options: da.RingMultiheadBlockSparseDilatedAttention(12, 2, *BRANCHES, BLOCKS, **options),
 }
 
 

@@ -1,9 +1,14 @@
-"""Bad input is refused at the door: the right exception, a text that names the argument, its value and a way out, no work done."""
+"""Bad input is refused at the door by whatever takes it: an error of the right kind that names the argument, what it got and a way out."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,49 +16,32 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention import (
-    BackendUnavailable,
-    DilatedPattern,
-    attention,
-    block_sparse_attention,
-    block_sparse_dilated_attention,
-    dilated_attention,
-    ring_attention,
-    ring_block_sparse_attention,
-    ring_block_sparse_dilated_attention,
-    ring_dilated_attention,
-)
+import dilated_attention as da
+from dilated_attention import BackendUnavailable, DilatedPattern, modules
+from dilated_attention.cli import main
+from dilated_attention.distributed import explain_exchange
 from dilated_attention.engine.branches import sequential, strategy
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.engine.ops import resolve_blocks
+from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Sampling, SlideEncoderConfig, VisionConfig
+from dilated_attention.models.images.positions import grid_positions
+from dilated_attention.pattern import BigBird, BlockTensor, Document, LocalWindow, PerHead, RandomBlocks, TopBlocks
+from dilated_attention.pattern.checks import shown
 
 LENGTHS, RATES = [4, 8], [1, 2]
+WINDOW = LocalWindow(4)
+Bad = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 # every text says what would be right, by one of these
 REMEDIES = (
-    "expected",
-    "use ",
-    "give ",
-    "must be equal",
-    "must be a positive multiple",
-    "need ",
-    "needs",
-    "e.g.",
-    "convert",
-    "move",
-    "leave ",
-    "can be",
-    "could",
+    *("expected", "use ", "give ", "must be ", "need ", "needs", "e.g.", "convert", "move", "leave "),
+    *("can be", "could", "at most", "accepts", "cannot"),
 )
 
 
 def tensors(
-    batch: int = 2, queries: int = 8, keys: int = 8, heads: int = 4, kv_heads: int = 2, dim: int = 8, **changes: torch.Tensor
+    batch: int = 2, queries: int = 8, keys: int = 8, heads: int = 4, kv_heads: int = 2, dim: int = 8, **changes: Any
 ) -> dict[str, Any]:
-    made = {
-        "q": torch.zeros(batch, queries, heads, dim),
-        "k": torch.zeros(batch, keys, kv_heads, dim),
-        "v": torch.zeros(batch, keys, kv_heads, dim),
-    }
-    return made | changes
+    made = {"q": torch.zeros(batch, queries, heads, dim), "k": torch.zeros(batch, keys, kv_heads, dim)}
+    return made | {"v": torch.zeros(batch, keys, kv_heads, dim)} | changes
 
 
 def bounds(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -67,366 +55,495 @@ class NoOps(TorchDispatchMode):
         raise AssertionError(f"{func} ran before the input was refused")
 
 
-# (what is wrong, arguments of dilated_attention, exception, words of its text)
-BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
-    # tensors
-    ("q is a list", tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", "batch, sequence, heads, head_dim", "torch.tensor(q)")),
-    # type: ignore[arg-type]
-    ("k is None", tensors(k=None), TypeError, ("k is a NoneType",)),  # type: ignore[arg-type]
-    ("v is numpy", tensors(v=np.zeros((2, 8, 2, 8))), TypeError, ("v is a ndarray", "torch.from_numpy(v)")),  # type: ignore[arg-type]
-    ("q has 3 dimensions", tensors(q=torch.zeros(2, 8, 32)), ValueError, ("q has shape (2, 8, 32)", "4 dimensions")),
-    ("k has 5 dimensions", tensors(k=torch.zeros(2, 8, 2, 8, 1)), ValueError, ("k has shape (2, 8, 2, 8, 1)",)),
-    ("v is a number", tensors(v=torch.zeros(())), ValueError, ("v has shape ()",)),
-    (
-        "q is int64",
-        tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.int64)),
-        ValueError,
-        ("q has dtype torch.int64", "float16, bfloat16, float32, float64"),
-    ),
-    ("k is complex", tensors(k=torch.zeros(2, 8, 2, 8, dtype=torch.complex64)), ValueError, ("k has dtype torch.complex64",)),
-    ("v is bool", tensors(v=torch.zeros(2, 8, 2, 8, dtype=torch.bool)), ValueError, ("v has dtype torch.bool",)),
-    ("q is float8", tensors(q=torch.zeros(2, 8, 4, 8).to(torch.float8_e4m3fn)), ValueError, ("q has dtype torch.float8_e4m3fn",)),
-    ("dtypes differ", tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)), ValueError, ("q, k, v", "bfloat16", "float32", "autocast")),
-    ("devices differ", tensors(q=torch.zeros(2, 8, 4, 8, device="meta")), ValueError, ("q, k, v", "meta", "cpu", ".to()")),
-    ("k and v differ in length", tensors(v=torch.zeros(2, 9, 2, 8)), ValueError, ("(2, 8, 2, 8)", "(2, 9, 2, 8)")),
-    ("k and v differ in heads", tensors(v=torch.zeros(2, 8, 4, 8)), ValueError, ("v has (2, 8, 4, 8)",)),
-    ("v has another head_dim", tensors(v=torch.zeros(2, 8, 2, 16)), ValueError, ("v has (2, 8, 2, 16)",)),
-    ("batches differ", tensors(q=torch.zeros(3, 8, 4, 8)), ValueError, ("batch size 3", "2")),
-    ("head_dims differ", tensors(q=torch.zeros(2, 8, 4, 16)), ValueError, ("head_dim 16", "8")),
-    ("head_dim 0", tensors(dim=0), ValueError, ("head_dim is 0", "1 to 256")),
-    ("head_dim 257", tensors(dim=257), ValueError, ("head_dim is 257", "1 to 256")),
-    ("heads no multiple", tensors(heads=5), ValueError, ("q has 5 heads", "k has 2", "multiple")),
-    ("fewer query heads", tensors(heads=2, kv_heads=4), ValueError, ("q has 2 heads", "k has 4")),
-    ("no heads", tensors(heads=0, kv_heads=0), ValueError, ("q has 0 heads",)),
-    ("no key/value heads", tensors(kv_heads=0), ValueError, ("k has 0",)),
-    # branches
-    ("no branch", {"segment_lengths": [], "dilation_rates": []}, ValueError, ("segment_lengths is empty", "segment_lengths=[2048]")),
-    ("fewer rates", {"dilation_rates": [1]}, ValueError, ("segment_lengths has 2", "dilation_rates has 1", "[4, 8]", "equal length")),
-    ("more rates", {"dilation_rates": [1, 2, 4]}, ValueError, ("dilation_rates has 3", "[1, 2, 4]")),
-    ("length 0", {"segment_lengths": [4, 0]}, ValueError, ("segment_lengths[1] is 0", "≥ 1")),
-    ("length negative", {"segment_lengths": [-4, 8]}, ValueError, ("segment_lengths[0] is -4",)),
-    ("length beyond 64 bits", {"segment_lengths": [4, 2**70]}, ValueError, ("segment_lengths[1]", str(2**70), "2**62")),
-    ("length a float", {"segment_lengths": [4.0, 8]}, TypeError, ("segment_lengths[0] is 4.0 (float)", "integer")),
-    ("length a bool", {"segment_lengths": [True, 8]}, TypeError, ("segment_lengths[0] is True (bool)",)),
-    ("length a string", {"segment_lengths": ["4", 8]}, TypeError, ("segment_lengths[0] is '4' (str)",)),
-    ("length None", {"segment_lengths": [None, 8]}, TypeError, ("segment_lengths[0] is None",)),
-    ("lengths an int", {"segment_lengths": 8}, TypeError, ("segment_lengths is 8 (int)", "list of integers")),
-    ("lengths a string", {"segment_lengths": "48"}, TypeError, ("segment_lengths is '48' (str)",)),
-    ("lengths None", {"segment_lengths": None}, TypeError, ("segment_lengths is None",)),
-    ("lengths a set", {"segment_lengths": {4, 8}}, TypeError, ("segment_lengths is {", "(set)")),
-    ("lengths a dict", {"segment_lengths": {4: 1}}, TypeError, ("segment_lengths is {4: 1} (dict)",)),
-    ("lengths a matrix", {"segment_lengths": np.array([[4, 8]])}, TypeError, ("segment_lengths is array([[4, 8]])",)),
-    ("lengths of floats in numpy", {"segment_lengths": np.array([4.0, 8.0])}, TypeError, ("segment_lengths[0] is 4.0 (float)",)),
-    ("rate 0", {"dilation_rates": [1, 0]}, ValueError, ("dilation_rates[1] is 0", "≥ 1")),
-    ("rate negative", {"dilation_rates": [-1, 2]}, ValueError, ("dilation_rates[0] is -1",)),
-    ("rate above length", {"dilation_rates": [5, 2]}, ValueError, ("dilation_rates[0] is 5", "segment_lengths[0] = 4", "≤ 4")),
-    ("rate a float", {"dilation_rates": [1, 2.5]}, TypeError, ("dilation_rates[1] is 2.5 (float)",)),
-    ("rates an int", {"dilation_rates": 2}, TypeError, ("dilation_rates is 2 (int)",)),
-    # head offsets and layouts
-    ("unknown offsets", {"head_offsets": "diagonal"}, ValueError, ("head_offsets is 'diagonal'", "'cyclic', 'blocked', 'zero'")),
-    ("offsets a number", {"head_offsets": 3}, TypeError, ("head_offsets is 3 (int)", "'cyclic'")),
-    ("offsets None", {"head_offsets": None}, TypeError, ("head_offsets is None", "'cyclic'")),
-    ("offsets a dict", {"head_offsets": {}}, TypeError, ("head_offsets is {} (dict)",)),
-    ("one list of offsets for two branches", {"head_offsets": [[0, 0, 0, 0]]}, ValueError, ("head_offsets has 1 lists for 2 branches",)),
-    (
-        "an offset of the rate",
-        {"head_offsets": [[0] * 4, [0, 1, 2, 0]]},
-        ValueError,
-        ("head_offsets[1][2] is 2", "below 2", "dilation rate 2"),
-    ),
-    ("an offset negative", {"head_offsets": [[0] * 4, [0, -1, 0, 0]]}, ValueError, ("head_offsets[1][1] is -1",)),
-    ("an offset a float", {"head_offsets": [[0] * 4, [0, 0.5, 0, 0]]}, TypeError, ("head_offsets[1][1] is 0.5 (float)",)),
-    ("offsets of unequal lengths", {"head_offsets": [[0] * 4, [0] * 3]}, ValueError, ("head_offsets has lists of lengths [4, 3]",)),
-    ("offsets for other heads", {"head_offsets": [[0] * 3, [0] * 3]}, ValueError, ("head_offsets has 3 integers per branch for 4 heads",)),
-    ("offsets for no heads", {"head_offsets": [[], []]}, ValueError, ("head_offsets has 0 integers per branch for 4 heads",)),
-    ("a flat list of offsets", {"head_offsets": [0, 1]}, TypeError, ("head_offsets[0] is 0 (int)", "list of integers")),
-    (
-        "offsets beside split",
-        {"head_offsets": "zero", "branch_heads": "split"},
-        ValueError,
-        ("head_offsets='zero'", "branch_heads='split'", "leave"),
-    ),
-    (
-        "lists beside split",
-        {"head_offsets": [[0] * 4] * 2, "branch_heads": "split"},
-        ValueError,
-        ("head_offsets", "branch_heads='split'", "leave"),
-    ),
-    ("unknown branch_heads", {"branch_heads": "some"}, ValueError, ("branch_heads is 'some'", "'all', 'split'")),
-    ("branch_heads None", {"branch_heads": None}, TypeError, ("branch_heads is None",)),
-    ("branch_heads a list", {"branch_heads": []}, TypeError, ("branch_heads is [] (list)",)),
-    ("unknown tail", {"tail": "pad"}, ValueError, ("tail is 'pad'", "'mask', 'zero_keys'")),
-    ("tail a bool", {"tail": True}, TypeError, ("tail is True (bool)",)),
-    ("unknown mixture_grad", {"mixture_grad": "none"}, ValueError, ("mixture_grad is 'none'", "'exact', 'detached'")),
-    ("mixture_grad None", {"mixture_grad": None}, TypeError, ("mixture_grad is None",)),
-    # numbers and flags
-    ("scale 0", {"scale": 0.0}, ValueError, ("scale is 0.0", "> 0", "None")),
-    ("scale negative", {"scale": -1}, ValueError, ("scale is -1",)),
-    ("scale NaN", {"scale": math.nan}, ValueError, ("scale is nan",)),
-    ("scale infinite", {"scale": math.inf}, ValueError, ("scale is inf",)),
-    ("scale beyond float32", {"scale": 1e39}, ValueError, ("scale is 1e+39", "3.4e+38")),
-    ("scale times log2(e) beyond float32", {"scale": 2.4e38}, ValueError, ("scale is 2.4e+38", "to 2.36e+38", "log2(e)", "None")),
-    ("scale below float32", {"scale": 1e-40}, ValueError, ("scale is 1e-40", "from 1.18e-38", "None")),
-    ("scale beyond float", {"scale": 10**400}, ValueError, ("scale is 1000",)),
-    ("scale a string", {"scale": "0.1"}, TypeError, ("scale is '0.1' (str)",)),
-    ("scale a bool", {"scale": True}, TypeError, ("scale is True (bool)",)),
-    ("dropout 1", {"dropout_p": 1.0}, ValueError, ("dropout_p is 1.0", "[0, 1)")),
-    ("dropout negative", {"dropout_p": -0.1}, ValueError, ("dropout_p is -0.1",)),
-    ("dropout NaN", {"dropout_p": math.nan}, ValueError, ("dropout_p is nan",)),
-    ("dropout a bool", {"dropout_p": True}, TypeError, ("dropout_p is True (bool)",)),
-    ("dropout None", {"dropout_p": None}, TypeError, ("dropout_p is None",)),
-    ("is_causal an int", {"is_causal": 1}, TypeError, ("is_causal is 1 (int)", "True or False")),
-    ("is_causal None", {"is_causal": None}, TypeError, ("is_causal is None",)),
-    ("return_lse a string", {"return_lse": "yes"}, TypeError, ("return_lse is 'yes' (str)",)),
-    ("deterministic an int", {"deterministic": 0}, TypeError, ("deterministic is 0 (int)",)),
-    ("query_offset negative", {"query_offset": -1}, ValueError, ("query_offset is -1", "≥ 0")),
-    ("query_offset too large", {"query_offset": 1}, ValueError, ("query_offset is 1", "q has 8 rows", "position 9 of 8 keys", "give keys")),
-    ("more queries than keys", tensors(queries=9), ValueError, ("query_offset is 0", "9 of 8")),
-    ("query_offset a float", {"query_offset": 0.0}, TypeError, ("query_offset is 0.0 (float)",)),
-    ("query_offset a bool", {"query_offset": False}, TypeError, ("query_offset is False (bool)",)),
-    # masks and documents
-    (
-        "mask of integers",
-        {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)},
-        TypeError,
-        ("key_padding_mask has dtype torch.int64", "bool", "True = padding"),
-    ),
-    ("mask of floats", {"key_padding_mask": torch.zeros(2, 8)}, TypeError, ("key_padding_mask has dtype torch.float32",)),
-    ("mask a list", {"key_padding_mask": [[False] * 8] * 2}, TypeError, ("key_padding_mask is a list",)),
-    (
-        "mask too short",
-        {"key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)},
-        ValueError,
-        ("key_padding_mask has shape (2, 7)", "(2, 8)"),
-    ),
-    (
-        "mask of one batch",
-        {"key_padding_mask": torch.zeros(1, 8, dtype=torch.bool)},
-        ValueError,
-        ("key_padding_mask has shape (1, 8)", "(2, 8)"),
-    ),
-    ("mask of scores", {"key_padding_mask": torch.zeros(2, 8, 8, dtype=torch.bool)}, ValueError, ("key_padding_mask has shape (2, 8, 8)",)),
-    (
-        "mask elsewhere",
-        {"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool, device="meta")},
-        ValueError,
-        ("key_padding_mask is on meta", ".to(k.device)"),
-    ),
-    ("cu_seqlens a list", tensors(1) | {"cu_seqlens": [0, 8]}, TypeError, ("cu_seqlens is a list", "int32", "torch.tensor(cu_seqlens)")),
-    (
-        "cu_seqlens of floats",
-        tensors(1) | {"cu_seqlens": torch.tensor([0.0, 8.0])},
-        TypeError,
-        ("cu_seqlens has dtype torch.float32", "int32"),
-    ),
-    ("cu_seqlens a matrix", tensors(1) | {"cu_seqlens": bounds(0, 8)[None]}, ValueError, ("cu_seqlens has shape (1, 2)", "documents + 1")),
-    (
-        "cu_seqlens of no document",
-        tensors(1) | {"cu_seqlens": bounds(0)},
-        ValueError,
-        ("cu_seqlens has shape (1,)", "at least one document"),
-    ),
-    ("cu_seqlens with a batch", {"cu_seqlens": bounds(0, 8)}, ValueError, ("cu_seqlens", "batch size 2", "batch size 1")),
-    (
-        "cu_seqlens with fewer queries",
-        tensors(1, queries=4) | {"cu_seqlens": bounds(0, 8)},
-        ValueError,
-        ("cu_seqlens", "4 queries and 8 keys"),
-    ),
-    # backends
-    ("unknown backend", {"backend": "flash5"}, ValueError, ("backend is 'flash5'", "auto", "math")),
-    ("backend None", {"backend": None}, TypeError, ("backend is None", "auto")),
-    ("backend a bool", {"backend": True}, TypeError, ("backend is True (bool)",)),
+# --- what takes arguments of attention ------------------------------------------------------------------------------------------------
+
+NAMES = [
+    *("attention", "dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention", "ring_attention"),
+    *("ring_dilated_attention", "ring_block_sparse_attention", "ring_block_sparse_dilated_attention", "attention_map"),
+    *("attention_received", "DilatedPattern", *(name for name in modules.__all__ if hasattr(getattr(modules, name), "forward"))),
 ]
+TAKES = {name: inspect.signature(getattr(da, name)).parameters.keys() for name in NAMES}
 
 
-def refused(function: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    with pytest.raises(kind) as caught:
+def given_to(name: str, **arguments: Any) -> dict[str, Any]:
+    """What a good call of it is given, but for ``arguments``."""
+    good: dict[str, Any] = tensors() | {"segment_lengths": LENGTHS, "dilation_rates": RATES, "pattern": WINDOW}
+    good |= {"query_rows": [0], "embed_dim": 16, "num_heads": 4}
+    needed = {"segment_lengths", "dilation_rates", "query_rows"} if name.startswith("attention_") else set()
+    parameters = inspect.signature(getattr(da, name)).parameters
+    needed |= {key for key, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    needed |= {"pattern"} if "BlockSparse" in name and "sparsity_ratio" not in arguments else set()
+    return {key: good[key] for key in good if key in needed & TAKES[name]} | arguments
+
+
+def refused(function: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...]) -> str:
+    with pytest.raises(error) as caught:
         function(**arguments)
     text = str(caught.value)
-    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {text}"
+    assert type(caught.value) is error, f"{type(caught.value).__name__}: {text}"
     for word in words:
         assert word in text, f"{word!r} is not in: {text}"
     assert any(remedy in text for remedy in REMEDIES), f"no way out in: {text}"
     assert len(text) < 900
+    return text
 
 
-@pytest.mark.parametrize(("arguments", "kind", "words"), [pytest.param(*case[1:], id=case[0]) for case in BAD_CALLS])
-def test_refused_before_anything_runs(arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    arguments = tensors() | {"segment_lengths": LENGTHS, "dilation_rates": RATES} | arguments
-    with NoOps():
-        refused(dilated_attention, arguments, kind, words)
+def equal_to(value: Any) -> list[Any]:
+    """What compares equal to a value of a wrong type, and may be good: a call with it is remembered."""
+    if isinstance(value, list | tuple):
+        return [[equal for x in value for equal in (equal_to(x) or [x])[-1:]]]
+    return [bool(value), int(value)] if isinstance(value, int | float | np.bool_) and value in (0, 1, 4) else []
+
+
+# of what is checked in every call, also in one that is remembered
+GOOD = {"key_padding_mask": [torch.zeros(2, 8, dtype=torch.bool)], "sinks": [torch.zeros(4)], "cu_seqlens": [bounds(0, 8)]}
+
+
+def refused_by_all(arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...], but: str = " ") -> None:
+    """By whatever takes these arguments and has no ``but`` in its name: without an operation of torch, and after a good call, alike."""
+    more = {"bakend"} if "bakend" in arguments else set()
+    names = [
+        name for name in NAMES if arguments.keys() <= TAKES[name] | more and but not in name and (not more or name != "DilatedPattern")
+    ]
+    assert names
+    for name in names:
+        function, given = getattr(da, name), given_to(name, **arguments)
+        # maps look at rows first
+        is_function = "q" in TAKES[name] and not name.startswith("attention_")
+        function(**given_to(name))
+        for key, value in arguments.items() if is_function else ():
+            for equal in (*equal_to(value), *GOOD.get(key, ())):
+                with suppress(TypeError, ValueError):
+                    function(**given | {key: equal})
+        texts = []
+        for where in (nullcontext, NoOps) if is_function else (nullcontext,):
+            with where():
+                texts.append(refused(function, given, error, words))
+        assert len(set(texts)) == 1, texts
+
+
+nan, inf, HUGE = math.nan, math.inf, (2**63, 10**24, 10**400, 10**5000)
+FLAG: tuple[str, list[Any], list[Any]] = ("True or False", [1, 0, None, "yes", np.True_], [])
+# argument → what every text says is right, values of a wrong type, wrong values of a right type
+OPTIONS: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "is_causal": FLAG,
+    "return_lse": FLAG,
+    "deterministic": FLAG,
+    "average_heads": FLAG,
+    "rotary": FLAG,
+    "qk_norm": FLAG,
+    "bias": FLAG,
+    "layer_norm": FLAG,
+    "scale": ("", ["0.1", True, [1.0]], [0.0, -1, nan, inf, 10**400]),
+    "dropout_p": ("[0, 1)", [True, None], [1.0, -0.1, nan, 10**400]),
+    "dropout": ("[0, 1)", ["0.1"], [1.0, -0.1]),
+    "query_offset": ("", [0.0, False, "16", None, torch.ones(2), Fraction(3, 2)], [-1, 1, *HUGE]),
+    "backend": ("auto", [None, True, ["auto"]], ["flash5"]),
+    "precision": ("'native'", [None], ["fp4"]),
+    "head_offsets": ("'cyclic'", [3, None, {}], ["diagonal"]),
+    "branch_heads": ("'all', 'split'", [None, []], ["some"]),
+    "tail": ("'mask', 'zero_keys'", [True, None], ["pad"]),
+    "mixture_grad": ("'exact', 'detached'", [None], ["none"]),
+    "segment_lengths": ("list of integers", [8, "48", {4: 1}, np.array([[4, 8]])], []),
+    "dilation_rates": ("list of integers", [2], []),
+    "softcap": ("", [True, "50", [50.0], 1j, np.bool_(True)], [0.0, -0.0, -1, 1e-39, 5e-324, 1.1e31, 10**400, nan, inf]),
+    "window": ("", [2.0, "3", True], [-1, (1,), (1, 2, 3), []]),
+    "chunk": ("", [None.__class__, 1.5], [0]),
+    "embed_dim": ("", [16.0], [0]),
+    "num_kv_heads": ("", [True], [3, 8]),
+    "rotary_base": ("", ["1e4"], [1.0]),
+    "gamma_init": ("", [None], [nan]),
+    "layer_norm_eps": ("", [], [-1e-5]),
+    "sparsity_ratio": ("", ["0.1", True], [0.0, 1.5]),
+    "layout": ("", [], ["spiral"]),
+    "exchange": ("", [], ["mail"]),
+    "ranks_per_node": ("", [], [0]),
+    "head_steps": ("", [], [0]),
+    "timeout": ("", [], [-1]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_refused_by_whatever_takes_it(name: str) -> None:
+    expected, types, values = OPTIONS[name]
+    for value, error in (*((value, TypeError) for value in types), *((value, ValueError) for value in values)):
+        # one of a rank's own is too far where the whole is not
+        but = "ring" if name == "query_offset" else " "
+        refused_by_all({name: value}, error, (f"{name} is {shown(value)}", expected), but)
+
+
+# (arguments, error, words): those of several values, and of tensors
+Q = torch.zeros(2, 8, 4, 8)
+CALLS: list[Bad] = [
+    ({"bakend": "auto"}, TypeError, ("unexpected keyword argument 'bakend'; it accepts ",)),
+    # branches
+    ({"segment_lengths": [], "dilation_rates": []}, ValueError, ("segment_lengths is empty", "segment_lengths=[2048]")),
+    ({"dilation_rates": [1]}, ValueError, ("segment_lengths has 2", "dilation_rates has 1", "[4, 8]", "equal length")),
+    ({"segment_lengths": [4, 0]}, ValueError, ("segment_lengths[1] is 0", "≥ 1")),
+    ({"segment_lengths": [-4, 8]}, ValueError, ("segment_lengths[0] is -4",)),
+    ({"segment_lengths": [4, 2**70]}, ValueError, ("segment_lengths[1]", str(2**70), "2**62")),
+    ({"segment_lengths": [4, 10**5000]}, ValueError, ("segment_lengths[1]",)),
+    ({"segment_lengths": [4.0, 8]}, TypeError, ("segment_lengths[0] is 4.0 (float)", "integer")),
+    ({"segment_lengths": [True, 8]}, TypeError, ("segment_lengths[0] is True (bool)",)),
+    ({"segment_lengths": ["4", 8]}, TypeError, ("segment_lengths[0] is '4' (str)",)),
+    ({"segment_lengths": [None, 8]}, TypeError, ("segment_lengths[0] is None",)),
+    ({"segment_lengths": [nan, 8]}, TypeError, ("segment_lengths[0] is nan",)),
+    ({"segment_lengths": {4, 8}}, TypeError, ("segment_lengths is {", "(set)")),
+    ({"segment_lengths": np.array([4.0, 8.0])}, TypeError, ("segment_lengths[0] is 4.0 (float)",)),
+    ({"dilation_rates": [1, 0]}, ValueError, ("dilation_rates[1] is 0", "≥ 1")),
+    ({"dilation_rates": [5, 2]}, ValueError, ("dilation_rates[0] is 5", "segment_lengths[0] = 4", "≤ 4")),
+    ({"dilation_rates": [1, 2.5]}, TypeError, ("dilation_rates[1] is 2.5 (float)",)),
+    ({"dilation_rates": [True, 2]}, TypeError, ("dilation_rates[0] is True (bool)",)),
+    ({"head_offsets": [[0, 0, 0, 0]]}, ValueError, ("head_offsets has 1 lists for 2 branches",)),
+    ({"head_offsets": [[0] * 4, [0, 1, 2, 0]]}, ValueError, ("head_offsets[1][2] is 2", "below 2", "dilation rate 2")),
+    ({"head_offsets": [[0] * 4, [0, -1, 0, 0]]}, ValueError, ("head_offsets[1][1] is -1",)),
+    ({"head_offsets": [[0] * 4, [0, True, 0, 0]]}, TypeError, ("head_offsets[1][1] is True (bool)",)),
+    ({"head_offsets": [[0] * 4, [0] * 3]}, ValueError, ("head_offsets has lists of lengths [4, 3]",)),
+    ({"head_offsets": [0, 1]}, TypeError, ("head_offsets[0] is 0 (int)", "list of integers")),
+    ({"head_offsets": "zero", "branch_heads": "split"}, ValueError, ("head_offsets='zero'", "branch_heads='split'", "leave")),
+    ({"head_offsets": [[0] * 4] * 2, "branch_heads": "split"}, ValueError, ("head_offsets", "branch_heads='split'", "leave")),
+    (
+        {"head_offsets": [[0] * 3, [0] * 3], "q": torch.zeros(2, 8, 4, 8)},
+        ValueError,
+        ("head_offsets has 3 integers per branch for 4 heads",),
+    ),
+    ({"head_offsets": [[0, 0], [0, 1]], "embed_dim": 16}, ValueError, ("2 integers per branch for 4 heads",)),
+    ({"window": (1, -2)}, ValueError, ("window[1] is -2",)),
+    ({"window": ("a", None)}, TypeError, ("window[0] is 'a' (str)",)),
+    # blocks
+    ({"pattern": 0.1}, TypeError, ("pattern is 0.1 (float)", "LocalWindow(512)")),
+    ({"pattern": LocalWindow}, TypeError, ("pattern is <class", "(ABCMeta)")),
+    ({"pattern": torch.ones(2, 2, dtype=torch.bool)}, TypeError, ("pattern is tensor", "(Tensor)")),
+    ({"pattern": DilatedPattern([4], [1])}, TypeError, ("pattern is DilatedPattern", "expected a block pattern")),
+    ({"pattern": None, "bias": True}, ValueError, ("neither given", "exactly one", "sparsity_ratio=0.1")),
+    ({"sparsity_ratio": 0.1, "pattern": WINDOW}, ValueError, ("both", "exactly one")),
+    ({"seed": 1, "pattern": WINDOW}, ValueError, ("seed is 1 with a pattern", "leave seed")),
+    ({"block_size": 64, "pattern": WINDOW}, ValueError, ("block_size is 64 with a pattern",)),
+    ({"sparsity": "local", "pattern": WINDOW}, ValueError, ("sparsity is 'local' with a pattern",)),
+    ({"sparsity_ratio": 0.1, "sparsity": "most"}, ValueError, ("sparsity is 'most'", "'random'", "'big_bird'")),
+    ({"sparsity_ratio": 0.1, "block_size": 32}, ValueError, ("block_size is 32", "64 or 128")),
+    ({"sparsity_ratio": 0.1, "seed": -1}, ValueError, ("seed is -1",)),
+    ({"pattern": TopBlocks(1), "layout": "contiguous"}, ValueError, ("chosen by content",)),
+    ({"pattern": WINDOW, "layout": "striped"}, ValueError, ("layout is 'striped'", "balanced_layout")),
+    # layers
+    ({"embed_dim": 18}, ValueError, ("embed_dim is 18 and num_heads is 4",)),
+    ({"embed_dim": 2048}, ValueError, ("head_dim 512", "at most 256", "at least 8 heads")),
+    ({"num_heads": 0, "embed_dim": 16}, ValueError, ("num_heads is 0",)),
+    ({"embed_dim": 12, "rotary": True}, ValueError, ("rotary=True with head_dim 3",)),
+    ({"rotary_base": 500.0}, ValueError, ("rotary_base is 500.0 and rotary is False",)),
+    ({"xpos_scale_base": 6.0}, ValueError, ("xpos_scale_base is 6.0 and rotary is False", "use rotary=True")),
+    ({"xpos_scale_base": "512"}, TypeError, ("xpos_scale_base is '512'",)),
+    # that kernels of float32 hold
+    *(({"q": Q, "scale": scale}, ValueError, (f"scale is {scale}", "1.18e-38 to 2.36e+38", "log2(e)")) for scale in (1e39, 2.4e38, 1e-40)),
+    # sinks
+    ({"q": Q, "sinks": 1.0}, TypeError, ("sinks is a float; expected a tensor", "(4,)")),
+    ({"q": Q, "sinks": torch.zeros(3)}, ValueError, ("shape (3,); expected one score per query head, (4,)",)),
+    ({"q": Q, "sinks": torch.zeros(4, dtype=torch.float16)}, ValueError, ("float16; expected float32 or q's dtype, torch.float32",)),
+    ({"q": Q, "sinks": torch.zeros(4, device="meta")}, ValueError, ("sinks is on meta and q on cpu",)),
+    ({"q": Q, "sinks": torch.zeros(4).to_sparse()}, TypeError, ("sinks is a sparse tensor",)),
+    (
+        {"sinks": torch.zeros(4), "mixture_grad": "detached", "q": Q},
+        ValueError,
+        ("sinks are given with mixture_grad='detached'",),
+    ),
+    # masks and documents
+    ({"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)}, TypeError, ("key_padding_mask has dtype torch.int64", "True = padding")),
+    ({"key_padding_mask": [[False] * 8] * 2}, TypeError, ("key_padding_mask is a list",)),
+    ({"key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)}, ValueError, ("key_padding_mask has shape (2, 7)", "(2, 8)")),
+    ({"key_padding_mask": torch.zeros(1, 8, dtype=torch.bool)}, ValueError, ("key_padding_mask has shape (1, 8)", "(2, 8)")),
+    ({"key_padding_mask": torch.zeros(2, 8, 8, dtype=torch.bool)}, ValueError, ("key_padding_mask has shape (2, 8, 8)",)),
+    (
+        {"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool, device="meta")},
+        ValueError,
+        ("key_padding_mask is on meta", ".to(k.device)"),
+    ),
+    ({"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool).to_sparse()}, TypeError, ("key_padding_mask is a sparse tensor", "to_dense")),
+    ({"cu_seqlens": bounds(0, 8)}, ValueError, ("cu_seqlens", "batch size 2", "batch size 1")),
+    (tensors(1, cu_seqlens=[0, 8]), TypeError, ("cu_seqlens is a list", "int32", "torch.tensor(cu_seqlens)")),
+    (tensors(1, cu_seqlens=torch.tensor([0.0, 8.0])), TypeError, ("cu_seqlens has dtype torch.float32", "int32")),
+    (tensors(1, cu_seqlens=bounds(0, 8)[None]), ValueError, ("cu_seqlens has shape (1, 2)", "documents + 1")),
+    (tensors(1, cu_seqlens=bounds(0)), ValueError, ("cu_seqlens has shape (1,)", "at least one document")),
+    (tensors(1, queries=4, cu_seqlens=bounds(0, 8), query_offset=0), ValueError, ("cu_seqlens", "4 queries and 8 keys")),
+    (tensors(queries=9, query_offset=0), ValueError, ("query_offset is 0", "9 of 8")),
+    # tensors
+    (tensors(q=[1.0]), TypeError, ("q is a list", "torch.Tensor", "batch, sequence, heads, head_dim", "torch.tensor(q)")),
+    (tensors(k=None), TypeError, ("k is a NoneType",)),
+    (tensors(v=np.zeros((2, 8, 2, 8))), TypeError, ("v is a ndarray", "torch.from_numpy(v)")),
+    (tensors(q=torch.zeros(2, 8, 32)), ValueError, ("q has shape (2, 8, 32)", "4 dimensions")),
+    (tensors(k=torch.zeros(2, 8, 2, 8, 1)), ValueError, ("k has shape (2, 8, 2, 8, 1)",)),
+    (tensors(v=torch.zeros(())), ValueError, ("v has shape ()",)),
+    (tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.int64)), ValueError, ("q has dtype torch.int64", "float16, bfloat16, float32, float64")),
+    (tensors(k=torch.zeros(2, 8, 2, 8, dtype=torch.complex64)), ValueError, ("k has dtype torch.complex64",)),
+    (tensors(v=torch.zeros(2, 8, 2, 8, dtype=torch.bool)), ValueError, ("v has dtype torch.bool",)),
+    (tensors(q=torch.zeros(2, 8, 4, 8).to(torch.float8_e4m3fn)), ValueError, ("q has dtype torch.float8_e4m3fn",)),
+    (tensors(q=torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)), ValueError, ("q, k, v", "bfloat16", "float32", "autocast")),
+    (tensors(q=torch.zeros(2, 8, 4, 8, device="meta")), ValueError, ("q, k, v", "meta", "cpu", ".to()")),
+    (tensors(v=torch.zeros(2, 9, 2, 8)), ValueError, ("(2, 8, 2, 8)", "(2, 9, 2, 8)")),
+    (tensors(v=torch.zeros(2, 8, 4, 8)), ValueError, ("v has (2, 8, 4, 8)",)),
+    (tensors(v=torch.zeros(2, 8, 2, 16)), ValueError, ("v has (2, 8, 2, 16)",)),
+    (tensors(q=torch.zeros(3, 8, 4, 8)), ValueError, ("batch size 3", "2")),
+    (tensors(q=torch.zeros(2, 8, 4, 16)), ValueError, ("head_dim 16", "8")),
+    (tensors(dim=0), ValueError, ("head_dim is 0", "1 to 256")),
+    (tensors(dim=257), ValueError, ("head_dim is 257", "1 to 256")),
+    (tensors(heads=5), ValueError, ("q has 5 heads", "k has 2", "multiple")),
+    (tensors(heads=2, kv_heads=4), ValueError, ("q has 2 heads", "k has 4")),
+    (tensors(heads=0, kv_heads=0), ValueError, ("q has 0 heads",)),
+    # maps
+    ({"query_rows": [8]}, ValueError, ("query_rows holds 8; expected rows of q, 0 to 7",)),
+    ({"query_rows": [-1]}, ValueError, ("query_rows holds -1",)),
+    ({"query_rows": "first"}, ValueError, ("query_rows is 'first'",)),
+    ({"query_rows": [1.5]}, TypeError, ("query_rows[0] is 1.5",)),
+    ({"query_rows": torch.ones(8, dtype=torch.bool)}, TypeError, ("mask.nonzero",)),
+    ({"query_rows": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, ("query_rows has shape (2, 3)",)),
+    ({"query_rows": [0], "segment_lengths": None}, ValueError, ("segment_lengths is None and dilation_rates is",)),
+    (
+        {"query_rows": [0], "segment_lengths": None, "dilation_rates": None, "tail": "zero_keys"},
+        ValueError,
+        ("tail is 'zero_keys' and applies only",),
+    ),
+    ({"lse": torch.zeros(2, 4, 3)}, ValueError, ("lse has shape (2, 4, 3); expected (batch, heads, queries) = (2, 4, 8)",)),
+    ({"lse": 1.0}, ValueError, ("lse is a float",)),
+    ({"query_weights": torch.ones(2, 3)}, ValueError, ("query_weights has shape (2, 3); expected (batch, queries) = (2, 8)",)),
+    ({"query_weights": 2.0}, TypeError, ("query_weights is a float",)),
+    ({"query_weights": None, "dtype": torch.int8}, ValueError, ("dtype is torch.int8",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"), CALLS, ids=lambda x: str(x)[:60].replace("\n", " ") if isinstance(x, tuple) else ""
+)
+def test_a_call_is_refused_by_whatever_takes_it(arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...]) -> None:
+    # a process of a ring holds queries and keys of the same positions, and says that first
+    refused_by_all(arguments, error, words, "ring" if {"9 of 8", "4 queries and 8 keys"} & {*words} else " ")
 
 
 def test_the_call_that_all_bad_ones_change_is_good() -> None:
-    assert dilated_attention(**tensors(), segment_lengths=LENGTHS, dilation_rates=RATES).shape == (2, 8, 4, 8)
     with pytest.raises(AssertionError, match="ran before"), NoOps():
-        dilated_attention(**tensors(), segment_lengths=LENGTHS, dilation_rates=RATES)
+        da.dilated_attention(**given_to("dilated_attention"))
+    with pytest.raises(TypeError):
+        da.DilatedAttention([16], [1], num_heads=True, sinks=True)
+    for module, text in (
+        (lambda: da.MultiheadDilatedAttention(32, 4, [16], [1], mixture_grad="detached", sinks=True), "sinks=True with mixture_grad"),
+        (lambda: da.DilatedAttention([16], [1], num_heads=4), "num_heads is 4 without sinks"),
+        (lambda: da.DilatedAttention([16], [1], sinks=True)(torch.zeros(8, 4, 8), *(torch.zeros(2, 8, 4, 8),) * 2), "q has shape"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            module()
 
 
-WINDOW = LocalWindow(4)
-OTHERS: dict[str, Callable[..., Any]] = {
-    "attention": attention,
-    "blocks": lambda **given: block_sparse_attention(pattern=WINDOW, **given),
-    "union": lambda **given: block_sparse_dilated_attention(pattern=WINDOW, **given),
-    "ring": ring_attention,
-    "ring_dilated": ring_dilated_attention,
-    "ring_blocks": lambda **given: ring_block_sparse_attention(pattern=WINDOW, **given),
-    "ring_union": lambda **given: ring_block_sparse_dilated_attention(pattern=WINDOW, **given),
-}
-OF_BRANCHES = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", range(3))
+def test_tensors_that_are_no_plain_ones_are_refused_with_a_way_out(place: int) -> None:
+    x = torch.randn(2, 64, 2, 8)
+    odd: list[tuple[torch.Tensor, str]] = [
+        (x.to_sparse(), "to_dense"),
+        (x.reshape(-1, 8).to_sparse_csr(), "to_dense"),
+        (torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), "cu_seqlens"),
+        (torch.nested.nested_tensor([x[0], x[0]]), "cu_seqlens"),
+        (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "dequantize"),
+    ]
+    for name, (tensor, way_out) in ((name, each) for name in NAMES[:4] for each in odd):
+        given = given_to(name) | {"q": x, "k": x, "v": x, "qkv"[place]: tensor}
+        with pytest.raises(TypeError, match=rf"{'qkv'[place]} is a .*{way_out}"):
+            getattr(da, name)(**given)
 
 
-@pytest.mark.parametrize(("arguments", "kind", "words"), [pytest.param(*case[1:], id=case[0]) for case in BAD_CALLS])
-def test_every_function_refuses_the_same(arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    for name, function in OTHERS.items():
-        has_branches = "dilated" in name or "union" in name
-        missing = {"query_offset"} if "ring" in name else set()
-        missing |= set() if name == "ring_dilated" else {"mixture_grad"}
-        # a process of a ring holds queries and keys of the same positions, and says that first
-        unequal = "ring" in name and {"query_offset is 0", "4 queries and 8 keys"} & set(words)
-        if unequal or arguments.keys() & (missing if has_branches else missing | OF_BRANCHES):
-            continue
-        branches = {"segment_lengths": LENGTHS, "dilation_rates": RATES} if has_branches else {}
-        given = tensors() | branches | arguments
-        with NoOps():
-            refused(function, given, kind, words)
+# --- what is read where the work is planned: nothing of the result is allocated yet ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("window", "kind", "words"),
-    [
-        (-1, ValueError, ("window is -1", "≥ 0")),
-        (2.0, TypeError, ("window is 2.0 (float)",)),
-        ("3", TypeError, ("window is '3' (str)",)),
-        (True, TypeError, ("window is True (bool)",)),
-        ((1,), ValueError, ("window is (1,)", "(left, right)")),
-        ((1, 2, 3), ValueError, ("window is (1, 2, 3)",)),
-        ((1, -2), ValueError, ("window[1] is -2",)),
-        ((1.5, 0), TypeError, ("window[0] is 1.5 (float)",)),
-        (("a", None), TypeError, ("window[0] is 'a' (str)",)),
-        ([], ValueError, ("window is []",)),
-    ],
-    ids=str,
-)
-def test_windows(window: Any, kind: type[Exception], words: tuple[str, ...]) -> None:
-    arguments = tensors() | {"window": window}
-    with NoOps():
-        refused(attention, arguments, kind, words)
+ALONE = tensors(1)
+PLANNED: list[Bad] = [
+    *(
+        (ALONE | {"cu_seqlens": bounds(*values)}, ValueError, (f"cu_seqlens is {list(values)}", "N = 8"))
+        for values in ((0, 9), (0, 7), (1, 8), (-1, 8), (0, 5, 4, 8), (8, 0), (0, -3, 8), (0, 4, 9, 8), (0, 0), (8, 8))
+    ),
+    (tensors(1, 0, 0, cu_seqlens=bounds(0, 3)), ValueError, ("cu_seqlens is [0, 3]", "N = 0")),
+    (tensors(1, 400, 400, cu_seqlens=bounds(*range(400), 7)), ValueError, ("cu_seqlens is [0, 1, 2", "…", "N = 400")),
+    (ALONE | {"backend": "flash4"}, BackendUnavailable, ("flash4", "cpu", "sdpa_cpu")),
+    (ALONE | {"backend": "sdpa_cpu", "dropout_p": 0.5}, BackendUnavailable, ("sdpa_cpu", "dropout", "math")),
+    (ALONE | {"pattern": WINDOW, "backend": "nested"}, BackendUnavailable, ("nested", "not lists of blocks")),
+    (ALONE | {"pattern": Document((3, 4))}, ValueError, ("lengths sum to 7", "8 positions")),
+    (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, ("2 patterns", "4 heads")),
+    (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, ("(3, 1, 1)", "4 heads")),
+]
 
 
-# --- values that are read where the work is planned: nothing of the result is allocated yet --------------------------------------------
-
-
-@pytest.fixture
-def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arguments", "error", "words"), PLANNED, ids=lambda x: str(x)[:60] if isinstance(x, tuple) else "")
+def test_what_values_and_shapes_say_is_refused_before_results_are_allocated(
+    arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever makes room for a result, or starts the run, fails the test."""
+    # those of blocks name the pattern
+    of_blocks = {"pattern"} & arguments.keys()
+    calls = [(name, given_to(name, **arguments)) for name in NAMES[2 if of_blocks else 0 : 4] if "nested" not in words or name == NAMES[2]]
+    runs = [(resolve_blocks, "forward_lists"), (strategy, "choose_forward"), (sequential, "run_forward")]
+    for module, what in runs[:1] if of_blocks else runs:
+        monkeypatch.setattr(module, what, lambda *_, **__: pytest.fail("ran"))
+    for what in () if of_blocks else ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like"):
+        monkeypatch.setattr(torch, what, lambda *_, **__: pytest.fail("allocated"))
+    for name, given in calls:
+        for _ in range(2):
+            with pytest.raises(error) as caught:
+                getattr(da, name)(**given)
+            assert all(word in str(caught.value) for word in words), caught.value
 
-    def fail(*args: object, **kwargs: object) -> torch.Tensor:
-        raise AssertionError("allocated before the input was refused")
 
-    for name in ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like"):
-        monkeypatch.setattr(torch, name, fail)
-    monkeypatch.setattr(strategy, "choose_forward", fail)
-    monkeypatch.setattr(sequential, "run_forward", fail)
+# --- numbers that no sequence, head or machine has -----------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {"vocab_size": 16, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "attention": "dense"}
+ENCODER = LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, attention="dense", is_causal=False, positions="none")
+PATTERN, BIG_BIRD = DilatedPattern(LENGTHS, RATES), BigBird(4, 1, 1)
+PLAN: dict[str, Any] = {"num_positions": 16, "num_heads": 4, "head_dim": 64, "gpu": "H200"}
+
+
+def _multihead(**options: Any) -> Any:
+    return da.MultiheadDilatedAttention(16, 2, [16], [2], **options)
+
+
+def _plan(**options: Any) -> Any:
+    return da.plan_attention("dense", **PLAN | options)
+
+
+def _recommend(**options: Any) -> Any:
+    return da.recommend("training", 65536, **{"gpu": "H200"} | options)
+
+
+def _mask(pattern: Any) -> Callable[..., Any]:
+    return lambda **options: pattern.dense_mask(**{"num_queries": 16, "num_keys": 16, "num_heads": 1} | options)
+
+
+# by argument: what takes it, and numbers of its type that it refuses
+REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("num_positions", PATTERN.pairs, (-1, 8.5, *HUGE)),
+    ("num_positions", PATTERN.coverage, (-1, 8.5, *HUGE)),
+    ("num_positions", BIG_BIRD.pairs, HUGE),
+    ("num_heads", lambda **options: PATTERN.pairs(16, **options), (0, *HUGE)),
+    ("num_heads", lambda **options: BIG_BIRD.pairs(16, **options), HUGE),
+    ("num_heads", PATTERN.offsets, (0, 2.5)),
+    ("num_heads", _mask(PATTERN), (0,)),
+    ("num_heads", _mask(BIG_BIRD), HUGE),
+    ("num_queries", _mask(PATTERN), (-1, *HUGE)),
+    ("num_keys", _mask(PATTERN), (3.5,)),
+    ("query_offset", _mask(PATTERN), (-2,)),
+    ("head_dim", lambda **options: PATTERN.flops(16, 2, **options), HUGE),
+    ("num_positions", _plan, HUGE),
+    ("num_heads", _plan, HUGE),
+    ("memory", _plan, HUGE),
+    ("gpus", _recommend, HUGE),
+    ("parameters", _recommend, HUGE),
+    ("seq_len", lambda **options: da.local_positions(None, **options), (-1, 2**63, 10**400)),
+    ("gamma_init", _multihead, (0.0, 1e-20, 1e-46, 1e20, 1e39, 2**64)),
+    ("layer_norm_eps", _multihead, (0.0, 1e-39, 1e-46, 5e-324, 1e39, 10**400)),
+    ("layer_norm_eps", lambda **options: LongNetConfig(**CONFIG, **options), (0.0, 1e-39, 1e-46, 5e-324, 1e39, 10**400)),
+    ("norm_eps", lambda **options: SlideEncoderConfig(encoder=ENCODER, **options), (0.0, 1e-46, 1e39)),
+    ("norm_eps", lambda **options: VisionConfig(encoder=ENCODER, **options), (0.0, 1e-46, 1e39)),
+    ("rotary_base", lambda **options: _multihead(rotary=True, **options), (1, 0.5, -2.0, 10**400)),
+    ("xpos_scale_base", lambda **options: _multihead(rotary=True, **options), (0.0, -1, 10**400)),
+    ("temperature", Sampling, (-1e-46, -1, 1e39, 1e308, 10**400)),
+    ("top_p", Sampling, (0.0, -0.0, 1.0000001, 2, 1e39)),
+    ("head_dim", da.explain_backend, (0, 2**63)),
+    ("num_heads", da.explain_backend, (0, 2**21)),
+    ("num_kv_heads", da.explain_backend, (0, 3)),
+    ("dropout_p", da.explain_backend, (1, -0.1, 1e39)),
+    ("softcap", da.explain_backend, (0.0, 1e39, 1e-46)),
+    ("num_positions", lambda **options: da.explain_backend(pattern=PATTERN, **options), (0, 2**63)),
+    ("head_dim", da.explain_decode, (0, 2**63)),
+    ("num_heads", da.explain_decode, (0, 2**21)),
+    ("size", lambda **options: explain_exchange(64, num_heads=2, **options), (0, -1, 2**21)),
+    ("itemsize", lambda **options: explain_exchange(64, 2, num_heads=2, **options), (0, -1)),
+    ("num_heads", lambda **options: da.DilatedAttention([8], [1], sinks=True, **options), (0, 2**21, 2**62)),
+    ("world_size", lambda **options: da.balanced_layout(WINDOW, 64, **options), (0, 2**21, 2**62)),
+    ("num_requests", lambda **options: KVCache(LongNetConfig(**CONFIG), max_length=8, **options), (0, 2**21, 2**62)),
+    ("num_pages", lambda **options: PagedKVCache(LongNetConfig(**CONFIG), 1, 8, **options), (0, 2**31, 2**62)),
+    ("page_size", lambda **options: PagedKVCache(LongNetConfig(**CONFIG), 1, 8, **options), (0, 2**31, 2**62)),
+    ("grid_size", lambda **options: grid_positions(torch.zeros(1, 2), 16, **options), (0, -1, 2**31)),
+    ("embed_dim", lambda **options: grid_positions(torch.zeros(1, 2), **options), (0, 6, 2**31)),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "numbers"), REFUSED)
+def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, call: Callable[..., Any], numbers: tuple[Any, ...]) -> None:
+    for number in (*numbers, nan, inf, -inf, True, torch.tensor(True), "1", [1], 1j):
+        with pytest.raises((TypeError, ValueError), match=name) as caught:
+            call(**{name: number})
+        assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(
-    "values",
-    [(0, 9), (0, 7), (1, 8), (-1, 8), (0, 5, 4, 8), (8, 0), (0, -3, 8), (0, 4, 9, 8), (0, 0), (8, 8)],
-    ids=str,
-)
-def test_document_bounds(values: tuple[int, ...], no_results: None) -> None:
-    arguments = BATCH_OF_ONE | {"cu_seqlens": bounds(*values)}
-    refused(dilated_attention, arguments, ValueError, ("cu_seqlens is", str(list(values)), "N = 8"))
-
-
-BATCH_OF_ONE = tensors(1) | {"segment_lengths": LENGTHS, "dilation_rates": RATES}
-
-
-def test_document_bounds_of_an_empty_sequence() -> None:
-    refused(
-        dilated_attention, BATCH_OF_ONE | tensors(1, 0, 0) | {"cu_seqlens": bounds(0, 3)}, ValueError, ("cu_seqlens is [0, 3]", "N = 0")
-    )
-
-
-def test_many_document_bounds_are_shown_in_short() -> None:
-    values = [*range(400), 7]
-    arguments = BATCH_OF_ONE | tensors(1, 400, 400) | {"cu_seqlens": bounds(*values)}
-    refused(dilated_attention, arguments, ValueError, ("cu_seqlens is [0, 1, 2", "…", "N = 400"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "call"),
     [
-        ({"backend": "sdpa_cpu", "dropout_p": 0.5}, ("sdpa_cpu", "dropout", "math")),
-        ({"backend": "sdpa"}, None),
-        ({"backend": "flash4"}, ("flash4", "cpu", "sdpa_cpu")),
+        *(
+            ("is_causal", lambda _f=f, **options: _f(16, **options))
+            for f in (PATTERN.pairs, PATTERN.coverage, WINDOW.pairs, RandomBlocks(0.5).pairs)
+        ),
+        ("is_causal", _mask(PATTERN)),
+        ("is_causal", _mask(WINDOW)),
+        ("own_block", lambda **options: RandomBlocks(0.5, **options)),
+        ("gpu", _plan),
+        ("find_longest", _plan),
+        ("gpu", _recommend),
+        ("config", LongNetLM),
     ],
-    ids=str,
 )
-def test_backends_that_cannot(changes: dict[str, Any], words: tuple[str, ...] | None) -> None:
-    arguments = tensors() | {"segment_lengths": LENGTHS, "dilation_rates": RATES} | changes
-    if words is None:
-        assert dilated_attention(**arguments).shape == (2, 8, 4, 8)
-    else:
-        refused(dilated_attention, arguments, BackendUnavailable, words)
+def test_flags_and_names_of_another_type_are_refused_by_name(name: str, call: Callable[..., Any]) -> None:
+    for value in (torch.zeros(2, dtype=torch.bool), 3, object(), np.int64(3)):
+        with pytest.raises(TypeError, match=name):
+            call(**{name: value})
 
 
-def test_backends_are_refused_before_results_are_allocated(no_results: None) -> None:
-    arguments = BATCH_OF_ONE | {"backend": "flash4"}
-    with pytest.raises(BackendUnavailable, match="flash4"):
-        dilated_attention(**arguments)
+def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:
+    deep: Any = []
+    for _ in range(3000):
+        deep = [deep]
+    q = torch.randn(1, 16, 2, 8)
+    for name, call in (
+        ("backend", lambda: da.attention(q, q, q, backend=deep)),
+        ("pattern", lambda: da.block_sparse_attention(q, q, q, deep)),
+        ("layout", lambda: _plan(layout=deep)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=name):
+            call()
 
 
-# --- patterns by themselves ------------------------------------------------------------------------------------------------------------
+# --- commands ------------------------------------------------------------------------------------------------------------------------
 
-OF_A_PATTERN = {"segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"}
-PATTERN_CASES = [case for case in BAD_CALLS if case[1] and set(case[1]) <= OF_A_PATTERN and "for 4 heads" not in case[3][0]]
-
-
-@pytest.mark.parametrize(("arguments", "kind", "words"), [pytest.param(*case[1:], id=case[0]) for case in PATTERN_CASES])
-def test_patterns_refuse_the_same(arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    refused(DilatedPattern, {"segment_lengths": LENGTHS, "dilation_rates": RATES} | arguments, kind, words)
+DILATED = "--segment-lengths 2048 8192 --dilation-rates 1 4"
 
 
-PATTERN = DilatedPattern(LENGTHS, RATES)
-
-
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("method", "arguments", "kind", "words"),
+    ("words", "flag"),
     [
-        ("offsets", {"num_heads": 0}, ValueError, ("num_heads is 0", "≥ 1")),
-        ("offsets", {"num_heads": 2.0}, TypeError, ("num_heads is 2.0 (float)",)),
-        ("pairs", {"num_positions": -1}, ValueError, ("num_positions is -1", "≥ 0")),
-        ("pairs", {"num_positions": 8.0}, TypeError, ("num_positions is 8.0 (float)",)),
-        ("pairs", {"num_positions": 8, "num_heads": 0}, ValueError, ("num_heads is 0",)),
-        ("coverage", {"num_positions": -1}, ValueError, ("num_positions is -1", "≥ 0")),
-        ("coverage", {"num_positions": 8.0}, TypeError, ("num_positions is 8.0 (float)",)),
-        ("dense_mask", {"num_queries": -1, "num_keys": 3, "num_heads": 1}, ValueError, ("num_queries is -1",)),
-        ("dense_mask", {"num_queries": 3, "num_keys": 3.5, "num_heads": 1}, TypeError, ("num_keys is 3.5 (float)",)),
-        ("dense_mask", {"num_queries": 3, "num_keys": 3, "num_heads": 0}, ValueError, ("num_heads is 0",)),
-        ("dense_mask", {"num_queries": 3, "num_keys": 3, "num_heads": 1, "query_offset": -2}, ValueError, ("query_offset is -2",)),
+        (f"plan dense --gpu H200 --length {10**24}", "--length"),
+        (f"plan dilated {DILATED} --gpu H200 --length 9999999999G", "--length"),
+        ("plan dense --gpu H200 --length " + "9" * 5000, "--length"),
+        ("plan dense --gpu H200 --length 65536 --heads 1000000", "heads"),
+        ("plan ring --gpu H200 --length 65536 --heads 1000000 --world-size 4", "num_heads"),
+        (f"plan dense --gpu H200 --length 65536 --batch {2**62}", "batch_size"),
+        ("plan ring --gpu H200 --length 65536 --world-size 1000000000", "world_size"),
+        (f"plan llama-1b --gpu H200 --length {2**62}", "num_positions"),
+        ("plan dense --gpu X9 --length 65536", "error: gpu"),
+        ("recommend training --gpu H200 --length 65536 --gpus 1000000000", "gpus"),
+        ("recommend huggingface --gpu H200 --length 65536 --heads 1000000", "heads"),
+        (f"show dilated {DILATED} --length {2**31}", "--length"),
+        (f"show block_sparse --window 128 --length {2**40}", "--length"),
+        (f"show block_sparse --window 128 --heads {2**31}", "--heads"),
+        ("show block_sparse --density nan", "ratio"),
+        ("show block_sparse --density 0.2 --density-kind x", "error: kind"),
     ],
 )
-def test_pattern_methods(method: str, arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]) -> None:
-    refused(getattr(PATTERN, method), arguments, kind, words)
+def test_a_command_ends_with_2_and_the_arguments_name(words: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    assert time.process_time() - began < 5
+    assert flag in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_integers_of_any_kind_are_taken() -> None:
-    """What is an integer is not refused for its type: numpy's, torch's, a range."""
-    expected = DilatedPattern([4, 8], [1, 2])
-    for lengths in (np.array([4, 8]), torch.tensor([4, 8]), (np.int32(4), np.int64(8)), range(4, 9, 4), [torch.tensor(4), 8]):
-        assert DilatedPattern(lengths, [1, 2]) == expected
-    made = tensors()
-    for scale in (1, 0.5, np.float64(0.5)):
-        assert dilated_attention(**made, segment_lengths=np.array([4, 8]), dilation_rates=torch.tensor([1, 2]), scale=scale).shape == (
-            2,
-            8,
-            4,
-            8,
-        )
-    documents = bounds(0, 3, 8, dtype=torch.int64)
-    assert dilated_attention(
-        **tensors(1), segment_lengths=LENGTHS, dilation_rates=RATES, cu_seqlens=documents, query_offset=np.int64(0)
-    ).shape == (1, 8, 4, 8)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blocks", ["1k", str(2**62)])
+def test_more_random_blocks_than_there_are_keep_all_that_are_left(blocks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "block_sparse", "--window", "64", "--random-blocks", blocks, "--json"]) == 0
+    # a row has a block in its window, so seven are left of eight
+    assert json.loads(capsys.readouterr().out)["pairs"] == BigBird(64, 0, 7).pairs(1024, 4)

@@ -1,24 +1,27 @@
-"""Learned sinks against softmax with one more column, in float64: every function, module and transform, and the interpreted kernels.
+"""Learned sinks, and caps of scores over processes: what no random case has. Kernels interpreted, modules, transforms, refusals.
 
-Random cases of the oracle's and the rings' own tests have sinks, too (``testing.Case.sinks``).
+Any case with sinks and with caps, in any form, by any backend: tests/engine/test_oracle.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
+from dilated_attention.backends import registry
 from dilated_attention.engine import sinks as engine_sinks
 from dilated_attention.engine.ops import resolve
 from dilated_attention.modules.core import Attention
-from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow
+from dilated_attention.pattern import DilatedPattern, GlobalLocal
+from dilated_attention.testing import Case, Inputs, inputs, max_error, plain_attention, results
+from tests.helpers.forms import ring
 from tests.helpers.pool import patience, pool_of
 
 sinks_triton = pytest.importorskip("dilated_attention.engine.sinks_triton")
@@ -27,38 +30,14 @@ N, H, HK, D = 70, 4, 2, 8
 DILATED = DilatedPattern((16, 64), (1, 3))
 BLOCKS = GlobalLocal(20, 4, block_size=64)
 # no branch takes most positions of a head
-GAPS = DilatedPattern((16,), (4,))
+GAPS: dict[str, Any] = {"segment_lengths": [16], "dilation_rates": [4], "is_causal": True}
 Tensors = tuple[torch.Tensor, ...]
-
-
-def causal() -> torch.Tensor:
-    return torch.ones(N, N, dtype=torch.int64).tril()
-
-
-def branches_of(pattern: DilatedPattern) -> dict[str, Any]:
-    return {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
-
-
-# each function with its fixed arguments, and the multiplicities (H, N, N) that it stands for
-FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.Tensor]] = {
-    "dense": (da.attention, {}, torch.ones(N, N, dtype=torch.int64)),
-    "window": (da.attention, {"window": (20, 0), "is_causal": True}, causal().triu(-20)),
-    "dilated": (da.dilated_attention, branches_of(DILATED), DILATED.dense_mask(N, N, H)),
-    "gaps": (da.dilated_attention, branches_of(GAPS) | {"is_causal": True}, GAPS.dense_mask(N, N, H) * causal()),
-    "blocks": (da.block_sparse_attention, {"pattern": BLOCKS}, BLOCKS.dense_mask(N, N, H).long()),
-    "union": (
-        da.block_sparse_dilated_attention,
-        branches_of(DILATED) | {"pattern": BLOCKS, "is_causal": True},
-        (BLOCKS.dense_mask(N, N, H).long() + DILATED.dense_mask(N, N, H)) * causal(),
-    ),
-    "ring": (da.ring_attention, {"is_causal": True, "layout": "contiguous"}, causal()),
-    "ring_dilated": (da.ring_dilated_attention, branches_of(DILATED), DILATED.dense_mask(N, N, H)),
-    "ring_blocks": (da.ring_block_sparse_attention, {"pattern": BLOCKS, "is_causal": True}, BLOCKS.dense_mask(N, N, H) * causal()),
-    "ring_union": (
-        da.ring_block_sparse_dilated_attention,
-        branches_of(DILATED) | {"pattern": BLOCKS},
-        BLOCKS.dense_mask(N, N, H).long() + DILATED.dense_mask(N, N, H),
-    ),
+WHOLE = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), window=(None, None), batch=2, num_queries=N, num_keys=N, heads=H, kv_heads=HK)
+CASES = {
+    "dense": replace(WHOLE, is_causal=True),
+    "dilated": replace(WHOLE, pattern=DILATED, window=None),
+    "blocks": replace(WHOLE, pattern=BLOCKS, window=None, is_causal=True),
+    "union": replace(WHOLE, pattern=BLOCKS, window=None, branches=DILATED),
 }
 
 
@@ -71,63 +50,39 @@ def tensors(dtype: torch.dtype = torch.float64, batch: int = 2, seed: int = 0) -
     return tuple(x.requires_grad_() if index < 4 else x for index, x in enumerate(made))
 
 
-def plain(m: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with every score written out, the sinks' in the last column."""
-    k, v = (x.repeat_interleave(H // HK, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5
-    scores = torch.where(m > 0, scores + m.clamp(min=1).to(q.dtype).log(), -torch.inf)
-    scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
+def dilated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    return da.dilated_attention(q, k, v, DILATED.segment_lengths, DILATED.dilation_rates, **options)
+
+
+def union(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    return da.block_sparse_dilated_attention(q, k, v, DILATED.segment_lengths, DILATED.dilation_rates, BLOCKS, **options)
+
+
+def plain(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    case = replace(CASES[name], batch=q.shape[0], is_causal=False, sinks=True)
+    return plain_attention(case, Inputs(q, k, v, q, q, None, None, sinks), q, k, v)[0]
 
 
 def check_close(found: Any, truth: Any, tolerance: float = 1e-10) -> None:
     for index, (a, b) in enumerate(zip(found, truth, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype and bool(a.isfinite().all()), index
-        assert float((a - b).detach().abs().max()) <= tolerance * max(1.0, float(b.detach().abs().max())), index
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_function_and_all_gradients(name: str) -> None:
-    function, options, m = FUNCTIONS[name]
-    *leaves, dout, dlse = tensors()
-    found = function(*leaves[:3], **options, sinks=leaves[3], return_lse=True)
-    truth = plain(m, *leaves)
-    check_close(found, truth)
-    check_close(torch.autograd.grad(found, leaves, (dout, dlse)), torch.autograd.grad(truth, leaves, (dout, dlse)))
-    # out alone, and the sinks' gradient alone
-    out = function(*(x.detach() for x in leaves[:3]), **options, sinks=leaves[3])
-    check_close(torch.autograd.grad(out, leaves[3], dout), torch.autograd.grad(plain(m, *leaves)[0], leaves[3], dout))
+        assert max_error(a, b) <= tolerance * max(1.0, float(b.detach().abs().max())), index
 
 
 def test_frozen_sinks_have_no_gradient_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     *leaves, dout, _ = tensors()
-    function, options, m = FUNCTIONS["dilated"]
-    truth = torch.autograd.grad(plain(m, *leaves)[0], leaves[:3], dout)
+    truth = torch.autograd.grad(plain("dilated", *leaves), leaves[:3], dout)
     monkeypatch.setattr(resolve, "sinks_gradient", lambda *_: pytest.fail("computed"))
-    check_close(torch.autograd.grad(function(*leaves[:3], **options, sinks=leaves[3].detach()), leaves[:3], dout), truth)
-
-
-def test_rows_without_keys_have_the_sink_alone() -> None:
-    function, options, m = FUNCTIONS["gaps"]
-    *leaves, dout, dlse = tensors()
-    out, lse = function(*leaves[:3], **options, sinks=leaves[3], return_lse=True)
-    empty = (m == 0).all(-1)
-    assert int(empty.sum()) == N * H - int((~empty).sum()) > N
-    assert bool((out.transpose(1, 2)[:, empty] == 0).all())
-    assert torch.equal(lse[:, empty], leaves[3].detach()[:, None].expand(H, N)[empty].expand(2, -1))
-    grads = torch.autograd.grad((out, lse), leaves, (torch.zeros_like(dout), dlse * empty))
-    check_close(grads[3:], [(dlse * empty).sum((0, 2))])
-    assert not any(bool(grad.any()) for grad in grads[:3])
+    check_close(torch.autograd.grad(dilated(*leaves[:3], sinks=leaves[3].detach()), leaves[:3], dout), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_keys_and_no_sink(dtype: torch.dtype) -> None:
     """A sink of −inf is none; with a row that has no keys either, there is nothing to normalise, and nothing is NaN."""
-    function, options, _ = FUNCTIONS["gaps"]
     *leaves, dout, dlse = tensors(dtype)
     none = torch.full((H,), -torch.inf, dtype=dtype, requires_grad=True)
     given = (*leaves[:3], none)
-    found, truth = (function(*leaves[:3], **options, sinks=sinks, return_lse=True) for sinks in (none, None))
+    found, truth = (da.dilated_attention(*leaves[:3], **GAPS, sinks=sinks, return_lse=True) for sinks in (none, None))
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
     rest = dlse.to(found[1].dtype)
     grads = torch.autograd.grad(found, given, (dout, rest))
@@ -154,26 +109,10 @@ def test_sinks_in_float32_of_half_precision_inputs() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         *leaves, dout, _ = tensors(dtype)
         single = leaves[3].detach().float().requires_grad_()
-        outs = [da.dilated_attention(*leaves[:3], **branches_of(DILATED), sinks=sinks) for sinks in (leaves[3], single)]
+        outs = [dilated(*leaves[:3], sinks=sinks) for sinks in (leaves[3], single)]
         assert torch.equal(*outs)
         grads = [torch.autograd.grad(out, sinks, dout)[0] for out, sinks in zip(outs, (leaves[3], single), strict=True)]
         assert [grad.dtype for grad in grads] == [dtype, torch.float32] and torch.equal(grads[1].to(dtype), grads[0])
-
-
-@pytest.mark.parametrize("pattern", [None, DILATED, LocalWindow((20, 0), block_size=64)])
-def test_decoding_is_the_row_of_the_forward(pattern: Any) -> None:
-    q, k, v, sinks, *_ = (x.detach() for x in tensors())
-    whole: dict[str, Any] = {"sinks": sinks, "is_causal": True, "return_lse": True}
-    if pattern is None:
-        out, lse = da.attention(q, k, v, **whole)
-    elif pattern is DILATED:
-        out, lse = da.dilated_attention(q, k, v, **branches_of(DILATED), **whole)
-    else:
-        out, lse = da.block_sparse_attention(q, k, v, pattern, **whole)
-    positions = torch.tensor([13, N - 1])
-    rows = torch.arange(2)
-    found = da.decode_attention(q[rows, positions][:, None], k, v, positions, pattern, sinks=sinks, return_lse=True)
-    check_close(found, (out[rows, positions][:, None], lse[rows, :, positions][..., None]))
 
 
 # ---- what stands between a caller and the op
@@ -181,7 +120,7 @@ def test_decoding_is_the_row_of_the_forward(pattern: Any) -> None:
 
 @pytest.mark.parametrize("name", ["dilated", "union"])
 def test_transforms(name: str) -> None:
-    function, options, m = FUNCTIONS[name]
+    function: Callable[..., torch.Tensor] = {"dilated": dilated, "union": union}[name]
     q, k, v, sinks, dout, _ = (x.detach() for x in tensors())
     others = torch.stack([sinks, sinks.flip(0), sinks * 0.1])
 
@@ -189,10 +128,10 @@ def test_transforms(name: str) -> None:
         return lambda q, k, v, sinks: (kind(q, k, v, sinks) * dout[:1]).sum()
 
     def mine(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return function(q, k, v, **options, sinks=sinks)  # type: ignore[no-any-return]
+        return function(q, k, v, sinks=sinks)
 
     def true(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return plain(m, q, k, v, sinks)[0]
+        return plain(name, q, k, v, sinks)
 
     one = tuple(x[:1] for x in (q, k, v))
     batched = tuple(x[:, None] for x in (q, k, v))
@@ -208,26 +147,6 @@ def test_transforms(name: str) -> None:
         torch.func.jvp(lambda s: mine(*one, s), (sinks,), (sinks,))
 
 
-@pytest.mark.parametrize("name", ["dilated", "blocks"])
-def test_compiled_and_checkpointed(name: str) -> None:
-    function, options, m = FUNCTIONS[name]
-    *leaves, dout, _ = tensors()
-    truth = torch.autograd.grad(plain(m, *leaves)[0], leaves, dout)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return function(q, k, v, **options, sinks=sinks)  # type: ignore[no-any-return]
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    check_close(torch.autograd.grad(compiled(*leaves), leaves, dout), truth)
-    check_close(torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves, dout), truth)
-    # a profiler sees the op
-    with torch.profiler.profile() as profile:
-        check_close(torch.autograd.grad(call(*leaves), leaves, dout), truth)
-    assert any(event.key.startswith("dilated_attention::") for event in profile.key_averages())
-    with pytest.raises(NotImplementedError, match="has no second derivative"):
-        torch.autograd.grad(torch.autograd.grad(call(*leaves).sum(), leaves[3], create_graph=True)[0].sum(), leaves[3])
-
-
 def test_autocast() -> None:
     *leaves, _, _ = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -241,28 +160,26 @@ def test_autocast() -> None:
 # ---- processes
 
 
-def of_rank(rank: int, world: int, name: str, subgroup: bool) -> list[torch.Tensor]:
-    """This rank's out and lse, and the gradients of its loss: dq, dk, dv of its rows, and its part of dsinks."""
-    function, options, _ = FUNCTIONS[name]
-    q, k, v, sinks, dout, dlse = (x.detach() for x in tensors())
-    group = dist.new_group(list(range(world))) if subgroup else None
-    q, k, v, dout, dlse = da.shard_sequence(group, [q, k, v, dout, dlse], [1, 1, 1, 1, 2], layout="contiguous")
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
-    found = function(*leaves[:3], **options, sinks=sinks, return_lse=True, group=group, seq_len=N, timeout=patience())
-    return [*(x.detach() for x in found), *torch.autograd.grad(found, leaves, (dout, dlse))]
+def of_rank(rank: int, world: int, case: Case) -> dict[str, torch.Tensor]:
+    """This rank's results, with its part of dsinks."""
+    x = inputs(case, torch.float64)
+    group = dist.new_group(list(range(world))) if case.sinks else None
+    q, k, v, dout, dlse = da.shard_sequence(group, [x.q, x.k, x.v, x.dout, x.dlse], [1, 1, 1, 1, 2], layout="contiguous")
+    own = Inputs(q, k, v, dout, dlse, None, None, x.sinks)
+    layout: dict[str, Any] = {"layout": "contiguous"} if case.window else {}
+    return results(ring, case, own, group=group, seq_len=N, timeout=patience(), **layout)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["ring", "ring_dilated", "ring_blocks", "ring_union"])
-def test_processes_share_a_sequence(name: str, world: int) -> None:
-    ranks = pool_of(world).run(of_rank, name, world == 2)
-    *leaves, dout, dlse = tensors()
-    truth = plain(FUNCTIONS[name][2], *leaves)
-    grads = torch.autograd.grad(truth, leaves, (dout, dlse))
-    joined = [torch.cat([rank[index] for rank in ranks], dim) for index, dim in enumerate((1, 2, 1, 1, 1))]
-    check_close(joined, [x.detach() for x in (*truth, *grads[:3])])
-    check_close([torch.stack([rank[5] for rank in ranks]).sum(0)], grads[3:])
+@pytest.mark.parametrize("changes", [{"sinks": True, "lse_grad": True}, {"softcap": 0.8}], ids=["sinks", "softcap"])
+@pytest.mark.parametrize("name", CASES)
+def test_processes_share_a_sequence(name: str, changes: dict[str, Any]) -> None:
+    case = replace(CASES[name], **changes)
+    ranks, truth = pool_of(3 if case.sinks else 2).run(of_rank, case), results(plain_attention, case, inputs(case, torch.float64))
+    for key, expected in truth.items():
+        parts = [rank[key] for rank in ranks]
+        found = torch.stack(parts).sum(0) if key == "dsinks" else torch.cat(parts, 2 if key == "lse" else 1)
+        check_close([found], [expected])
 
 
 # ---- modules
@@ -289,10 +206,8 @@ def test_modules_without_projections(name: str) -> None:
     q, k, v, sinks, dout, _ = tensors()
     with torch.no_grad():
         module.sinks.copy_(sinks)
-    m = torch.ones(N, N) if name == "dense ring" else FUNCTIONS[name.split()[0] if name != "block ring" else "blocks"][2]
-    if name == "union":
-        m = BLOCKS.dense_mask(N, N, H).long() + DILATED.dense_mask(N, N, H)
-    out, truth = module(q, k, v), plain(m, q, k, v, sinks)[0]
+    kind = {"block ring": "blocks"}.get(name, name.split()[0])
+    out, truth = module(q, k, v), plain(kind, q, k, v, sinks)
     check_close((out,), (truth,))
     check_close(torch.autograd.grad(out, module.sinks, dout), torch.autograd.grad(truth, sinks, dout))
     other = CORES[name](sinks=True, num_heads=H).double()
@@ -303,7 +218,7 @@ def test_modules_without_projections(name: str) -> None:
     assert CORES[name]().sinks is None and "sinks" not in repr(CORES[name]())
     # the number of heads comes with the first call, or with what is loaded
     lazy, loaded = CORES[name](sinks=True).double(), CORES[name](sinks=True).double()
-    check_close((lazy(q, k, v),), (plain(m, q, k, v, torch.zeros_like(sinks))[0],))
+    check_close((lazy(q, k, v),), (plain(kind, q, k, v, torch.zeros_like(sinks)),))
     assert lazy.sinks is not None and lazy.sinks.dtype is torch.float64 and not lazy.sinks.any()
     loaded.load_state_dict(module.state_dict())
     assert torch.equal(loaded(q, k, v), out)
@@ -327,23 +242,6 @@ def test_multihead_modules(name: str) -> None:
     assert bool(layer.sinks.grad.all())
 
 
-def test_maps_leave_the_sinks_share_out() -> None:
-    module = da.DilatedAttention([16, 64], [1, 3], sinks=True, num_heads=H).double()
-    q, k, v, sinks, *_ = (x.detach() for x in tensors())
-    with torch.no_grad():
-        assert module.sinks is not None
-        module.sinks.copy_(sinks)
-        out, lse = module(q, k, v, return_lse=True)
-    rows = [0, 5, 33, N - 1]
-    values = v.repeat_interleave(H // HK, 2)
-    for given in (None, lse):
-        weights = module.attention_map(q, k, rows, lse=given)
-        check_close((torch.einsum("bhij,bjhd->bihd", weights, values),), (out[:, rows],))
-    check_close((1 - weights.sum(-1),), ((sinks[:, None] - lse[..., rows]).exp(),))
-    received = module.attention_received(q, k)
-    check_close((received.sum(-1),), ((1 - (sinks[:, None] - lse).exp()).sum(-1),))
-
-
 def test_a_model_generates_with_sinks() -> None:
     """The cache's kernels read the sinks of the layers as the forward does."""
     torch.manual_seed(0)
@@ -360,36 +258,13 @@ def test_a_model_generates_with_sinks() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("sinks", "error", "text"),
-    [
-        (1.0, TypeError, r"sinks is a float; expected a tensor .* \(4,\)"),
-        (torch.zeros(3), ValueError, r"shape \(3,\); expected one score per query head, \(4,\)"),
-        (torch.zeros(1, 4), ValueError, r"shape \(1, 4\)"),
-        (torch.zeros(4, dtype=torch.float16), ValueError, "float16; expected float32 or q's dtype, torch.float64"),
-        (torch.zeros(4, device="meta"), ValueError, "sinks is on meta and q on cpu"),
-        (torch.zeros(4).to_sparse(), TypeError, "sinks is a sparse tensor"),
-    ],
-)
-def test_sinks_that_do_not_fit(sinks: Any, error: type[Exception], text: str) -> None:
+def test_who_takes_a_cap_and_who_refuses() -> None:
     q, k, v, *_ = tensors()
-    # the second call is recognised by its arguments, and still checked
-    da.attention(q, k, v, sinks=torch.zeros(4))
-    for function in (da.attention, lambda *x, **o: da.decode_attention(x[0][:, :1], *x[1:], torch.tensor([3, 4]), **o)):
-        with pytest.raises(error, match=text):
-            function(q, k, v, sinks=sinks)
-
-
-def test_settings_that_do_not_fit() -> None:
-    q, k, v, sinks, *_ = tensors()
-    with pytest.raises(ValueError, match="sinks are given with mixture_grad='detached'"):
-        da.dilated_attention(q, k, v, [16], [1], mixture_grad="detached", sinks=sinks)
-    with pytest.raises(ValueError, match="sinks=True with mixture_grad='detached'"):
-        da.MultiheadDilatedAttention(32, 4, [16], [1], mixture_grad="detached", sinks=True)
-    with pytest.raises(ValueError, match="num_heads is 4 without sinks"):
-        da.DilatedAttention([16], [1], num_heads=4)
-    with pytest.raises(ValueError, match="q has shape"):
-        da.DilatedAttention([16], [1], sinks=True)(q[0], k, v)
+    with pytest.raises(da.BackendUnavailable, match="sdpa_cpu: takes no softcap"):
+        da.attention(q, k, v, softcap=0.8, backend="sdpa_cpu")
+    explained = da.explain_backend(softcap=0.8, device="cpu")
+    assert explained.forward == explained.backward == "math"
+    assert [name for name in registry.names() if registry.get(name).capabilities.softcap] == [*("flash4", "flash2", "flex", "math")]
 
 
 # ---- kernels, interpreted

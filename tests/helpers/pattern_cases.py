@@ -16,7 +16,6 @@ from dilated_attention.pattern import (
     GlobalLocal,
     LocalWindow,
     MaskFunction,
-    PerHead,
     RandomBlocks,
     Sparsity,
     Strided,
@@ -24,6 +23,7 @@ from dilated_attention.pattern import (
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.density import KINDS
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from tests.helpers.strategies import some_patterns
 
 LENGTHS = (1, 63, 64, 65, 127, 300, 515)
 BLOCK_SIZES = (64, 128, (64, 128), (128, 64))
@@ -67,15 +67,10 @@ def simple_patterns(num_positions: int, block_size: int | tuple[int, int]) -> di
     return patterns | {f"sparsity_{kind}": Sparsity(0.3, kind, block_size=block_size) for kind in KINDS}
 
 
-@st.composite
-def compositions(draw: st.DrawFn, num_positions: int, block_size: int | tuple[int, int], depth: int = 3) -> BlockPattern:
-    """Unions, intersections and patterns per head of the simple ones, nested up to ``depth``."""
-    how = draw(st.sampled_from(("simple", "or", "and", "per_head"))) if depth else "simple"
-    if how == "simple":
-        patterns = simple_patterns(num_positions, block_size)
-        return patterns[draw(st.sampled_from(sorted(patterns)))]
-    first, second = (draw(compositions(num_positions, block_size, depth - 1)) for _ in range(HEADS))
-    return first | second if how == "or" else first & second if how == "and" else PerHead((first, second))
+def compositions(num_positions: int, block_size: int | tuple[int, int]) -> st.SearchStrategy[BlockPattern]:
+    """Unions, intersections and patterns per head, nested."""
+    block = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    return some_patterns(HEADS, num_positions, block, any_length=False)
 
 
 def expanded(lists: BlockLists, num_heads: int) -> torch.Tensor:

@@ -7,7 +7,10 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from dilated_attention import DilatedPattern
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Space, random_case
+from dilated_attention.testing.cases import random_blocks, random_branches
 
 T = TypeVar("T")
 
@@ -27,5 +30,16 @@ class _Draws:
 
 @st.composite
 def cases(draw: st.DrawFn, space: Space | None = None) -> Case:
-    """Any valid call: every option of ``dilated_attention``, or a window of ``attention``."""
+    """Any valid call: every option of ``dilated_attention``, or a window of ``attention``; with ``Space.blocks`` blocks, too."""
     return random_case(_Draws(draw), space)
+
+
+@st.composite
+def some_patterns(draw: st.DrawFn, heads: int, length: int, block: tuple[int, int], *, any_length: bool) -> BlockPattern:
+    """``any_length``: a pattern that exists at every length."""
+    return random_blocks(_Draws(draw), heads, length, block, any_length=any_length)
+
+
+@st.composite
+def some_branches(draw: st.DrawFn, heads: int) -> DilatedPattern:
+    return random_branches(_Draws(draw), heads, 100, None)

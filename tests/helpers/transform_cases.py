@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern
-from dilated_attention.pattern import LocalWindow, TopBlocks
+from dilated_attention.pattern import LocalWindow
 
 Function = Callable[..., torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
@@ -160,56 +161,47 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
 }
 
 
-def multihead(kind: type[torch.nn.Module], times: torch.Tensor, *pattern: Any) -> tuple[Function, Function]:
-    """A module on (B, N, E), and its layers in plain autograd."""
+def functions() -> dict[str, tuple[Function, Function]]:
+    """(function of q, k, v and options, the same without options in plain autograd) of what attends and has derivatives, by public name."""
+    made: dict[str, tuple[Function, Function]] = {}
     torch.manual_seed(3)
-    module: Any = kind(H * D, H, *pattern).double()
+    for name in da.__all__:
+        kind = getattr(da, name)
+        if not name.lower().endswith("attention") or name in ("decode_attention", "create_attention", "plan_attention"):
+            continue
+        has_blocks = "BlockSparse" in name or "block_sparse" in name
+        has_branches = "ilated" in name
+        times = (dilated_times() if has_branches else 0) + (block_times() if has_blocks else 0)
+        truth = plain(times if isinstance(times, torch.Tensor) else torch.ones(H, N, N))
+        pattern: tuple[Any, ...] = (*(BRANCHES if has_branches else ()), *((BLOCKS,) if has_blocks else ()))
+        if name.islower():
+            made[name] = partial(_call, kind, pattern), truth
+        elif "Multihead" in name:
+            module = kind(H * D, H, *pattern).double()
+            made[name] = partial(_layer, module), partial(_layer_in_parts, module, truth)
+        else:
+            made[name] = kind(*pattern), truth
+    return made
 
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = module(q.flatten(2), k.flatten(2), v.flatten(2))[0]
-        return out
 
-    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        heads = [layer(x.flatten(2)).unflatten(2, (H, D)) for layer, x in zip(projections, (q, k, v), strict=True)]
-        out: torch.Tensor = module.out_proj(module.inner_attn_ln(plain(times)(*heads).flatten(2)))
-        return out
+def _call(function: Any, pattern: tuple[Any, ...], *x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return function(*x, *pattern, **options)  # type: ignore[no-any-return]
 
-    return function, layers
+
+def _layer(module: Any, *x: torch.Tensor) -> torch.Tensor:
+    """A module on (B, N, E)."""
+    return module(*(tensor.flatten(2) for tensor in x))[0]  # type: ignore[no-any-return]
+
+
+def _layer_in_parts(module: Any, attend: Function, *x: torch.Tensor) -> torch.Tensor:
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    heads = [layer(tensor.flatten(2)).unflatten(2, (H, D)) for layer, tensor in zip(projections, x, strict=True)]
+    return module.out_proj(module.inner_attn_ln(attend(*heads).flatten(2)))  # type: ignore[no-any-return]
 
 
 def round_trip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     (part,) = da.shard_sequence(None, [q + k * v], [1])
     return da.unshard_sequence(None, [part], [1])[0]
-
-
-def functions() -> dict[str, tuple[Function, Function]]:
-    """(function, the same in plain autograd) of what attends and has derivatives, by name in ``__all__``."""
-    dilated, blocks, dense = plain(dilated_times()), plain(block_times()), plain(torch.ones(H, N, N))
-    both = plain(both_times())
-    return {
-        "attention": (da.attention, dense),
-        "dilated_attention": (lambda *x: da.dilated_attention(*x, *BRANCHES), dilated),
-        "block_sparse_attention": (lambda *x: da.block_sparse_attention(*x, BLOCKS), blocks),
-        "block_sparse_dilated_attention": (lambda *x: da.block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS), both),
-        "ring_attention": (da.ring_attention, dense),
-        "ring_dilated_attention": (lambda *x: da.ring_dilated_attention(*x, *BRANCHES), dilated),
-        "ring_block_sparse_attention": (lambda *x: da.ring_block_sparse_attention(*x, BLOCKS), blocks),
-        "DilatedAttention": (da.DilatedAttention(*BRANCHES), dilated),
-        "RingAttention": (da.RingAttention(), dense),
-        "RingDilatedAttention": (da.RingDilatedAttention(*BRANCHES), dilated),
-        "BlockSparseAttention": (da.BlockSparseAttention(BLOCKS), blocks),
-        "RingBlockSparseAttention": (da.RingBlockSparseAttention(BLOCKS), blocks),
-        "ring_block_sparse_dilated_attention": (lambda *x: da.ring_block_sparse_dilated_attention(*x, *BRANCHES, BLOCKS), both),
-        "RingBlockSparseDilatedAttention": (da.RingBlockSparseDilatedAttention(*BRANCHES, BLOCKS), both),
-        "BlockSparseDilatedAttention": (da.BlockSparseDilatedAttention(*BRANCHES, BLOCKS), both),
-        "MultiheadDilatedAttention": multihead(da.MultiheadDilatedAttention, dilated_times(), *BRANCHES),
-        "MultiheadBlockSparseAttention": multihead(da.MultiheadBlockSparseAttention, block_times(), BLOCKS),
-        "RingMultiheadDilatedAttention": multihead(da.RingMultiheadDilatedAttention, dilated_times(), *BRANCHES),
-        "RingMultiheadBlockSparseAttention": multihead(da.RingMultiheadBlockSparseAttention, block_times(), BLOCKS),
-        "MultiheadBlockSparseDilatedAttention": multihead(da.MultiheadBlockSparseDilatedAttention, both_times(), *BRANCHES, BLOCKS),
-        "RingMultiheadBlockSparseDilatedAttention": multihead(da.RingMultiheadBlockSparseDilatedAttention, both_times(), *BRANCHES, BLOCKS),
-    }
 
 
 def tools() -> dict[str, Function]:
@@ -219,47 +211,6 @@ def tools() -> dict[str, Function]:
         "attention_map": lambda q, k, v: da.attention_map(q, k, *BRANCHES, query_rows=[0, 3]),
         "attention_received": lambda q, k, v: da.attention_received(q, k, *BRANCHES),
         "decode_attention": lambda q, k, v: da.decode_attention(q[:, -1:], k, v, positions),
-    }
-
-
-def with_options() -> dict[str, tuple[Function, Function]]:
-    """Calls whose rule for vmap differs: what is no part of the batch, what is drawn, what is kept."""
-    documents = torch.tensor([0, 3, N], dtype=torch.int32)
-    padding = torch.arange(N)[None].expand(B, N) > 5
-    place = torch.arange(N)
-    same = (torch.bucketize(place, documents[1:], right=True)[:, None] == torch.bucketize(place, documents[1:], right=True)).long()
-    ones = torch.ones(H, N, N, dtype=torch.int64)
-    causal = ones.tril()
-
-    def rows(f: Function) -> Function:
-        """f of each batch entry as a packed row."""
-        return lambda *x: torch.cat([f(*(y[i : i + 1] for y in x)) for i in range(B)])
-
-    def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = da.dilated_attention(q, k, v, *BRANCHES, is_causal=True, return_lse=True)
-        return out + lse.transpose(1, 2)[..., None]
-
-    def plain_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        times = DilatedPattern(*BRANCHES).dense_mask(N, N, H, is_causal=True)
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5 + times.double().log()
-        return plain(times)(q, k, v) + scores.logsumexp(-1).transpose(1, 2)[..., None]
-
-    return {
-        "causal": (lambda *x: da.attention(*x, is_causal=True), plain(causal)),
-        "lse": (with_lse, plain_with_lse),
-        "padding": (lambda *x: da.attention(*x, key_padding_mask=padding), plain(ones * ~padding[0])),
-        "grouped": (
-            lambda q, k, v: da.attention(q, k[:, :, :1], v[:, :, :1]),
-            lambda q, k, v: plain(ones)(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)),
-        ),
-        "last_queries": (
-            lambda q, k, v: da.attention(q[:, 5:], k, v, query_offset=5, is_causal=True),
-            lambda q, k, v: plain(causal)(q, k, v)[:, 5:],
-        ),
-        "documents": (rows(lambda *x: da.attention(*x, cu_seqlens=documents)), plain(ones * same)),
-        "documents_of_blocks": (rows(lambda *x: da.block_sparse_attention(*x, BLOCKS, cu_seqlens=documents)), plain(block_times() * same)),
-        "chosen_blocks": (lambda *x: da.block_sparse_attention(*x, TopBlocks(1)), plain(ones)),
-        "embedded_scale": (lambda q, k, v: da.attention(q * 2, k, v, scale=D**-0.5 / 2), plain(ones)),
     }
 
 

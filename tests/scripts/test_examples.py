@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import itertools
 import json
 import os
 import signal
@@ -276,22 +274,3 @@ def test_what_a_script_cannot_do_has_no_traceback(words: str, expected: str, tmp
     result = run_script(EXAMPLES / script, *options, quick=True)
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
     assert expected in result.stderr
-
-
-def test_long_titles_of_a_heatmap_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw = importlib.import_module("slide_encoder").draw
-    coords = torch.cartesian_prod(torch.arange(5), torch.arange(4)) * 256
-    name = "TCGA-D8-A1XQ-01Z-00-DX2.BA6E2F0A-0D1C-4B1D-9F57-2D0C1B0E2A3F: invasive ductal carcinoma, p(invasive ductal carcinoma) = 0.98"
-    for panels in ({"attention": torch.rand(20)}, {f"column by column, {i} of a long name": torch.rand(20) for i in range(3)}):
-        draw(coords, panels, name, tmp_path / "x.png")
-        figure = drawn.pop()
-        figure.draw_without_rendering()
-        texts = [figure._suptitle, *(axes.title for axes in figure.axes)]  # type: ignore[attr-defined]
-        boxes = [text.get_window_extent() for text in texts if text.get_text()]
-        assert boxes[0].x0 >= 0 and boxes[0].x1 <= figure.bbox.x1
-        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes[1:]))

@@ -18,12 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.models import LongNetConfig, LongNetLM, read_fasta
-from tests.helpers.pool import pool_of
 from tests.helpers.scripts import run_script
 from tests.scripts.test_docs import blocks
 
@@ -154,22 +151,6 @@ def test_training_windows(genome: ModuleType) -> None:
     assert 0.1 < sum(hidden) / 20 < 0.2
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
-    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
-    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
-    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
-    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
-    for seed in range(100):
-        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
-        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
-        assert bool((targets != -100).any())
-    # the curve's windows are every fourth of those that have a target
-    for share in (1, 4):
-        windows = chromosome.held_out(16, share)
-        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
-
-
 def brute_force_adaptive(symbols: list[int], scored: list[bool], k: int, both_strands: bool, alpha: float) -> float:
     pairs: Counter[tuple[int, ...]] = Counter()
     contexts: Counter[tuple[int, ...]] = Counter()
@@ -205,6 +186,22 @@ def test_adaptive_markov_models_count_what_came_before(monkeypatch: pytest.Monke
     assert rows[0].interpolated == pytest.approx(min(order_0), abs=1e-12)
     # every second base follows from its repeat
     assert rows[5].interpolated < rows[1].interpolated - 0.1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
+    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
+    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
+    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
+    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
+    for seed in range(100):
+        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
+        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
+        assert bool((targets != -100).any())
+    # the curve's windows are every fourth of those that have a target
+    for share in (1, 4):
+        windows = chromosome.held_out(16, share)
+        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
 
 
 def test_two_sided_markov_models_count_the_training_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,28 +251,6 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ours - theirs).norm() < 0.02 * moved
 
 
-def muon_on_shards(rank: int, world: int, folder: str) -> float:
-    sys.path.insert(0, folder)
-    muon = importlib.import_module("_muon")
-    torch.manual_seed(0)
-    whole = torch.nn.Sequential(torch.nn.Linear(12, 30, bias=False), torch.nn.Linear(30, 7, bias=False))
-    shards = torch.nn.Sequential(torch.nn.Linear(12, 30, bias=False), torch.nn.Linear(30, 7, bias=False))
-    shards.load_state_dict(whole.state_dict())
-    fully_shard(shards, mesh=dist.init_device_mesh("cpu", (world,)))
-    x = torch.randn(20, 12)
-    for model in (whole, shards):
-        optimizer = muon.Muon(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return max(float((p - q.full_tensor()).abs().max()) for p, q in zip(whole.parameters(), shards.parameters(), strict=True))
-
-
-def test_muon_of_sharded_matrices_is_that_of_whole_ones() -> None:
-    assert max(pool_of(2).run(muon_on_shards, str(EXAMPLES))) < 1e-5
-
-
 def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of a step's is the forward, as torch counts it op by op."""
     costs = example("recipe.costs", monkeypatch)
@@ -288,30 +263,6 @@ def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> Non
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(model.encode("GATTACA" * 50)[:, :300])
         assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
-
-
-@pytest.mark.parametrize("bits", [2.12, 1.9, 0.02])
-def test_the_picture_shows_the_curve_and_the_lines(bits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a model that is worse than chance on the held-out part, and of one that has learned its genome by heart."""
-    from matplotlib.figure import Figure
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    training = [2.3 + (bits - 2.3) * min(1, i / 40) for i in range(80)]
-    log = {
-        "steps": [(512, 0.1, value) for value in training],
-        "evaluations": [(40, 4.0, bits + 0.1), (80, 8.0, bits)],
-        "held out bits per base": bits,
-        "markov": [{"k": k, "smoothed": 1.99 - k / 20, "interpolated": 1.98 - k / 20} for k in range(7)],
-        "chromosome": "x",
-    }
-    example("recipe.costs", monkeypatch).plot(log, tmp_path / "x.png")
-    (axes,) = drawn[0].axes
-    bottom, top = axes.get_ylim()
-    assert bottom < min(bits, 1.68) and top > max(bits + 0.1, 2.0)
-    for text in axes.texts:
-        value, place = float(text.get_text().split()[-1]), text.xy[1]
-        assert bottom < place < top and place > value - 0.001 and place - value < 0.2 * (top - bottom)
 
 
 def write_fasta(folder: Path) -> Path:

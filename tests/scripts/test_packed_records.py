@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dilated_attention import (
-    attention,
-    attention_map,
-    attention_received,
-    block_sparse_attention,
-    block_sparse_dilated_attention,
-    dilated_attention,
-    ring_attention,
-    ring_block_sparse_attention,
-    ring_block_sparse_dilated_attention,
-    ring_dilated_attention,
-)
+from dilated_attention import attention, attention_map, attention_received, block_sparse_attention
 from dilated_attention.engine.ops import bounds as packed
 from dilated_attention.models import LongNetLM
 from dilated_attention.models.config import LongNetConfig
-from dilated_attention.pattern import LocalWindow, TopBlocks
+from dilated_attention.pattern import TopBlocks
 from tests.helpers.pool import pool_of
+from tests.helpers.transform_cases import functions
 
 N = 256
-PATTERN = LocalWindow(40)
 Call = Callable[..., torch.Tensor]
+# those of rings are told the whole length
 CALLS: dict[str, Call] = {
-    "attention": attention,
-    "dilated_attention": lambda q, k, v, **o: dilated_attention(q, k, v, [64, 128], [1, 2], **o),
-    "detached": lambda q, k, v, **o: dilated_attention(q, k, v, [64, 128], [1, 2], mixture_grad="detached", **o),
-    "block_sparse_attention": lambda q, k, v, **o: block_sparse_attention(q, k, v, PATTERN, **o),
-    "top_blocks": lambda q, k, v, **o: block_sparse_attention(q, k, v, TopBlocks(blocks=1), **o),
-    "block_sparse_dilated_attention": lambda q, k, v, **o: block_sparse_dilated_attention(q, k, v, [64, 128], [1, 2], PATTERN, **o),
-    "ring_attention": lambda q, k, v, **o: ring_attention(q, k, v, seq_len=N, **o),
-    "ring_dilated_attention": lambda q, k, v, **o: ring_dilated_attention(q, k, v, [64, 128], [1, 2], seq_len=N, **o),
-    "ring_detached": lambda q, k, v, **o: ring_dilated_attention(q, k, v, [64], [2], seq_len=N, mixture_grad="detached", **o),
-    "ring_block_sparse_attention": lambda q, k, v, **o: ring_block_sparse_attention(q, k, v, PATTERN, seq_len=N, **o),
-    "ring_block_sparse_dilated_attention": lambda q, k, v, **o: ring_block_sparse_dilated_attention(
-        q, k, v, [64, 128], [1, 2], PATTERN, seq_len=N, **o
-    ),
+    name: partial(call, seq_len=N) if "ring" in name else call for name, (call, _) in functions().items() if name.islower()
 }
+CALLS |= {
+    name: partial(CALLS[name.partition(" ")[2]], mixture_grad="detached")
+    for name in ("detached dilated_attention", "detached ring_dilated_attention")
+}
+CALLS["top_blocks"] = lambda q, k, v, **o: block_sparse_attention(q, k, v, TopBlocks(blocks=1), **o)
 MAPS: dict[str, Call] = {
     "attention_map": lambda q, k, v, **o: attention_map(q, k, query_rows=[0, 100, 200], **o),
     "attention_received": lambda q, k, v, **o: attention_received(q, k, **o),
@@ -68,19 +52,12 @@ def numpy_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
     return torch.from_numpy(buffer), lambda middle: buffer.__setitem__(1, middle)
 
 
-def data_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
-    cu = fresh(100)
-    return cu, lambda middle: cu.data.__setitem__(1, middle)
+def writes_of(view: Callable[[torch.Tensor], Any]) -> Callable[[], tuple[torch.Tensor, Callable[[int], None]]]:
+    def make() -> tuple[torch.Tensor, Callable[[int], None]]:
+        cu = fresh(100)
+        return cu, lambda middle: view(cu).__setitem__(1, middle)
 
-
-def dlpack_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
-    cu = fresh(100)
-    return cu, lambda middle: torch.from_dlpack(cu).__setitem__(1, middle)
-
-
-def plain_writes() -> tuple[torch.Tensor, Callable[[int], None]]:
-    cu = fresh(100)
-    return cu, lambda middle: cu.__setitem__(1, middle)
+    return make
 
 
 def inputs() -> list[torch.Tensor]:
@@ -99,7 +76,7 @@ def result(call: Call, cu: torch.Tensor, between: Callable[[], None] = lambda: N
 @pytest.mark.parametrize(
     ("name", "form", "writes"),
     [(name, form, numpy_writes) for name in CALLS for form in FORMS]
-    + [("attention", "eager", writes) for writes in (data_writes, dlpack_writes, plain_writes)],
+    + [("attention", "eager", writes) for writes in map(writes_of, (lambda x: x.data, torch.from_dlpack, lambda x: x))],
 )
 def test_a_tensor_written_anew_is_read_anew_and_the_backward_has_the_forwards_bounds(
     name: str, form: str, writes: Callable[[], tuple[torch.Tensor, Callable[[int], None]]]
@@ -160,7 +137,7 @@ def _steps_of_a_ring(rank: int, world: int, name: str) -> list[bool]:
     return [first, torch.equal(step(cu, lambda: write(100)), at_37), torch.equal(step(cu), at_100)]
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("ring")])
+@pytest.mark.parametrize("name", [name for name in CALLS if "ring" in name])
 def test_two_ranks_read_a_tensor_anew(name: str) -> None:
     assert pool_of(2).run(_steps_of_a_ring, name) == [[True, True, True]] * 2
 
