@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dilated_attention.backends.block_kernels.block_tables import column_tables, row_tables
+from dilated_attention.backends.block_kernels.triton import column_order, row_order
 from dilated_attention.engine.blocks import lists as module
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, renumber_columns, select_rows
 from dilated_attention.pattern import (
@@ -36,6 +39,25 @@ BYTES_OF_Q = MILLION * 16 * 128 * 2
 @pytest.fixture(autouse=True)
 def empty_cache() -> None:
     clear_block_lists()
+
+
+@pytest.mark.parametrize("pattern", [BigBird(100, 20, 2), LocalWindow((60, 0)), RandomBlocks(0.3)], ids=lambda p: type(p).__name__)
+def test_what_kernels_read_is_derived_on_the_host_where_lists_were_built(pattern: BlockPattern) -> None:
+    here = block_lists(pattern, 1000, HEADS, device="cpu")
+    there = here.on(torch.device("cpu"))
+    assert there.row_starts is not None and torch.equal(there.columns, here.columns) and torch.equal(there.bits, here.bits)
+    assert there.fills_every_row == here.fills_every_row and there.nbytes == here.nbytes
+    found = (there.by_column, *row_tables(there), *column_tables(there), row_order(there), column_order(there, 1))
+    clear_block_lists()
+    alone = block_lists(pattern, 1000, HEADS, device="cpu")
+    wanted = (alone.by_column, *row_tables(alone), *column_tables(alone), row_order(alone), column_order(alone, 1))
+    torch.testing.assert_close(_flat(found), _flat(wanted))
+    # made once, under the host's lists
+    assert set(there.cache) - {"host"} <= set(here.cache) and there.by_column is there.by_column
+
+
+def _flat(x: Any) -> list[Any]:
+    return [y for part in x for y in _flat(part)] if isinstance(x, tuple) else [x]
 
 
 def check(pattern: BlockPattern, n: int, is_causal: bool, first_query: int = 0, num_queries: int | None = None) -> BlockLists:

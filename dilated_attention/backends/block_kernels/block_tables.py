@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _LONG = 4
 _MOST_RUNS = 8
 
 
-@dataclass(frozen=True)
-class BlockTable:
+class BlockTable(NamedTuple):
     """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
 
     Args:
@@ -46,7 +45,7 @@ def row_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
         together: the number of heads that share a key head and so must stay in one table.
     """
 
-    def make() -> tuple[BlockTable, ...]:
+    def make(lists: BlockLists) -> tuple[BlockTable, ...]:
         return tuple(_tables(lists, lists.row_starts, lists.columns, lists.masks, lists.num_rows, together))
 
     return lists.derived(("row_tables", together), make)
@@ -55,7 +54,7 @@ def row_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     """Returns tables of the query blocks of every key block."""
 
-    def make() -> tuple[BlockTable, ...]:
+    def make(lists: BlockLists) -> tuple[BlockTable, ...]:
         by_column = lists.by_column
         return tuple(_tables(lists, by_column.starts, by_column.rows, by_column.masks, lists.num_columns, together))
 

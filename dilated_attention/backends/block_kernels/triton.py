@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,8 +215,7 @@ class TritonBlocksBackend(Backend):
         return dq, dk, dv
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """The order in which programs process the lists: longest first.
 
     Lengths are compared in steps of a quarter of the mean, so that neighbours of similar length stay together.
@@ -233,14 +232,14 @@ class Order:
 
 def row_order(lists: BlockLists) -> Order:
     """Returns the order of the query blocks' lists, by group; computed once."""
-    return lists.derived("triton rows", lambda: _order(lists.row_starts.diff().view(lists.num_groups, lists.num_rows)))
+    return lists.derived("triton rows", lambda x: _order(x.row_starts.diff().view(x.num_groups, x.num_rows)))
 
 
 def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
     """Returns the order of the key blocks' lists by batch entry and key head, whose program covers all its query heads; computed once."""
     members = heads_per_key_head if lists.num_heads > 1 else 1
 
-    def make() -> Order:
+    def make(lists: BlockLists) -> Order:
         counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns)
         return _order(counts.sum(1))
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.backends.base import AttentionRequest, Options
@@ -171,9 +172,9 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
     if lists.masks is None:
         return None, None
     assert lists.interval is not None, "only interval masks are supported"
-    low_high, missing = lists.interval, lists.num_rows * lists.q_block - lists.num_queries
+    missing = lists.num_rows * lists.q_block - lists.num_queries
     # the kernels also read the bounds of the missing rows of the last block
-    bounds = lists.derived("whole blocks", lambda: tuple(torch.nn.functional.pad(x, (0, missing)).contiguous() for x in low_high))
+    bounds = lists.derived("whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()))
     return _mask_mod(), bounds
 
 

@@ -17,6 +17,8 @@ from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 # limits of the cache, over all devices; lists take about 1 % of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
+# blocks of a grid, over all heads with lists of their own, up to which lists are built on the host
+_MOST_ON_HOST = 2**18
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
 _lock = threading.Lock()
@@ -53,9 +55,12 @@ def block_lists(
         device = torch.device("cuda", torch.cuda.current_device())
     key = (pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
     with _lock:
-        if key in _cache:
+        lists = _cache.get(key)
+        if lists is not None:
             _cache.move_to_end(key)
-            return _cache[key]
+    if lists is not None:
+        _wait_for(lists)
+        return lists
     lists = _built(pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
     with _lock:
         _cache[key] = lists
@@ -76,12 +81,28 @@ def clear_block_lists() -> None:
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    lists = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device)
+    heads = num_heads if pattern.per_head else 1
+    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * heads
+    # hundreds of operations on few numbers: a GPU's launches take longer than a CPU's work
+    on_host = device.type == "cuda" and blocks <= _MOST_ON_HOST and not pattern.lives_here
+    lists = kept_blocks(
+        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal,
+        device="cpu" if on_host else device,
+    )  # fmt: skip
     checked_total(lists.num_entries)
     if device.type == "cuda":
-        # the cache also returns the lists to code on other streams
-        torch.cuda.current_stream(device).synchronize()
+        lists = lists.on(device) if on_host else lists
+        stream = torch.cuda.current_stream(device)
+        lists.cache["made"] = stream, stream.record_event()
     return lists
+
+
+def _wait_for(lists: BlockLists) -> None:
+    """Lets the current stream wait for the one that made the lists. A graph was run before its capture, and the lists were made with it."""
+    if "made" in lists.cache and not torch.cuda.is_current_stream_capturing():
+        stream, event = lists.cache["made"]
+        if (current := torch.cuda.current_stream(stream.device)) != stream:
+            current.wait_event(event)
 
 
 def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:

@@ -10,9 +10,9 @@ Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class BlockLists:
     masks: Tensor | None
     bits: Tensor
     interval: tuple[Tensor, Tensor] | None = None
-    # what backends derive from the lists once, in their own form
+    # what backends derive from the lists once, in their own form; of lists that were built on the host, those under "host"
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -70,12 +70,20 @@ class BlockLists:
     def num_entries(self) -> int:
         return self.columns.shape[0]
 
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what ``make`` returns, which is called once for these lists."""
+    def derived(self, key: Hashable, make: Callable[[BlockLists], T]) -> T:
+        """Returns what ``make`` returns for these lists, which is called once, on the host if the lists were built there."""
         if key not in self.cache:
-            self.cache[key] = make()
+            host = self.cache.get("host")
+            self.cache[key] = make(self) if host is None else moved(host.derived(key, make), self.row_starts.device)
         found: T = self.cache[key]
         return found
+
+    def on(self, device: torch.device) -> BlockLists:
+        """Returns these lists of the host on a GPU, without waiting for it."""
+        names = ("row_starts", "columns", "masks", "bits", "interval")
+        there = replace(self, **{name: moved(getattr(self, name), device) for name in names})
+        there.cache["host"] = self
+        return there
 
     @property
     def mask_kind(self) -> str:
@@ -92,7 +100,8 @@ class BlockLists:
     @cached_property
     def fills_every_row(self) -> bool:
         """Whether every query certainly keeps a key. Waits for the GPU once."""
-        return self.masks is None and bool((self.row_starts.diff() > 0).all())
+        host = self.cache.get("host", self)
+        return self.masks is None and bool((host.row_starts.diff() > 0).all())
 
     @cached_property
     @torch.inference_mode(False)
@@ -102,29 +111,42 @@ class BlockLists:
         rows = torch.arange(counts.shape[0], device=counts.device)
         return torch.repeat_interleave(rows, counts, output_size=self.num_entries)
 
-    @cached_property
-    @torch.inference_mode(False)
+    @property
     def by_column(self) -> ColumnLists:
         """The same entries by key block, for the gradients of k and v."""
-        row = self.row_of_entry
-        group = row // self.num_rows
-        key = (group * self.num_columns + self.columns) * self.num_rows + row % self.num_rows
-        ordered, order = key.sort()
-        counts = torch.zeros(self.num_groups * self.num_columns, dtype=torch.int64, device=key.device)
-        counts.index_add_(0, ordered // self.num_rows, torch.ones_like(ordered))
-        starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=key.device)
-        starts[1:] = counts.cumsum(0)
-        masks = None if self.masks is None else self.masks[order]
-        return ColumnLists(starts, (ordered % self.num_rows).to(torch.int32), masks)
+        return self.derived("by_column", _by_column)
 
 
-@dataclass(frozen=True, eq=False)
-class ColumnLists:
+class ColumnLists(NamedTuple):
     """Query blocks of every key block: rows ``rows[starts[i] : starts[i + 1]]``, ascending, i = group · num_columns + column."""
 
     starts: Tensor
     rows: Tensor
     masks: Tensor | None
+
+
+@torch.inference_mode(False)
+def _by_column(lists: BlockLists) -> ColumnLists:
+    row = lists.row_of_entry
+    group = row // lists.num_rows
+    key = (group * lists.num_columns + lists.columns) * lists.num_rows + row % lists.num_rows
+    ordered, order = key.sort()
+    counts = torch.zeros(lists.num_groups * lists.num_columns, dtype=torch.int64, device=key.device)
+    counts.index_add_(0, ordered // lists.num_rows, torch.ones_like(ordered))
+    starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=key.device)
+    starts[1:] = counts.cumsum(0)
+    masks = None if lists.masks is None else lists.masks[order]
+    return ColumnLists(starts, (ordered % lists.num_rows).to(torch.int32), masks)
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """Returns a tensor of the host, or each in tuples, on a GPU. Copies come from pinned memory, so nothing waits for them."""
+    if isinstance(x, Tensor):
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    if isinstance(x, tuple):
+        parts = [moved(part, device) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
 
 
 def checked_total(total: int) -> int:
