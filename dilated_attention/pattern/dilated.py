@@ -236,8 +236,8 @@ class DilatedPattern(Pattern):
 
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
-        total = num_heads * num_positions**2
-        return distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)[0] / total if total else 0.0
+        distinct, _ = distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)
+        return distinct / (num_heads * num_positions**2) if num_positions else 0.0
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""

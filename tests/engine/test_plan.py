@@ -369,8 +369,11 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
 @pytest.mark.parametrize("layout", ["rows_first", "heads_first", "packed"])
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest.MonkeyPatch, layout: str, which: int) -> None:
-    """A kernel of 32-bit offsets is refused by the longest segment of any tensor; with heads first, heads lie N·D apart."""
-    n, heads, dim = 2**22, 8, 64
+    """A kernel of 32-bit offsets is refused by the longest segment of any tensor; with heads first, heads lie N·D apart.
+
+    Spans within 32 bits are told as 0, so that calls of nearly all lengths are one request.
+    """
+    n, heads, dim = 2**24, 8, 64
     plain = torch.empty(1, n, heads, dim, device="meta")
     other = {
         "rows_first": plain,
@@ -378,13 +381,14 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
         "packed": torch.empty(1, n, 3, heads, dim, device="meta")[:, :, 1],
     }[layout]
     tensors = tuple(other if i == which else plain for i in range(4))
-    pattern = DilatedPattern((4096, 2**21), (1, 2))
+    assert request_of(monkeypatch, tensors, DilatedPattern((4096,), (1,))).extent in (0, 1 + (4095 + 7 * n) * dim + 63)
+    pattern = DilatedPattern((4096, 2**23), (1, 2))
     request = request_of(monkeypatch, tensors, pattern)
     plan = make_plan(pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), False))
     needed = max(extent(query_rows(problem, 0, x)[:, :1]) for problem in plan.problems for x in tensors)
     assert request.extent >= needed
     # one head more than a problem may hold, but no more than all heads of one segment
-    assert request.extent <= max(extent(x[:, : 2**21]) for x in tensors)
+    assert request.extent <= max(extent(x[:, : 2**23]) for x in tensors)
 
 
 def test_a_plan_is_made_once() -> None:

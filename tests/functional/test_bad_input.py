@@ -361,7 +361,6 @@ PLANNED: list[Bad] = [
     (tensors(1, 400, 400, cu_seqlens=bounds(*range(400), 7)), ValueError, ("cu_seqlens is [0, 1, 2", "…", "N = 400")),
     (ALONE | {"backend": "flash4"}, BackendUnavailable, ("flash4", "cpu", "sdpa_cpu")),
     (ALONE | {"backend": "sdpa_cpu", "dropout_p": 0.5}, BackendUnavailable, ("sdpa_cpu", "dropout", "math")),
-    (ALONE | {"pattern": WINDOW, "backend": "nested"}, BackendUnavailable, ("nested", "not lists of blocks")),
     (ALONE | {"pattern": Document((3, 4))}, ValueError, ("lengths sum to 7", "8 positions")),
     (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, ("2 patterns", "4 heads")),
     (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, ("(3, 1, 1)", "4 heads")),

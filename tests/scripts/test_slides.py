@@ -275,7 +275,7 @@ def test_the_val_part_chooses_the_weights(tuned: bool, tmp_path: Path) -> None:
     """Labels of the training slides say nothing, so that the model gets worse the longer it trains."""
     folder, out = make_folder(tmp_path / "features", shuffled=True), tmp_path / "out"
     rewrite(lambda text: columns(text, split=lambda i: "val" if i < 6 else "test" if i < 12 else "train"))(folder)
-    options = ["--tune-encoder", "--epochs", "4"] if tuned else ["--epochs", "60"]
+    options = ["--tune-encoder", "--epochs", "8"] if tuned else ["--epochs", "60"]
     result = run(folder, out, "--lr", "0.02", *options)
     auc_of(result)
     assert "12 train, 6 val, 6 test" in result.stdout
