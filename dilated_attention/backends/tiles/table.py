@@ -68,14 +68,14 @@ class Span(NamedTuple):
     Args:
         length, places: segment length, and places per segment.
         base: place of segment 0.
-        first, count: index of the first segment with positions in the range, and the number of such segments.
+        first, segments: index of the first segment with positions in the range, and the number of such segments.
     """
 
     length: int
     places: int
     base: int
     first: int
-    count: int
+    segments: int
 
 
 @dataclass(frozen=True, eq=False)

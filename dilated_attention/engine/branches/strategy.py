@@ -97,10 +97,10 @@ def _fused_forward(
 
     def run(chunk: Chunk, is_concurrent: bool, branches: DilatedPattern, onto: bool) -> None:
         part = _shape_of(shape, chunk)
-        views = *_narrow(shape, chunk, q, k, v), *_narrow(shape, chunk, out, lse.transpose(1, 2))
+        views, (out_, lse_) = _narrow(shape, chunk, q, k, v), _narrow(shape, chunk, out, lse.transpose(1, 2))
         buffers = _buffers_of(branches, part, chunk, onto)
         fused_merge.forward(
-            make_plan(branches, part), buffers, views[:3], views[3:], _call_of(call, chunk), is_concurrent=is_concurrent, onto=onto
+            make_plan(branches, part), buffers, views, (out_, lse_), _call_of(call, chunk), is_concurrent=is_concurrent, onto=onto
         )
 
     for tier, branches in enumerate(make_tiers(pattern, H, lambda tier: forward_chunk_sizes(tier, sizes))):
