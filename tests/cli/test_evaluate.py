@@ -84,7 +84,7 @@ def test_data_that_cannot_be_scored_is_refused_before_a_model_is_loaded(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved("bytes", tmp_path / "model")
-    monkeypatch.setattr("dilated_attention.cli.evaluate.opened", no_model)
+    monkeypatch.setattr("dilated_attention.cli.saved.opened", no_model)
     (tmp_path / "folder").mkdir()
     for name, held in (("empty", b""), ("one", b"a"), ("folder/empty", b"")):
         (tmp_path / name).write_bytes(held)
