@@ -21,7 +21,7 @@ import torch
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
 from benchmarks.report import Group, Row
-from benchmarks.timing import NEW, WARM, Call, Refused, attempt, counted, in_turns, loop, new_and_again, release
+from benchmarks.timing import NEW, WARM, Call, Refused, attempt, in_turns, loop, new_and_again, peak_bytes, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size
 
@@ -137,11 +137,7 @@ def _first(make: Callable[[], Call], device: torch.device) -> dict[str, float]:
     """Calls once to compile, then once to count the bytes beyond what was allocated before, where PyTorch counts them at no cost."""
     call = make()
     call()
-    if device.type != "cuda":
-        return {}
-    with counted(device) as peak:
-        call()
-    return {"peak_bytes": peak.bytes}
+    return {"peak_bytes": peak_bytes(call, device)} if device.type == "cuda" else {}
 
 
 def call_of(attend: Attend | Costs, case: Case, which: str) -> Call:
