@@ -14,7 +14,6 @@ from dilated_attention.models.summary import USABLE, readable
 from dilated_attention.planning.gpus import THIS_CPU
 from dilated_attention.planning.problem import RINGS
 from dilated_attention.planning.ring import Exchange
-from dilated_attention.planning.speed import Pass
 
 _PASSES = ("forward", "backward")
 # (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers
@@ -44,6 +43,38 @@ def _three_digits(number: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of a call, in seconds.
+
+    Args:
+        arithmetic, memory, host, links: the time that each would take alone.
+        backend: the backend that computes the pass.
+        rate: mean FLOP/s assumed for the arithmetic.
+        source: where the rate comes from.
+        exposed: the part of the link time that cannot be hidden behind the arithmetic.
+    """
+
+    arithmetic: float
+    memory: float
+    host: float
+    links: float
+    exposed: float
+    backend: str
+    rate: float
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        return max(self.arithmetic, self.memory, self.host, self.links) + self.exposed
+
+    @property
+    def bound(self) -> str:
+        """Returns what takes longest: ``"arithmetic"``, ``"memory"``, ``"launches"`` or ``"links"``."""
+        parts = {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What plans of calls and of models have in common. ``str`` prints the figures, ``as_dict`` returns them. Times are estimates.
 
@@ -69,14 +100,9 @@ class Plan:
     fits: bool
     longest: int
 
-    @property
-    def peak(self) -> int:
-        """Peak bytes of one process."""
-        raise NotImplementedError
-
-    def _end(self) -> list[str]:
-        """Says whether the peak fits."""
-        part = self.peak / self.device_memory
+    def _end(self, peak: int) -> list[str]:
+        """Says whether ``peak`` bytes fit."""
+        part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
         lines = [f"fits         {found}; the longest that does: {_longest(self.longest)}"]
@@ -123,6 +149,7 @@ class AttentionPlan(Plan):
 
     @property
     def peak(self) -> int:
+        """Peak bytes of one process."""
         return self.memory.peak
 
     @property
@@ -207,7 +234,7 @@ class AttentionPlan(Plan):
                 f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
                 f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
             ]
-        return "\n".join([*lines, "", *self._end()])
+        return "\n".join([*lines, "", *self._end(self.peak)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +268,7 @@ class ModelPlan(Plan):
 
     @property
     def peak(self) -> int:
+        """Peak bytes of one process."""
         return sum(size for _, size in self.terms)
 
     def as_dict(self) -> dict[str, Any]:
@@ -282,7 +310,7 @@ class ModelPlan(Plan):
             rate = f"{self.batch_size / self.decode_seconds:,.0f} tokens/s"
             lines.append(f"generating   {seconds_text(self.decode_seconds)} a step (an estimate), {rate}")
             lines.append(f"             {self.decode_source}")
-        return "\n".join([*lines, *self._end()])
+        return "\n".join([*lines, *self._end(self.peak)])
 
 
 def _time(seconds: float | None, why_not: str) -> str:
