@@ -16,7 +16,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,8 +160,7 @@ def backward(**given: Any) -> None:
         grads = dq, dk, dv
         placed(backend.backward(dout, q, k, v, out, lse, _options(given), grads=grads), grads)
         return
-    packed = [x[None] for x in (dout, q, k, v, out, lse)]
-    grads = dq[None], dk[None], dv[None]
+    packed, grads = [x[None] for x in (dout, q, k, v, out, lse)], (dq[None], dk[None], dv[None])
     placed(backend.backward(*packed, _options(given), _bounds(given), grads=grads), grads)
 
 
@@ -191,7 +190,8 @@ CASES: list[tuple[int, int, tuple[int, ...], tuple[int, ...], bool]] = [
     (13, 4, (16, 32), (1, 16), False),
     (2100, 16, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), False),
 ]
-Model = tuple[str, Callable[[], nn.Module], tuple[torch.Tensor, ...], dict[str, Any]]
+# (label, their model, inputs, what else ``_compared`` takes)
+Model = tuple[str, nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]
 
 
 def check_parity(options: argparse.Namespace) -> None:
@@ -223,7 +223,6 @@ def measure_parity(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _torchscale_models() -> Iterator[Model]:
-    """Yields (label, make theirs, inputs, what else ``_compared`` takes)."""
     longnet, config = load("torchscale.model.LongNet"), load("torchscale.architecture.config")
     for N, heads, segments, rates, causal in CASES:
         role, width = "decoder" if causal else "encoder", heads * 8
@@ -233,20 +232,18 @@ def _torchscale_models() -> Iterator[Model]:
         label = f"{role}{' with XPOS' if causal else ''}: N {N}, {heads} heads, w {list(segments)}, r {list(rates)}"
         if causal:
             args = config.DecoderConfig(**fields, vocab_size=31, xpos_rel_pos=True, no_scale_embedding=False)
-            inputs, how = torch.randint(31, (2, N)), {}
-            make = lambda args=args, width=width: longnet.LongNetDecoder(args, embed_tokens=nn.Embedding(31, width))  # noqa: E731
+            theirs, inputs, how = longnet.LongNetDecoder(args, embed_tokens=nn.Embedding(31, width)), torch.randint(31, (2, N)), {}
         else:
-            inputs, how = torch.randn(2, N, width), {"call": lambda theirs, x: theirs(None, token_embeddings=x)["encoder_out"]}
-            make = lambda fields=fields: longnet.LongNetEncoder(config.EncoderConfig(**fields))  # noqa: E731
-        yield label, make, (inputs,), {"gradients": True} | how
+            theirs, inputs = longnet.LongNetEncoder(config.EncoderConfig(**fields)), torch.randn(2, N, width)
+            how = {"call": lambda theirs, x: theirs(None, token_embeddings=x)["encoder_out"]}
+        yield label, theirs, (inputs,), {"gradients": True} | how
 
 
 def _longvit_models() -> Iterator[Model]:
     module = load("longvit")
     for height, width in ((1024, 1024), (512, 768)):
-        label = f"LongViT of 1024 pixels, 2 of 12 layers, on {height} × {width}"
-        make = lambda: module.LongViT(img_size=1024, patch_size=32, embed_dim=384, depth=2, num_heads=16)  # noqa: E731
-        yield label, make, (torch.randn(1, 3, height, width),), {}
+        theirs = module.LongViT(img_size=1024, patch_size=32, embed_dim=384, depth=2, num_heads=16)
+        yield f"LongViT of 1024 pixels, 2 of 12 layers, on {height} × {width}", theirs, (torch.randn(1, 3, height, width),), {}
 
 
 def _gigapath_models(options: argparse.Namespace) -> Iterator[Model]:
@@ -256,17 +253,17 @@ def _gigapath_models(options: argparse.Namespace) -> Iterator[Model]:
     for pooled in (False, True):
         cells = torch.randperm(grid * grid)[:tiles]
         x = torch.randn(1, tiles, 1536), (torch.stack((cells // grid, cells % grid), dim=-1) * 256.0)[None]
-        make = lambda pooled=pooled: module.gigapath_slide_enc12l768d(slide_ngrids=grid, global_pool=pooled)  # noqa: E731
+        theirs = module.gigapath_slide_enc12l768d(slide_ngrids=grid, global_pool=pooled)
         how = {} if weights is None else {"weights": weights, "grid_size": grid, "global_pool": pooled}
-        yield f"slide encoder 12l768d, {tiles} tiles, {'mean' if pooled else 'class token'}", make, x, how
-    make = lambda: module.LongNetViT(embed_dim=384, depth=3, slide_ngrids=grid, max_wsi_size=250_000)  # noqa: E731
+        yield f"slide encoder 12l768d, {tiles} tiles, {'mean' if pooled else 'class token'}", theirs, x, how
+    theirs = module.LongNetViT(embed_dim=384, depth=3, slide_ngrids=grid, max_wsi_size=250_000)
     x = torch.randn(1, 300, 1536), torch.randint(grid * 256, (1, 300, 2)).float()
-    yield "slide encoder 3l384d, max_wsi_size 250000", make, x, {"gradients": True}
+    yield "slide encoder 3l384d, max_wsi_size 250000", theirs, x, {"gradients": True}
 
 
-def _compared(label: str, make: Callable[[], nn.Module], inputs: tuple[torch.Tensor, ...], how: dict[str, Any]) -> Row:
+def _compared(label: str, theirs: nn.Module, inputs: tuple[torch.Tensor, ...], how: dict[str, Any]) -> Row:
     gradients, call, weights = (how.pop(name, None) for name in ("gradients", "call", "weights"))
-    theirs = make().eval()
+    theirs.eval()
     with torch.no_grad():
         # norms get other weights than ones and biases other values than zeros, so that a swapped pair shows
         for name, parameter in theirs.named_parameters():
