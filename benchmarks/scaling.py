@@ -201,7 +201,7 @@ def _timed(
         return figures | ({"peak_bytes": peak_bytes(call, case.device)} if case.device.type == "cuda" else {})
 
     answers = ranks.everywhere(prepare, **who)
-    values = {name: max(answer[name] for answer in answers) for name in answers[0]}
+    values: dict[str, float] = {name: max(answer[name] for answer in answers) for name in answers[0]}
     values |= ranks.times(lambda: calls[-1](), seconds=options.seconds, **who)
     if options.graphs and case.device.type == "cuda" and not one.is_foreign:
         # a call that cannot be captured has the figures of plain calls alone

@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             args = _parser().parse_args(arguments)
             code: int = args.run(args)
-            return code
         except (ValueError, TypeError) as error:
             args.parser.error(str(error))
         finally:
             # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
             sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

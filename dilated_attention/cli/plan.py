@@ -95,8 +95,13 @@ def add(commands: Any) -> None:
     add("--causal", action=argparse.BooleanOptionalAction, help="default: causal, except for encoders")
     add("--attention", choices=ADVISED, help="which the model has or must have; default: chosen by rules")
 
-    parser = add_command(commands, "bench", lambda args: put(WHERE) or 0, has_json=False, help="where measuring is")
+    parser = add_command(commands, "bench", _bench, has_json=False, help="where measuring is")
     parser.add_argument("suite", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    put(WHERE)
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention import profile_memory
 from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.models import loss
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.planning import models, plan_model
@@ -96,7 +97,8 @@ def test_a_plan_is_what_fake_tensors_of_the_whole_step_hold(options: dict[str, A
     with FakeTensorMode():
         model = create_model("longnet-tiny", **options)
         tape = models._Tape(model.parameters())
-        with tape:
+        # with the layers' kernels of a GPU
+        with plain_layers(forced=True), tape:
             tokens = torch.zeros((1, rows), dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16):
                 value = model(tokens, targets=tokens)
