@@ -99,28 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def groups(options: argparse.Namespace) -> list[Group]:
     ranks, made = Ranks(options.device), list[Group]()
-    for label, name, length, mask in _cases(options, ranks.size):
-        fields = {"dtype": options.dtypes[0], "device": options.device, "is_causal": mask == "causal"}
-        fields |= dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads or (), strict=False))
-        at = functools.partial(FAMILIES[name].case, name, **fields)
-        made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, FAMILIES[name], at, length, ranks, options)))
+    fields = {"dtype": options.dtypes[0], "device": options.device}
+    fields |= dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads or (), strict=False))
+    for name, family in FAMILIES.items():
+        # what no process can hold is a hundred times as long as the others
+        by = (_SHRINK if family.fits else _SHRINK**2) if options.is_small else 1
+        lengths = {f"{name}-{n}": n * ranks.size for n in options.tokens or [n // by for n in family.lengths]}
+        lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in family.totals}
+        masks = options.masks or ["causal" if family.is_causal else "full"]
+        for (label, length), mask in itertools.product(lengths.items(), masks):
+            if _matches(label, options.cases):
+                at = functools.partial(family.case, name, is_causal=mask == "causal", **fields)
+                made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, family, at, length, ranks, options)))
     return made
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def _cases(options: argparse.Namespace, size: int) -> Iterator[tuple[str, str, int, str]]:
-    """Yields (label, family, positions of the whole sequence, mask)."""
-    shrink = _SHRINK if options.is_small else 1
-    for name, family in FAMILIES.items():
-        # what no process can hold is a hundred times as long as the others
-        by = shrink if family.fits else shrink**2
-        lengths = {f"{name}-{n}": n * size for n in options.tokens or [n // by for n in family.lengths]}
-        lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in family.totals}
-        masks = options.masks or ["causal" if family.is_causal else "full"]
-        yield from ((label, name, n, mask) for label, n in lengths.items() for mask in masks if _matches(label, options.cases))
 
 
 def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[Contender]:
