@@ -151,7 +151,8 @@ def plan_model(
     seconds: float | None = None
     if cached is not None:
         # the GPU's time alone is far too short where chunks wait for the CPU
-        source, why_not = "", "a prompt enters the cache in chunks and waits for the CPU; python -m benchmarks train-infer measures it"
+        source = ""
+        why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
     else:
         seconds, source, why_not = _step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""
