@@ -110,10 +110,9 @@ def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
     # results are committed: no path of a machine
     words = ["PATH" if "/" in word else word for word in (sys.argv[1:] if sys.argv[0].endswith("__main__.py") else [options.suite])]
     print(results.report(f"python -m benchmarks {' '.join(words)}"))
-    rows = [(label, row) for label, _ in groups for row in results.groups[label]]
     worse = [line for label, _ in groups if then for line in slower(label, results.groups[label], then, options.threshold)]
     print(*worse, sep="\n")
-    return int(bool(worse) or any(row.note.startswith("wrong") for _, row in rows))
+    return int(bool(worse) or any(row.note.startswith("wrong") for label, _ in groups for row in results.groups[label]))
 
 
 def _plain(value: object) -> object:

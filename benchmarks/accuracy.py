@@ -22,8 +22,6 @@ _MOST_PLAIN_POSITIONS = 16384
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=size, nargs="+", help="default: 256 1k 4k 16k 64k; small 64 256 1k")
-    add("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"], help="default: both")
-    add("--head-dim", type=size, default=64, help="default 64")
     add("--backends", nargs="+", help="default: all, and the choice")
     parser.set_defaults(dtypes=["float32", "float16", "bfloat16"])
 
@@ -31,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def groups(options: argparse.Namespace) -> list[Group]:
     lengths = options.lengths or ([64, 256, 1024] if options.is_small else [256, 1024, 4096, 16384, 65536])
     made = list[Group]()
-    for n, kind, mask, dtype in itertools.product(lengths, ("attention", "ours"), options.masks, options.dtypes):
+    for n, kind, mask, dtype in itertools.product(lengths, ("attention", "ours"), ("full", "causal"), options.dtypes):
         pattern = geometric(n) if kind == "ours" else None
         name = f"{kind} {n} {mask} {str(dtype).removeprefix('torch.')}"
-        case = Case(name=name, num_positions=n, num_heads=4, head_dim=options.head_dim, dtype=dtype, device=options.device,
+        case = Case(name=name, num_positions=n, num_heads=4, head_dim=64, dtype=dtype, device=options.device,
                     is_causal=mask == "causal", pattern=pattern)  # fmt: skip
         made.append((name, functools.partial(measure, kind, case, options.backends)))
     return made

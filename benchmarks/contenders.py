@@ -6,6 +6,7 @@ For a case a contender makes a function of q, k, v (B, N, H, D), or calls whose 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +33,6 @@ class Costs:
     factor: float = 1.0
 
 
-def _pattern(case: Case) -> Pattern | None:
-    return case.pattern
-
-
 def _dense(case: Case) -> None:
     return None
 
@@ -48,7 +45,7 @@ class Contender:
     # raises Refused or BackendUnavailable
     make: Callable[[Case], Any]
     # what it computes, for its pairs and its check; None for dense attention
-    pattern: Callable[[Case], Pattern | None] = _pattern
+    pattern: Callable[[Case], Pattern | None] = operator.attrgetter("pattern")
     mixture_grad: str = "exact"
     trains: bool = True
     # relative error allowed, if it is not the dtype's
@@ -83,13 +80,12 @@ class Contender:
         return true.errors(leaves, dout, out, torch.autograd.grad(out, leaves, dout) if gradients else ())
 
 
-def ours(name: str, pattern: Callable[[Case], Pattern | None] = _pattern, *, fields: Any = None, **options: Any) -> Contender:
+def ours(
+    name: str, pattern: Callable[[Case], Pattern | None] = operator.attrgetter("pattern"), *, fields: Any = None, **options: Any
+) -> Contender:
     """This library's function of ``pattern``, called with ``options``; ``fields`` of the contender."""
-
-    def make(case: Case) -> Attend:
-        return functools.partial(our_call, case, pattern(case), **options)
-
-    return Contender(name=name, make=make, pattern=pattern, mixture_grad=options.get("mixture_grad", "exact"), **fields or {})
+    made = {"mixture_grad": options.get("mixture_grad", "exact")} | (fields or {})
+    return Contender(name=name, make=lambda case: functools.partial(our_call, case, pattern(case), **options), pattern=pattern, **made)
 
 
 def equal_pattern(case: Case) -> DilatedPattern:
@@ -207,15 +203,14 @@ def contender(name: str, torchscale: str = "") -> Contender:
     if kind in ("ours", "attention"):
         fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}
         named = {"deterministic": {"deterministic": True}, "fp8": {"precision": "fp8"}, "": {}}
-        return ours(name, _pattern if kind == "ours" else _dense, fields=fields, **named.get(rest, {"backend": rest}))
+        return ours(name, *([_dense] if kind == "attention" else []), fields=fields, **named.get(rest, {"backend": rest}))
     if kind == "floor":
         return Contender(name=name, make=functools.partial(_floor, rest or "auto"))
     dense: dict[str, Any] = {"pattern": _dense, "is_foreign": True}
+    equal: dict[str, Any] = {"pattern": equal_pattern, "mixture_grad": "detached"}
     table: dict[str, dict[str, Any]] = {
-        "equal": {"make": ours("", equal_pattern, mixture_grad="detached").make, "pattern": equal_pattern, "mixture_grad": "detached"},
-        "torchscale": {
-            "make": functools.partial(_torchscale, torchscale), "pattern": equal_pattern, "mixture_grad": "detached", "is_foreign": True,
-        },
+        "equal": equal | {"make": ours("", equal_pattern, mixture_grad="detached").make},
+        "torchscale": equal | {"make": functools.partial(_torchscale, torchscale), "is_foreign": True},
         "without": {"make": ours("").make, "of": Case.plain},
         **{f"torch {kernel}": dense | {"make": functools.partial(_torch, kernel)} for kernel in ("sdpa", "cudnn", "flash", "efficient")},
         "fa4": dense | {"make": _flash4},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ import torch
 from benchmarks.case import Case, geometric, our_call
 from benchmarks.contenders import contender
 from benchmarks.report import Group, Row
-from benchmarks.timing import attempt, counted, release, synchronise
+from benchmarks.timing import attempt, loop, peak_bytes, release
 from benchmarks.truth import BOUNDS, wrong
 from dilated_attention.parsing import size
 from dilated_attention.pattern import LocalWindow
@@ -33,12 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     add("--heads", type=size, default=8, help="default: 8")
-    add("--head-dim", type=size, default=64, help="default: 64")
-    add("--causal", action="store_true")
     add("--lengths", type=size, nargs="+", help="only these, without a search")
-    add("--first", type=size, help="length to begin with; default: 256k, small 1k")
     add("--memory-gib", type=float, help="that a call may take; default: the GPU's, small 0.125")
-    add("--limit", type=float, help="seconds of one call beyond which a search ends; default: 10, small 3")
 
 
 def groups(options: argparse.Namespace) -> list[Group]:
@@ -49,15 +44,14 @@ def groups(options: argparse.Namespace) -> list[Group]:
 def search(kind: str, which: str, options: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each length, up to the first that does not fit, takes too long or is wrong."""
     small, on_gpu = options.is_small, options.device.type == "cuda"
-    limit = options.limit or (3.0 if small else 10.0)
-    memory = options.memory_gib or (0.125 if not on_gpu else None)
-    memory = None if memory is None else int(memory * 2**30)
-    start, took = options.first or (2**10 if small else 2**18), 0.0
+    # seconds of one call beyond which a search ends; where it starts
+    limit, start, took = (3.0, 2**10, 0.0) if small else (10.0, 2**18, 0.0)
+    memory = int(2**30 * (options.memory_gib or (0 if on_gpu else 0.125)))
     for length in options.lengths or (start << i for i in itertools.count()):
         window = LocalWindow(256 if small else 1024, block_size=64 if small else 128)
         pattern = {"dilated": geometric(length, 512 if small else 2048), "blocks": window, "dense": None}[kind]
-        case = Case(name=kind, num_positions=length, num_heads=options.heads, head_dim=options.head_dim, dtype=options.dtypes[0],
-                    device=options.device, is_causal=options.causal, pattern=pattern)  # fmt: skip
+        case = Case(name=kind, num_positions=length, num_heads=options.heads, head_dim=64, dtype=options.dtypes[0], device=options.device,
+                    pattern=pattern)  # fmt: skip
         row = Row(name=kind, case=case.row() | {"pass": which})
         if not options.lengths and took * (4 if kind == "dense" else 2) > limit:
             yield replace(row, note="time, not memory")
@@ -78,24 +72,29 @@ def search(kind: str, which: str, options: argparse.Namespace) -> Iterator[Row]:
             return
 
 
-def _one(case: Case, backward: bool, memory: int | None) -> tuple[dict[str, float], dict[str, float]]:
+def _one(case: Case, backward: bool, memory: int) -> tuple[dict[str, float], dict[str, float]]:
     """Returns figures and errors of one call. Raises torch.OutOfMemoryError where it takes more than ``memory``, also on a CPU."""
     # this call also compiles, and builds the plans and tables that calls share
     one = contender("ours")
     errors = one.errors(case, one.make(case), gradients=backward, rows=_ROWS)
     release()
-    with counted(case.device) as peak:
+    took = 0.0
+
+    def call() -> None:
+        nonlocal took
         # dout exists before the forward, so that it does not split up blocks that the forward frees
         leaves, dout = case.qkv(), case.dout() if backward else None
-        synchronise(case.device)
-        begun = time.perf_counter()
-        with torch.set_grad_enabled(backward):
-            out = our_call(case, case.pattern, *leaves)
-        grads = torch.autograd.grad(out, leaves, dout) if backward else ()
-        synchronise(case.device)
-        seconds = time.perf_counter() - begun
-        del out, grads
-    if memory is not None and peak.bytes > memory:
-        raise torch.OutOfMemoryError(f"a call took {peak.bytes} bytes, more than {memory}")
-    figures = {"called": 1000 * seconds, "tokens_per_s": case.num_positions / seconds, "peak_bytes": peak.bytes}
-    return figures | {"ms": 1000 * seconds, "bytes_per_token": peak.bytes / case.num_positions}, errors
+
+        def timed() -> None:
+            with torch.set_grad_enabled(backward):
+                out = our_call(case, case.pattern, *leaves)
+            if backward:
+                torch.autograd.grad(out, leaves, dout)
+
+        took = loop(timed, case.device)
+
+    taken = peak_bytes(call, case.device)
+    if 0 < memory < taken:
+        raise torch.OutOfMemoryError(f"a call took {taken} bytes, more than {memory}")
+    figures = {"called": took, "tokens_per_s": 1000 * case.num_positions / took, "peak_bytes": taken, "ms": took}
+    return figures | {"bytes_per_token": taken / case.num_positions}, errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import io
 import json
@@ -10,7 +11,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,11 @@ class Results:
         if self.path is None:
             return
         head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine, "settings": self.settings}
-        lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}," for key, value in head.items()]
-        groups = []
-        for name, group in self.groups.items():
-            body = ",\n".join("   " + json.dumps(row.as_dict(), ensure_ascii=False) for row in group)
-            groups.append(f"  {json.dumps(name, ensure_ascii=False)}: [\n{body}\n  ]")
-        self._write(self.path, "{\n" + "\n".join(lines) + '\n "groups": {\n' + ",\n".join(groups) + "\n }\n}\n")
+        write = functools.partial(json.dumps, ensure_ascii=False)
+        lines = "\n".join(f" {write(key)}: {write(value)}," for key, value in head.items())
+        bodies = {name: ",\n".join("   " + write(row.as_dict()) for row in group) for name, group in self.groups.items()}
+        groups = ",\n".join(f"  {write(name)}: [\n{body}\n  ]" for name, body in bodies.items())
+        self._write(self.path, f'{{\n{lines}\n "groups": {{\n{groups}\n }}\n}}\n')
 
     def _write(self, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,42 +139,34 @@ class Results:
         return text
 
 
-def tables(rows: Sequence[Row]) -> list[str]:
-    """Returns a Markdown table for each pass or task: a line for each row, a column for each figure and for what differs among them."""
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a Markdown table for each pass or task: a line for each row, a column for each figure and for what differs among them."""
     by_pass: dict[str, list[Row]] = {}
     for row in rows:
         by_pass.setdefault(row.case.get("pass", row.case.get("task", "")), []).append(row)
-    return [_table(which, mine) for which, mine in by_pass.items()]
-
-
-def _table(which: str, rows: Sequence[Row]) -> str:
-    keys = dict.fromkeys(key for row in rows for key in row.case if key not in ("pass", "task"))
-    differs = [key for key in keys if len({str(row.case.get(key)) for row in rows}) > 1]
-    same = ", ".join(f"{key} {rows[0].case[key]}" for key in keys if key not in differs)
-    lines = []
-    for row in rows:
-        line = {"": row.name} | {key: str(row.case.get(key, "–")) for key in differs}
-        line |= {_heading(key): figure(value / 2**20 if key.endswith("_bytes") else value) for key, value in row.values.items()}
-        lines.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()})
-    notes = {"note": None} if any(row.note for row in rows) else {}
-    heads = dict.fromkeys(head for line in sorted(lines, key=len, reverse=True) for head in line) | notes
-    cells = [[(line | {"note": row.note}).get(head, "–") for head in heads] for line, row in zip(lines, rows, strict=True)]
-    return f"**{which or 'results'}**{f' ({same})' if same else ''}\n\n{markdown(list(heads), cells)}"
-
-
-def _heading(key: str) -> str:
-    return key.removesuffix("_bytes") + ", MiB" if key.endswith("_bytes") else key
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    table = Table(box=box.MARKDOWN)
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i in (0, len(heads) - 1) else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(text.replace("|", "\\|") for text in line))
-    out = io.StringIO()
-    Console(file=out, width=1000, color_system=None, markup=False, highlight=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+    for which, mine in by_pass.items():
+        keys = dict.fromkeys(key for row in mine for key in row.case if key not in ("pass", "task"))
+        differs = [key for key in keys if len({str(row.case.get(key)) for row in mine}) > 1]
+        same = ", ".join(f"{key} {mine[0].case[key]}" for key in keys if key not in differs)
+        lines = []
+        for row in mine:
+            line = {"": row.name} | {key: str(row.case.get(key, "–")) for key in differs}
+            for key, value in row.values.items():
+                name, of, _ = key.partition("_bytes")
+                line |= {f"{name}, MiB": figure(value / 2**20)} if of else {key: figure(value)}
+            lines.append(line | {f"error of {key}": f"{error:.1e}" for key, error in row.errors.items()})
+        heads = list(dict.fromkeys(head for line in sorted(lines, key=len, reverse=True) for head in line))
+        heads += ["note"] * any(row.note for row in mine)
+        table = Table(box=box.MARKDOWN)
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="left" if i in (0, len(heads) - 1) else "right", no_wrap=True)
+        for line, row in zip(lines, mine, strict=True):
+            cells = line | {"note": row.note}
+            table.add_row(*(cells.get(head, "–").replace("|", "\\|") for head in heads))
+        out = io.StringIO()
+        Console(file=out, width=1000, color_system=None, markup=False, highlight=False).print(table)
+        text = "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+        yield f"**{which or 'results'}**{f' ({same})' if same else ''}\n\n{text}"
 
 
 def figure(value: float) -> str:
@@ -187,7 +179,10 @@ def slower(label: str, rows: Iterable[Row], then: Results, threshold: float) -> 
 
     By the time itself and relative to other people's contenders of the group and pass, since a busy machine slows both.
     """
-    now, before = _times(rows), _times(then.groups.get(label, []))
+    now, before = (
+        {(row.name, row.case.get("pass", "")): ms for row in some if (ms := row.values.get("called", row.values.get("ms")))}
+        for some in (rows, then.groups.get(label, []))
+    )
     factors = {key: now[key] / ms for key, ms in before.items() if key in now}
     lines = []
     for (name, which), ms in before.items():
@@ -202,8 +197,3 @@ def slower(label: str, rows: Iterable[Row], then: Results, threshold: float) -> 
         if min(factor, relative) > 1 + threshold:
             lines.append(f"{text}, {figure(now[name, which])} now, {100 * (relative - 1):+.0f} % beside others")
     return lines
-
-
-def _times(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Returns the time as called of each contender and pass."""
-    return {(row.name, row.case.get("pass", "")): ms for row in rows if (ms := row.values.get("called", row.values.get("ms")))}

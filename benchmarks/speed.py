@@ -21,7 +21,7 @@ import torch
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
 from benchmarks.report import Group, Row
-from benchmarks.timing import NEW, WARM, Call, Refused, attempt, counted, in_turns, loop, new_and_again, release
+from benchmarks.timing import NEW, WARM, Call, Refused, attempt, in_turns, loop, new_and_again, peak_bytes, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size
 
@@ -77,10 +77,17 @@ def measure(
     for which in passes:
         release()
         calls, peaks = dict[str, Callable[[], Call]](), dict[str, dict[str, float]]()
-        mine = [each for each in able if _has(each[0], each[2], which)]
+        mine = [each for each in able if (which in each[2].calls if isinstance(each[2], Costs) else which == "forward" or each[0].trains)]
         for one, at, attend, _ in mine:
             make = functools.partial(call_of, attend, at, which)
-            peak, note = attempt(_first, make, at.device, foreign=True)
+
+            def first(make: Callable[[], Call] = make) -> dict[str, float]:
+                # the first call compiles; bytes of the second, where PyTorch counts them at no cost
+                call = make()
+                call()
+                return {"peak_bytes": peak_bytes(call, case.device)} if case.device.type == "cuda" else {}
+
+            peak, note = attempt(first, foreign=True)
             if peak is None:
                 rows.append(Row(name=one.name, case=case.row() | {"pass": which}, note=note))
             else:
@@ -127,21 +134,6 @@ def _checked(one: Contender, case: Case, passes: Sequence[str], longest: float) 
     if expected > longest:
         raise Refused(f"longer than {longest:g} s a call")
     return attend, one.errors(case, attend, gradients=one.trains and list(passes) != ["forward"])
-
-
-def _has(one: Contender, attend: Attend | Costs, which: str) -> bool:
-    return which in attend.calls if isinstance(attend, Costs) else which == "forward" or one.trains
-
-
-def _first(make: Callable[[], Call], device: torch.device) -> dict[str, float]:
-    """Calls once to compile, then once to count the bytes beyond what was allocated before, where PyTorch counts them at no cost."""
-    call = make()
-    call()
-    if device.type != "cuda":
-        return {}
-    with counted(device) as peak:
-        call()
-    return {"peak_bytes": peak.bytes}
 
 
 def call_of(attend: Attend | Costs, case: Case, which: str) -> Call:

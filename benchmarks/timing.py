@@ -7,8 +7,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -76,28 +75,16 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@dataclass
-class Peak:
-    """Most bytes in tensors in a block of code, beyond those before it; known after it."""
-
-    bytes: int = 0
-
-
-@contextlib.contextmanager
-def counted(device: torch.device) -> Iterator[Peak]:
-    """Counts by the allocator's figures on a GPU; on a CPU by ``profile_memory``, which makes calls slower."""
-    peak = Peak()
-    if device.type == "cuda":
-        settle(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield peak
-        torch.cuda.synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with profile_memory(device=device) as profile:
-            yield peak
-        peak.bytes = profile.peak_allocated
+def peak_bytes(call: Call, device: torch.device) -> int:
+    """Returns the most bytes in tensors during a call, beyond those before it; on a CPU by ``profile_memory``, which makes it slower."""
+    if device.type != "cuda":
+        return profile_memory(call, device=device).peak_allocated
+    settle(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def loop(function: Call, device: torch.device, calls: int = 1) -> float:
@@ -140,8 +127,7 @@ def in_turns(
         mine["ms"] += _device_times(call, once[name], budget) if device.type == "cuda" else mine["called"][-1:]
         mine["host"].append(host_time(call, device, min(count, 10)))
         if graphs and device.type == "cuda" and turn == 0:
-            # what reads a number back, as bounds of documents, cannot be captured
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Refused):
                 mine["graph"] = [loop(captured(call), device, count)]
     return {name: {key: statistics.median(values) for key, values in mine.items()} for name, mine in times.items()}
 
@@ -162,7 +148,7 @@ def _device_times(call: Call, once: float, budget: float) -> list[float]:
 
 
 def captured(step: Call) -> Call:
-    """Returns the replay of ``step`` as one CUDA graph."""
+    """Returns the replay of ``step`` as one CUDA graph. Raises Refused for what reads a number back, as bounds of documents."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -170,8 +156,11 @@ def captured(step: Call) -> Call:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        raise Refused(f"cannot be captured: {error}") from error
     return graph.replay
 
 

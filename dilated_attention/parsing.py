@@ -47,11 +47,6 @@ def size(text: str) -> int:
     return number
 
 
-def positive(text: str) -> float:
-    """Parses a number above 0."""
-    return below(text, 1e30, "not a number above 0; expected e.g. 2 or 0.5")
-
-
 def below(text: str, most: float, otherwise: str) -> float:
     """Parses a number above 0 and below ``most``; ``otherwise`` describes what the text is if it is not one."""
     try:

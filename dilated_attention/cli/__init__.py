@@ -1,4 +1,4 @@
-"""``python -m dilated_attention``, or ``dilated-attention``: the command line, a module a command: ``add`` makes its parser."""
+"""``python -m dilated_attention``, or ``dilated-attention``: the command line. Each module's ``add`` makes the parsers of its commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dilated_attention import __version__, interrupt
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.cli import bench, console, evaluate, generate, info, plan, recommend, show
+from dilated_attention.cli import common, info, plan, saved, show
 
 # exit code that a shell reports for a process ended by SIGINT or SIGPIPE: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -23,13 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``head`` does. Wrong usage, including invalid values, raises ``SystemExit(2)``, as argparse does.
     """
     interrupt.raise_again()
-    console.prepare()
+    common.prepare()
     try:
         try:
-            return _run(_parser().parse_args(arguments))
+            args = _parser().parse_args(arguments)
+            code: int = args.run(args)
+        except (ValueError, TypeError) as error:
+            args.parser.error(str(error))
         finally:
             # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
             sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -37,19 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # buffered output must be written somewhere when the interpreter exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        code: int = args.run(args)
-    except BrokenPipeError:
-        raise
     except (OSError, ImportError, BackendUnavailable) as error:
         print(error, file=sys.stderr)
         return 1
-    except (ValueError, TypeError) as error:
-        args.parser.error(str(error))
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Exact long-sequence attention on PyTorch.")
     parser.add_argument("--version", action="version", version=f"dilated-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (info, show, plan, recommend, bench, generate, evaluate):
-        command.add(commands)
+    for module in (info, show, plan, saved):
+        module.add(commands)
     return parser

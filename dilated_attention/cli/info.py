@@ -13,41 +13,38 @@ import torch
 import dilated_attention
 from dilated_attention import factory
 from dilated_attention.backends import PRECISIONS, rates
-from dilated_attention.cli.arguments import DTYPE_NAMES, add_json, count, dtype_of
-from dilated_attention.cli.console import put, put_json
+from dilated_attention.cli.common import DTYPE_NAMES, add_command, count, dtype_of, put, put_json
 from dilated_attention.factory import EXAMPLES, Explanation, explain_backend
 from dilated_attention.functional import explain_decode
 from dilated_attention.parsing import size
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("info", usage="%(prog)s [options]", help="which backends this machine uses, why, and what would be faster")
+def add(commands: Any) -> None:
+    text = "which backends this machine uses, why, and what would be faster"
+    add = add_command(commands, "info", _info, usage="%(prog)s [options]", help=text).add_argument
     text = "another kind of machine, with every kernel package installed"
-    parser.add_argument("--for", dest="machine", choices=sorted(EXAMPLES), help=text)
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
-    parser.add_argument("--head-dim", type=size, default=64, help="default: 64")
-    parser.add_argument("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
+    add("--for", dest="machine", choices=sorted(EXAMPLES), help=text)
+    add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
+    add("--head-dim", type=size, default=64, help="default: 64")
+    add("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
     text = "key/value heads; default: as many as query heads"
-    parser.add_argument("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=text)
-    parser.add_argument("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
-    parser.add_argument("--precision", choices=PRECISIONS, default="native")
-    text = "one row over a cache: of every key, or of those that a pattern keeps"
-    parser.add_argument("--decode", choices=("dense", "sparse"), help=text)
-    parser.add_argument("--block-size", type=int, choices=(64, 128), help="block-sparse attention, with blocks of this many positions")
-    parser.add_argument("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
+    add("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=text)
+    add("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
+    add("--precision", choices=PRECISIONS, default="native")
+    add("--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps")
+    add("--block-size", type=int, choices=(64, 128), help="block-sparse attention, with blocks of this many positions")
+    add("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--all", action="store_true", help="every backend, with every reason against those that cannot be used")
-    add_json(parser)
-    parser.set_defaults(run=run, parser=parser)
+        add(f"--{flag}", action="store_true")
+    add("--all", action="store_true", help="every backend, with every reason against those that cannot be used")
 
 
-def run(args: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> int:
     hardware = EXAMPLES[args.machine] if args.machine else factory.detect()
-    shape = {name: getattr(args, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
+    asked: dict[str, Any] = {name: getattr(args, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
     if args.decode:
         dtype = dtype_of(args) or (torch.bfloat16 if hardware.device_type == "cuda" else torch.float32)
-        decoders = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **shape)
+        decoders = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **asked)
         if args.json:
             rows = [{"name": name, "usable": not why, "reasons": list(why), "source": source} for name, why, source in decoders.rows]
             put_json({"request": decoders.what, "chosen": decoders.chosen, "decoders": rows})
@@ -55,24 +52,22 @@ def run(args: argparse.Namespace) -> int:
             put(decoders)
         return 0 if decoders.chosen else 1
     same = ("key_padding_mask", "window", "deterministic", "precision", "length", "block_size", "block_masks")
-    asked: dict[str, Any] = {**shape, **{name: getattr(args, name) for name in same}, "dtype": dtype_of(args)}
-    asked |= {"is_causal": args.causal, "needs_grad": not args.inference, "dropout_p": 0.1 * args.dropout}
+    asked |= {name: getattr(args, name) for name in same} | {"dtype": dtype_of(args), "is_causal": args.causal}
+    asked |= {"needs_grad": not args.inference, "dropout_p": 0.1 * args.dropout}
     explanation = explain_backend(hardware=hardware, **asked)
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    is_possible = explanation.forward is not None and (explanation.backward is not None or not explanation.request.needs_grad)
+    is_possible = explanation.forward is not None and (explanation.backward is not None or args.inference)
     table = rates.table_of(hardware.architecture)
     preference = f"shipped table ({table.source}, {table.date})" if table else "architecture order"
-    packages = [f"{name} installed" for name in sorted(hardware.packages)]
-    packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
-    packages = [*([f"cuDNN {hardware.cudnn_version}"] if hardware.cudnn_version else []), *packages]
-    machine = ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
-    footer = ["", " · ".join(map(" ".join, versions.items())), machine, f"preference: {preference}"]
     if args.json:
         put_json({"versions": versions, "preference": preference, **explanation.as_dict()})
-    elif args.all or not is_possible:
-        put("\n".join([str(explanation), *footer]))
     else:
-        put("\n".join([*_verdict(explanation, asked), *footer]))
+        packages = [f"cuDNN {hardware.cudnn_version}"] if hardware.cudnn_version else []
+        packages += [f"{name} installed" for name in sorted(hardware.packages)]
+        packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
+        machine = ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
+        lines = [str(explanation)] if args.all or not is_possible else _verdict(explanation, asked)
+        put("\n".join([*lines, "", " · ".join(map(" ".join, versions.items())), machine, f"preference: {preference}"]))
     if not is_possible:
         print(f"no backend can compute {explanation.request.describe()}", file=sys.stderr)
     return 0 if is_possible else 1
@@ -89,15 +84,15 @@ def _verdict(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
         lines.append("faster: a CUDA GPU; info --for hopper shows what runs there.")
     else:
         # what the order prefers and this machine lacks
-        everything = frozenset().union(hardware.packages, *(machine.packages for machine in EXAMPLES.values()), {"xformers"})
+        everything = hardware.packages.union(["xformers"], *(machine.packages for machine in EXAMPLES.values()))
         then = explain_backend(hardware=replace(hardware, packages=everything), **asked)
-        reasons = {row.name: [x for x in row.reasons if "is not installed: " in x] for row in explanation.rows}
+        reasons = {row.name: "; ".join(x for x in row.reasons if "is not installed: " in x) for row in explanation.rows}
         better = [name for name in dict.fromkeys((then.forward, then.backward)) if name and reasons[name]]
-        lines += [f"faster by {_order(then.forward_basis)}: {name}; {'; '.join(reasons[name])}" for name in better]
-    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
+        lines += [f"faster by {_order(then.forward_basis)}: {name}; {reasons[name]}" for name in better]
     lines += ["", *(line for mark, _, line in explanation.lines() if mark != "✗")]
     lines += [f"tiles: {explanation.tiles}"] if explanation.tiles else []
-    return [*lines, *([f"cannot: {', '.join(refused)}; --all shows every reason."] if refused else [])]
+    refused = ", ".join(line.split()[1] for mark, _, line in explanation.lines() if mark == "✗")
+    return [*lines, *([f"cannot: {refused}; --all shows every reason."] if refused else [])]
 
 
 def _order(basis: str) -> str:

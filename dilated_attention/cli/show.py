@@ -1,4 +1,7 @@
-"""``show``: a model preset in figures, or a pattern: drawn in the terminal, as a picture, or in figures."""
+"""``show``: a model preset in figures, or a pattern: drawn with characters, as a picture, or in figures.
+
+In a drawing rows are queries and columns keys, with one panel for the heads that attend alike.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.cli.arguments import add_json, add_pattern, count, gib, pattern_of
-from dilated_attention.cli.console import put, put_json, width
-from dilated_attention.cli.terminal import NARROWEST, drawing
+import torch
+
+from dilated_attention.cli.common import add_command, add_pattern, count, gib, pattern_of, put, put_json, width
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import UsageError, size
-from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.pattern.dilated import distinct_pairs
-from dilated_attention.pattern.drawing import cell_size, draw
+from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes, draw
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
@@ -22,9 +25,16 @@ _PIXELS = 256
 _WIDTH = 100
 # limits, because every position and every head is examined
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
+# shades for multiplicities 0, 1, 2, … of a pattern whose highest multiplicity is 1, 2, 3; beyond that the last one covers all higher ones
+_SHADES = ("·█", "·█", "·▒█", "·░▒█", "·░▒▓█")
+# lower limits of a cell's mean multiplicity for each shade but the first
+_LEVELS = (1e-30, 1 / 8, 1 / 2, 1.0)
+_BETWEEN = "   "
+# characters of a line, and of a panel: one of fewer columns shows nothing useful
+NARROWEST, _NARROW_PANEL, _WIDE_PANEL = 24, 16, 128
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     text = "a pattern, drawn and counted; or a model preset: parameters, keys per query, memory, what fits"
     things = commands.add_parser("show", help=text).add_subparsers(
         dest="what", required=True, metavar="what", help="dilated, block_sparse, or a preset:"
@@ -33,23 +43,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         ("dilated", 64, "--segment-lengths W [W ...] --dilation-rates R [R ...]", "dilated attention, by its branches"),
         ("block_sparse", 1024, "(--window N [N] | --density PART)", "block-sparse attention, by its window or its density"),
     ):
-        parser = things.add_parser(kind, usage=f"%(prog)s {usage} [options]", help=text)
-        add_pattern(parser, kind)
-        parser.add_argument("--length", type=size, default=length, help=f"positions of the sequence: 65536, 64k, 1M; default: {length}")
-        parser.add_argument("--heads", type=size, default=4, help="query heads; default: 4")
-        parser.add_argument("--causal", action="store_true", help="a position sees only itself and earlier ones")
-        parser.add_argument("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
-        parser.add_argument("--width", type=size, help="characters across; default: the terminal's width")
-        parser.add_argument("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
-        add_json(parser)
-        parser.set_defaults(run=_pattern, parser=parser)
+        add = add_command(things, kind, _pattern, usage=f"%(prog)s {usage} [options]", help=text).add_argument
+        add_pattern(add, kind)
+        add("--length", type=size, default=length, help=f"positions of the sequence: 65536, 64k, 1M; default: {length}")
+        add("--heads", type=size, default=4, help="query heads; default: 4")
+        add("--causal", action="store_true", help="a position sees only itself and earlier ones")
+        add("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
+        add("--width", type=size, help="characters across; default: the terminal's width")
+        add("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
     for preset in MODEL_PRESETS:
-        model = things.add_parser(preset, help="a model")
-        model.add_argument("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
+        add = add_command(things, preset, _model, help="a model").add_argument
+        add("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
         text = "of the device that it must fit in; default: this machine's GPU, or its RAM"
-        model.add_argument("--memory", type=gib, metavar="GIB", help=text)
-        add_json(model)
-        model.set_defaults(run=_model, parser=model)
+        add("--memory", type=gib, metavar="GIB", help=text)
 
 
 def _model(args: argparse.Namespace) -> int:
@@ -82,11 +88,8 @@ def _pattern(args: argparse.Namespace) -> int:
         put_json(told)
         return 0
     if args.image is None:
-        columns = args.width or width() or _WIDTH
-        put(
-            "\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=columns)), wrap=args.width is None
-        )
-        put("")
+        lines = drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=args.width or width() or _WIDTH)
+        put("\n".join([*lines, ""]), wrap=args.width is None)
     put(_text(told))
     return 0
 
@@ -118,23 +121,70 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
 
 
 def _text(told: dict[str, Any]) -> str:
-    heads = f"{told['heads']} head{'s' if told['heads'] > 1 else ''}"
-    dense = "causal attention" if told["causal"] else "dense attention"
+    heads = f"{told['heads']} head{'s' if told['heads'] > 1 else ''}{', causal' if told['causal'] else ''}"
     lines = [
         told["pattern"],
-        f"{told['positions']:,} positions, {heads}{', causal' if told['causal'] else ''}: {told['pairs']:,} pairs, "
-        f"{told['density']:.3%} of the {told['dense_pairs']:,} of {dense}; {told['keys_per_query']:,.1f} keys per query and head",
+        "{positions:,} positions, {called}: {pairs:,} pairs, {density:.3%} of the {dense_pairs:,} of {dense} attention; "
+        "{keys_per_query:,.1f} keys per query and head".format(called=heads, dense="causal" if told["causal"] else "dense", **told),
     ]
     if "branches" in told:
-        lines.append(
-            f"{told['distinct_pairs']:,} different pairs ({told['coverage']:.3%}), of which {told['pairs_of_several_branches']:,} "
-            "are reached by several branches"
-        )
-        lines += [
-            f"  segments of {row['segment_length']:,}, rate {row['dilation_rate']}: {row['pairs']:,} pairs, "
-            f"{row['keys_per_query']:,.1f} keys per query and head"
-            for row in told["branches"]
+        both = "{distinct_pairs:,} different pairs ({coverage:.3%}), of which {pairs_of_several_branches:,} are reached by several branches"
+        branch = "  segments of {segment_length:,}, rate {dilation_rate}: {pairs:,} pairs, {keys_per_query:,.1f} keys per query and head"
+        lines += [both.format(**told), *(branch.format(**row) for row in told["branches"])]
+    return "\n".join([*lines, *([f"picture written to {told['image']}"] if "image" in told else [])])
+
+
+def drawing(
+    pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, heads: tuple[int, ...], width: int
+) -> list[str]:
+    """Returns lines of at most ``width`` characters, with a legend at the end.
+
+    A character represents one pair if a row of them fits, else the smallest square of positions for which it does.
+
+    Args:
+        heads: those to draw, of ``num_heads``.
+        width: of the terminal, in characters; at least ``NARROWEST``, or what a panel needs.
+    """
+    margin = len(f"{num_positions - 1} ")
+    cell = cell_size(pattern, num_positions, min(_WIDE_PANEL, max(_NARROW_PANEL, width - margin)))
+    pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
+    highest = int(pairs.max()) if pairs.numel() else 0
+    shades = _SHADES[-1 if cell > 1 else min(highest, len(_SHADES) - 1)]
+    if cell == 1:
+        levels = pairs.clamp(max=len(shades) - 1)
+    else:
+        levels = torch.bucketize(pairs / cell_sizes(num_positions, cell), torch.tensor(_LEVELS), right=True)
+    alike: dict[bytes, list[int]] = {}
+    for head in heads:
+        alike.setdefault(pairs[head].numpy().tobytes(), []).append(head)
+    across, last = pairs.shape[-1], str(num_positions - 1)
+    room = across - 1 - len(last)
+    axis = f"0{'keys'.center(room) if room > 5 else ' ' * room}{last}"[:across]
+    panels = [
+        [f"head {', '.join(map(str, same))}"[:across].ljust(across), axis]
+        + ["".join(shades[level] for level in row) for row in levels[same[0]].tolist()]
+        for same in alike.values()
+    ]
+    # the query's position, on every eighth line
+    labels = ["", "", *(f"{i * cell} " if i % 8 == 0 else "" for i in range(across))]
+    per_row = max(1, (width - margin + len(_BETWEEN)) // (across + len(_BETWEEN)))
+    lines = []
+    for start in range(0, len(panels), per_row):
+        rows = zip(labels, *panels[start : start + per_row], strict=True)
+        lines += [*((label.rjust(margin) + _BETWEEN.join(row)).rstrip() for label, *row in rows), ""]
+    return [*lines, *_legend(shades, highest, cell, isinstance(pattern, BlockPattern))]
+
+
+def _legend(shades: str, highest: int, cell: int, is_kept: bool) -> list[str]:
+    """``is_kept``: a pair is either kept or not, so there is no multiplicity to explain."""
+    axes = "rows are queries, columns keys;"
+    if cell > 1:
+        several, most = ("", "all") if is_kept else (", each as often as branches reach it", "1 or more")
+        return [
+            f"{axes} a character stands for {cell:,} × {cell:,} positions",
+            f"part of its pairs{several}: · none  ░ below 1/8  ▒ below 1/2  ▓ below 1  █ {most}",
         ]
-    if "image" in told:
-        lines.append(f"picture written to {told['image']}")
-    return "\n".join(lines)
+    if is_kept:
+        return [f"{axes} {shades[0]} dropped  {shades[1]} kept"]
+    named = "  ".join(f"{shade} {m}" for m, shade in enumerate(shades)) + (" or more" if highest >= len(shades) else "")
+    return [f"{axes} branches that reach the pair: {named}"]

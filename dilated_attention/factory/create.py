@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
 
+from dilated_attention import modules
 from dilated_attention.factory.presets import MODEL_PRESETS
 from dilated_attention.models import (
     LongNetConfig,
@@ -22,40 +23,16 @@ from dilated_attention.models import (
 )
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
 from dilated_attention.models.config import RING_KINDS
-from dilated_attention.modules import (
-    BlockSparseAttention,
-    BlockSparseDilatedAttention,
-    DilatedAttention,
-    MultiheadBlockSparseAttention,
-    MultiheadBlockSparseDilatedAttention,
-    MultiheadDilatedAttention,
-    RingAttention,
-    RingBlockSparseAttention,
-    RingBlockSparseDilatedAttention,
-    RingDilatedAttention,
-    RingMultiheadBlockSparseAttention,
-    RingMultiheadBlockSparseDilatedAttention,
-    RingMultiheadDilatedAttention,
-)
 from dilated_attention.pattern import geometric_branches
 from dilated_attention.pattern.checks import as_int, one_of, shown
 
-# a new kind of attention needs one line here
-KINDS: dict[str, type[nn.Module]] = {
-    "dilated": DilatedAttention,
-    "multihead_dilated": MultiheadDilatedAttention,
-    "block_sparse": BlockSparseAttention,
-    "multihead_block_sparse": MultiheadBlockSparseAttention,
-    "block_sparse_dilated": BlockSparseDilatedAttention,
-    "multihead_block_sparse_dilated": MultiheadBlockSparseDilatedAttention,
-    "ring": RingAttention,
-    "ring_dilated": RingDilatedAttention,
-    "ring_block_sparse": RingBlockSparseAttention,
-    "ring_block_sparse_dilated": RingBlockSparseDilatedAttention,
-    "ring_multihead_dilated": RingMultiheadDilatedAttention,
-    "ring_multihead_block_sparse": RingMultiheadBlockSparseAttention,
-    "ring_multihead_block_sparse_dilated": RingMultiheadBlockSparseDilatedAttention,
-}
+# a new kind of attention needs its name here: that of its module in lower case, without "attention"
+_NAMES = (
+    "dilated", "multihead_dilated", "block_sparse", "multihead_block_sparse", "block_sparse_dilated", "multihead_block_sparse_dilated",
+    "ring", "ring_dilated", "ring_block_sparse", "ring_block_sparse_dilated", "ring_multihead_dilated", "ring_multihead_block_sparse",
+    "ring_multihead_block_sparse_dilated",
+)  # fmt: skip
+KINDS: dict[str, type[nn.Module]] = {name: getattr(modules, f"{name.title().replace('_', '')}Attention") for name in _NAMES}
 # a new kind of model needs one line here
 MODELS: dict[type[ModelConfig], type[Pretrained]] = {LongNetConfig: LongNetLM, SlideEncoderConfig: SlideEncoder, VisionConfig: LongViT}
 
@@ -76,13 +53,11 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     ...                  segment_lengths=[512, 2048], dilation_rates=[1, 4])
     """
     one_of("kind", kind, tuple(KINDS))
-    module = KINDS[kind]
-    parameters = inspect.signature(module).parameters
+    parameters = inspect.signature(KINDS[kind]).parameters
     _refuse_unknown(f"create_attention({kind!r})", config, parameters)
-    missing = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty and name not in config]
-    if missing:
+    if missing := [name for name, p in parameters.items() if p.default is inspect.Parameter.empty and name not in config]:
         raise TypeError(f"create_attention({kind!r}) lacks {', '.join(missing)}; it accepts {', '.join(parameters)}")
-    return module(**config)
+    return KINDS[kind](**config)
 
 
 def create_model(preset: str, *, context_length: int | None = None, **overrides: Any) -> Pretrained:
@@ -113,17 +88,17 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     >>> create_model("longnet-15m", context_length=131072)
     """
     one_of("preset", preset, tuple(MODEL_PRESETS))
-    config = MODEL_PRESETS[preset]
+    config: Any = MODEL_PRESETS[preset]
     model = MODELS[type(config)]
     options = [name for name in inspect.signature(model).parameters if name != "config"]
-    outer, inner = _names(config), _names(getattr(config, "encoder", None))
+    encoder: Any = getattr(config, "encoder", None)
+    outer, inner = ([] if x is None else [field.name for field in fields(x)] for x in (config, encoder))
     _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options, "context_length")))
     if context_length is not None:
         overrides |= _branches_of(preset, config, context_length, overrides)
     # where the model and its encoder have a field of the same name, the model's takes precedence
-    within = {name: value for name, value in overrides.items() if name in inner and name not in outer}
-    if within:
-        overrides["encoder"] = _replaced(overrides.get("encoder", getattr(config, "encoder", None)), within)
+    if within := {name: value for name, value in overrides.items() if name in inner and name not in outer}:
+        overrides["encoder"] = _replaced(overrides.get("encoder", encoder), within)
     config = _replaced(config, {name: value for name, value in overrides.items() if name in outer})
     return model(config, **{name: value for name, value in overrides.items() if name in options})
 
@@ -137,16 +112,10 @@ def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[
             f"context_length is {shown(context_length)} and attention is {shown(attention)}, which has no branches that could follow it: "
             "leave context_length out"
         )
-    given = [name for name in ("segment_lengths", "dilation_rates", "encoder") if name in overrides]
-    if given:
+    if given := [name for name in ("segment_lengths", "dilation_rates", "encoder") if name in overrides]:
         raise ValueError(f"context_length and {' and '.join(given)} are given; each says what the branches are: leave out either")
-    context_length = as_int("context_length", context_length, minimum=1)
-    branches = geometric_branches(context_length, min(stack.segment_lengths))
+    branches = geometric_branches(as_int("context_length", context_length, minimum=1), min(stack.segment_lengths))
     return dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
-
-
-def _names(config: ModelConfig | None) -> list[str]:
-    return [] if config is None else [field.name for field in fields(config)]  # type: ignore[arg-type]
 
 
 def _replaced(config: Any, changes: dict[str, Any]) -> Any:
@@ -159,8 +128,6 @@ def _replaced(config: Any, changes: dict[str, Any]) -> Any:
     return replace(config, **changes)
 
 
-def _refuse_unknown(what: str, given: Iterable[str], accepted: Iterable[str]) -> None:
-    accepted = list(accepted)
-    unknown = [name for name in given if name not in accepted]
-    if unknown:
+def _refuse_unknown(what: str, given: Iterable[str], accepted: Collection[str]) -> None:
+    if unknown := [name for name in given if name not in accepted]:
         raise TypeError(f"{what} got {', '.join(unknown)}, which it does not know; it accepts {', '.join(accepted)}")

@@ -32,17 +32,11 @@ def list_backends() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of an ``Explanation``: usable for a pass if there are no reasons against it."""
+    """One backend of an ``Explanation``: ``usable`` if there are no reasons against the forward, nor, with gradients, the backward."""
 
     name: str
-    forward_reasons: tuple[str, ...]
-    backward_reasons: tuple[str, ...]
+    reasons: tuple[str, ...]
     source: str
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Returns every reason once: those against the forward, then those against the backward alone."""
-        return (*self.forward_reasons, *(reason for reason in self.backward_reasons if reason not in self.forward_reasons))
 
     @property
     def usable(self) -> bool:
@@ -77,14 +71,11 @@ class Explanation:
         return self.forward
 
     def as_dict(self) -> dict[str, Any]:
+        same = ("forward", "backward", "forward_basis", "backward_basis", "tiles")
         return {
             "hardware": self.request.hardware.label,
             "request": self.request.describe(),
-            "forward": self.forward,
-            "backward": self.backward,
-            "forward_basis": self.forward_basis,
-            "backward_basis": self.backward_basis,
-            "tiles": self.tiles,
+            **{name: getattr(self, name) for name in same},
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
@@ -102,30 +93,21 @@ class Explanation:
         width = max(len(row.name) for row in self.rows)
         lines = []
         for row in self.rows:
-            passes = [name for name, taken in (("forward", self.forward), ("backward", self.backward)) if taken == row.name]
-            mark = "→" if passes else ("·" if row.usable else "✗")
-            text = "; ".join(row.reasons) if row.reasons else (row.source or "usable")
-            if passes and row.reasons:
-                text = f"{' and '.join(passes)} only: {text}"
+            passes = " and ".join(name for name in ("forward", "backward") if getattr(self, name) == row.name)
+            text = "; ".join(row.reasons) or row.source or "usable"
+            text = f"{passes} only: {text}" if passes and row.reasons else text
+            mark = "→" if passes else "·" if row.usable else "✗"
             lines.append((mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
         return lines
 
     def __str__(self) -> str:
-        lines = [self.what]
-        lines.append(
-            f"forward: {self.forward or 'no backend can'}"
-            + (f" · backward: {self.backward or 'no backend can'}" if self.request.needs_grad else "")
-        )
-        bases = dict.fromkeys(basis for basis in (self.forward_basis, self.backward_basis) if basis)
-        if len(bases) == 1:
-            lines.append(f"order: {next(iter(bases))}")
-        elif bases:
-            lines.append(f"order: forward {self.forward_basis} · backward {self.backward_basis}")
-        lines += [line for _, _, line in self.lines()]
-        if self.tiles:
-            lines.append(f"tiles: {self.tiles}")
-        lines.append("→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference.")
-        return "\n".join(lines)
+        none = "no backend can"
+        backward = f" · backward: {self.backward or none}" if self.request.needs_grad else ""
+        bases = [basis for basis in (self.forward_basis, self.backward_basis) if basis]
+        order = f"forward {self.forward_basis} · backward {self.backward_basis}" if len(set(bases)) > 1 else "".join(bases[:1])
+        lines = [self.what, f"forward: {self.forward or none}{backward}", *([f"order: {order}"] if order else [])]
+        lines += [line for _, _, line in self.lines()] + ([f"tiles: {self.tiles}"] if self.tiles else [])
+        return "\n".join([*lines, "→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference."])
 
 
 def explain_backend(
@@ -183,10 +165,7 @@ def explain_backend(
         num_positions = as_int("num_positions", num_positions, minimum=1)
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
-    length = as_int("length", length, minimum=0)
-    dropout_p = check_probability("dropout_p", dropout_p)
-    cap = check_softcap(softcap, check_scale(None, head_dim), dtype)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    torch_deterministic = torch.are_deterministic_algorithms_enabled()
     request = AttentionRequest(
         hardware=machine,
         dtype=dtype,
@@ -196,13 +175,13 @@ def explain_backend(
         causal=is_causal,
         key_mask=key_padding_mask,
         window=window,
-        dropout=dropout_p > 0,
-        softcap=cap > 0,
-        deterministic=deterministic,
-        torch_deterministic=torch.are_deterministic_algorithms_enabled(),
+        dropout=check_probability("dropout_p", dropout_p) > 0,
+        softcap=check_softcap(softcap, check_scale(None, head_dim), dtype) > 0,
+        deterministic=deterministic or torch_deterministic,
+        torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
         precision=precision,
-        length=length,
+        length=as_int("length", length, minimum=0),
         blocks=None if block_size is None else checked_block_size(block_size),
         block_masks=block_masks,
     )
@@ -211,20 +190,15 @@ def explain_backend(
         raise ValueError(f"block_masks is {block_masks!r} without a block_size; give block_size=128 to ask about block-sparse attention")
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
-    forward_table = registry.table(request)
-    backward_table = dict(registry.table(replace(request, needs_grad=True))) if needs_grad else {}
+    forwards, backwards = replace(request, needs_grad=False), replace(request, needs_grad=True)
+    table = dict(registry.table(backwards)) if needs_grad else {}
     rows = tuple(
-        Row(name, tuple(reasons), tuple(backward_table.get(name, ())), registry.get(name).capabilities.source)
-        for name, reasons in forward_table
+        Row(name, tuple(dict.fromkeys([*reasons, *table.get(name, ())])), registry.get(name).capabilities.source)
+        for name, reasons in registry.table(forwards)
     )
-    request = replace(request, needs_grad=needs_grad)
-    forward = _taken(replace(request, needs_grad=False), backend)
-    backward = _taken(request, backend) if needs_grad else None
-    bases = (
-        _basis(replace(request, needs_grad=False), forward, backend),
-        _basis(request, backward, backend),
-    )
-    return Explanation(request, rows, forward, backward, *bases, _tiles(request, backend, pattern, num_positions))
+    (forward, basis), (backward, backward_basis) = _taken(forwards, backend), _taken(backwards, backend) if needs_grad else (None, "")
+    request = backwards if needs_grad else forwards
+    return Explanation(request, rows, forward, backward, basis, backward_basis, _tiles(request, backend, pattern, num_positions))
 
 
 def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
@@ -244,21 +218,16 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
         return ""
     parts = []
     for name, choice in zip(("forward", "backward"), choices, strict=False):
-        taken = tiles_choice.NAME if choice.tiles else choice.library
-        parts.append(f"{name} {choice.tiles_ms:.2f} ms against {choice.library_ms:.2f} on {choice.library}: {taken}")
-        if choice.library == tiles_choice.NAME:
-            parts[-1] = f"{name} {taken}, preferred for dense problems, too"
+        library, taken = choice.library, tiles_choice.NAME if choice.tiles else choice.library
+        of_both = f" {choice.tiles_ms:.2f} ms against {choice.library_ms:.2f} on {library}: {taken}"
+        parts.append(name + (f" {taken}, preferred for dense problems, too" if library == tiles_choice.NAME else of_both))
     return f"{rule}: {' · '.join(parts)}"
 
 
-def _basis(request: AttentionRequest, taken: str | None, backend: str) -> str:
-    if taken is None:
-        return ""
-    return "asked for by name" if taken == backend else registry.ranking(request)[taken]
-
-
-def _taken(request: AttentionRequest, backend: str) -> str | None:
+def _taken(request: AttentionRequest, backend: str) -> tuple[str | None, str]:
+    """Returns (the backend of a pass, why it came first)."""
     try:
-        return registry.select(request, backend).name
+        name = registry.select(request, backend).name
     except BackendUnavailable:
-        return None
+        return None, ""
+    return name, "asked for by name" if name == backend else registry.ranking(request)[name]

@@ -15,14 +15,14 @@ from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, detect, explain_b
 from dilated_attention.functional import explain_decode
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import USABLE, Summary, cache_rows, footprint, readable, summarise
-from dilated_attention.pattern import BlockPattern, DilatedPattern, GlobalLocal, geometric_branches
-from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
+from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_branches
+from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
 from dilated_attention.planning.models import model_of, plan_model, stack_of
 from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
-from dilated_attention.validation import MAX_HEAD_DIM
+from dilated_attention.validation import MAX_HEAD_DIM, check_positive
 
 USE_CASES: Mapping[str, str] = {
     "training": "train a model of up to 7 billion parameters, or one attention layer",
@@ -55,8 +55,18 @@ _PRESET, _PARAMETERS, _GIGAPATH = "llama-1b", 1.24e9, "gigapath-12l768d"
 _WINDOW, _GLOBAL = 2047, 128
 _EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
 _BACK, _SHORT = "docs/performance.md, Against the arithmetic floor", "docs/performance.md, Short sequences"
-_RING, _HOW_RING, _SLIDE = "docs/ring.md, Figures", "docs/ring.md, How it works", "docs/slide_encoder.md, NVIDIA H200"
+_RING, _SLIDE, _SAME = "docs/ring.md, Figures", "docs/slide_encoder.md, NVIDIA H200", "docs/torchscale.md, What is the same"
 _DECODING, _HF = "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
+_NOTHING_FITS = "weights, gradients and the optimizer alone do not fit"
+# of a sequence that several GPUs share: what was measured, and why it is laid out as it is
+_SHARED = {
+    "dense": ("causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
+              "gives every process equally many pairs"),
+    "dilated": ("forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
+                "branches inside a process need no exchange"),
+    "block_sparse": ("a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
+                     "a window's blocks are near"),
+}  # fmt: skip
 
 
 def recommend(
@@ -122,33 +132,33 @@ def recommend(
         hardware = replace(EXAMPLES["hopper"], capability=machine.capability, name=machine.name)
     if machine.is_cpu:
         machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
-    cuda = hardware.device_type == "cuda"
     # the dtype of full speed: float16 is slow before Volta
-    capability = (hardware.capability or (0, 0)) if cuda else (0, 0)
+    capability = (hardware.device_type == "cuda" and hardware.capability) or (0, 0)
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
     case = SimpleNamespace(
-        name=use_case, length=length, machine=machine, hardware=hardware, cuda=cuda, here=gpu is None, dtype=dtype,
+        name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype,
         base=attention or ("dense" if length < _LONG else "dilated"), **asked,
     )  # fmt: skip
     choose = {"torchscale": _training, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
-    chosen: dict[str, Any] = {
-        "training": True, "count": 1, "data": 1, "context": 1, "kv_heads": None, "memory": None, "fits": None, "checkpointed": None,
-        "layers": 0, "seconds": "",
-    }  # fmt: skip
-    x = SimpleNamespace(**chosen | choose.get(use_case, _layer if parameters is None else _training)(case))
+    x = choose.get(use_case, _layer if parameters is None else _training)(case)
     x.layout = "zigzag" if x.base == "dense" and case.causal else "contiguous"
     x.keys = x.pattern.pairs(length, x.heads, is_causal=case.causal) / (length * x.heads)
     x.dense_keys = (length + 1) / 2 if case.causal else float(length)
     x.kind, is_dilated = kind_of(x.base, x.context), x.base == "dilated"
-    x.backends = _explained(case, x)
-    _estimate(case, x)
+    asks = {"block_size": 128, "block_masks": "bits"} if x.base == "block_sparse" else {"pattern": x.pattern, "num_positions": length}
+    rows = max(1, round(x.pattern.pairs(length, 1, is_causal=case.causal) / length)) if x.base == "block_sparse" else 0
+    x.backends = explain_backend(
+        hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=case.causal,
+        needs_grad=x.training, length=rows, **asks,
+    )  # fmt: skip
+    time = _estimate(case, x)
     *setup, code = _code(case, x)
     return Recommendation(
         use_case=use_case, request={"name": use_case, "length": length, **asked, "machine": machine.name, "memory": machine.memory},
         machine=f"{length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}", kind=x.kind,
         segment_lengths=x.pattern.segment_lengths if is_dilated else (), dilation_rates=x.pattern.dilation_rates if is_dilated else (),
         keys_per_query=x.keys, dense_keys_per_query=x.dense_keys, forward=x.backends.forward, backward=x.backends.backward,
-        memory=x.memory, fits=x.fits, settings=tuple(_settings(case, x)), setup=tuple(setup), code=code,
+        settings=tuple(itertools.starmap(Setting, _settings(case, x, time))), memory=x.memory, fits=x.fits, setup=tuple(setup), code=code,
     )  # fmt: skip
 
 
@@ -160,10 +170,8 @@ def _checked(name: str, value: Any) -> Any:
         check_bool(name, value)
     elif name == "attention":
         one_of(name, value, KINDS)
-    else:
-        check_number(name, value, "a number above 0")
-        if not 0 < value <= 1e16:
-            raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
+    elif check_positive(name, value) > 1e16:
+        raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
     return value
 
 
@@ -172,17 +180,19 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
 
     Rates are limited so that heads cover every offset.
     """
-    whole = 1 << max(0, min(length, longest or length) - 1).bit_length()
+    lengths, rates = geometric_branches(1 << (min(length, longest or length) - 1).bit_length())
     # below a rate of 8 far branches cost more than all others together
     most = 1 << (max(num_heads, 8).bit_length() - 1)
-    lengths, rates = geometric_branches(whole)
     return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
 
 
-def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> DilatedPattern | BlockPattern:
-    if base == "dilated":
-        return branches(case.length, heads, longest)
-    return DilatedPattern((case.length,), (1,)) if base == "dense" else GlobalLocal((_WINDOW, 0 if case.causal else _WINDOW), _GLOBAL)
+def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence."""
+    if base == "block_sparse":
+        pattern = GlobalLocal((_WINDOW, 0 if case.causal else _WINDOW), _GLOBAL)
+        return pattern, {"pattern": pattern}
+    chosen = branches(case.length, heads, longest) if base == "dilated" else DilatedPattern((case.length,), (1,))
+    return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
 
 
 def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
@@ -192,25 +202,23 @@ def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, 
     building all blocks of a large model takes seconds, even empty ones.
     """
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
-    is_preset = case.parameters is None and case.heads is None and case.head_dim is None
     wanted, layers = case.parameters or _PARAMETERS, config.num_layers
     embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
-    if is_preset:
-        embed, usual = config.embed_dim, config.num_heads
-    elif case.head_dim is not None:
-        usual = max(1, round(embed / case.head_dim))
-    heads = case.heads or usual
-    pattern = _pattern(case, base, heads, longest)
-    overrides: dict[str, Any] = _branches_of(pattern) if base == "dilated" else {"attention": base}
-    overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if case.causal else {"is_causal": False})
-    if not is_preset:
+    shape: dict[str, Any] = {}
+    heads = case.heads or (usual if case.head_dim is None else max(1, round(embed / case.head_dim)))
+    if is_preset := {case.parameters, case.heads, case.head_dim} == {None}:
+        heads = config.num_heads
+    else:
         head_dim = case.head_dim or max(32, min(256, round(embed / heads / 32) * 32))
         kv_heads = heads // 4 if heads % 4 == 0 else None
-        overrides |= {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
+        shape = {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
         # with 128,256 tokens the embedding alone would be most of a small model
-        overrides |= {"vocab_size": 32768} if wanted < 1e9 else {}
+        shape |= {"vocab_size": 32768} if wanted < 1e9 else {}
+    pattern, made_by = _pattern(case, base, heads, longest)
+    overrides: dict[str, Any] = made_by if base == "dilated" else {"attention": base}
+    overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if case.causal else {"is_causal": False}) | shape
     made = [model_of(_PRESET, tuple(sorted((overrides | {"num_layers": count}).items()))) for count in (1, 2)]
-    one, two = (sum(p.numel() for p in model.parameters()) for model in made)
+    one, two = (model.num_parameters for model in made)
     outside, block = 2 * one - two, two - one
     if not is_preset:
         layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
@@ -218,13 +226,20 @@ def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, 
     return overrides, summarise(_PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
 
 
-def _of_model(preset: str, overrides: dict[str, Any], summary: Summary) -> dict[str, Any]:
+def _chosen(**fields: Any) -> Any:
+    """What a use case decides; not what is chosen: no memory is estimated, no GPUs share anything."""
+    x = SimpleNamespace(training=True, count=1, data=1, context=1, kv_heads=None, layers=0, memory=None, fits=None, checkpointed=None)
+    vars(x).update(fields)
+    return x
+
+
+def _of_model(preset: str, overrides: dict[str, Any], summary: Summary, **fields: Any) -> Any:
     config, number = summary.config, summary.num_parameters
-    return {
-        "what": "model", "base": config.kind, "pattern": config.pattern, "heads": config.num_heads, "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "arguments": _arguments(preset, overrides), "layers": config.num_layers, "number": number,
-        "parameters": f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million",
-    }  # fmt: skip
+    return _chosen(
+        base=config.kind, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        arguments=_arguments(preset, overrides), number=number,
+        parameters=f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million", **fields,
+    )  # fmt: skip
 
 
 def _most_context(case: Any) -> int:
@@ -233,7 +248,7 @@ def _most_context(case: Any) -> int:
     return next(c for c in range(most, 0, -1) if case.gpus % c == 0)
 
 
-def _training(case: Any) -> dict[str, Any]:
+def _training(case: Any) -> Any:
     """Chooses the first distribution that fits, or the last one tried if none fits.
 
     ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
@@ -241,54 +256,56 @@ def _training(case: Any) -> dict[str, Any]:
     the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
     A distribution whose footprint, by a formula, is far too large is not traced.
     """
-    gpus, most, preset = case.gpus, _most_context(case), _PRESET
-    if case.name == "torchscale":
-        # segments, offsets, tail and gradient are those that the weights were trained with
-        preset, overrides, summary = _GIGAPATH, dict[str, Any](), model_of(_GIGAPATH, ()).summary()
-    else:
-        overrides, summary = _model(case, case.base)
+    gpus, most = case.gpus, _most_context(case)
+    # segments, offsets, tail and gradient are those that the weights were trained with
+    is_slides = case.name == "torchscale"
+    preset, what = (_GIGAPATH, "slide") if is_slides else (_PRESET, "model")
+    overrides, summary = ({}, model_of(_GIGAPATH, ()).summary()) if is_slides else _model(case, case.base)
     contexts = [c for c in range(min(gpus // math.gcd(case.batch, gpus), most), most + 1) if gpus % c == 0]
-    plan = None
-    for checkpointed, context in itertools.product((False, True), contexts):
+    tried = [
+        (checkpointed, context, count)
+        for checkpointed, context in itertools.product((False, True), contexts)
+        for count in dict.fromkeys((max(1, case.batch * context // gpus), 1))
+    ]
+    for checkpointed, context, count in tried:
         needs = footprint(summary.config, summary.num_parameters, checkpoint_activations=checkpointed)
-        for count in dict.fromkeys((max(1, case.batch * context // gpus), 1)):
-            activations = needs.total(-(-count * case.length // context)) - needs.fixed
-            is_last = checkpointed and context == contexts[-1] and count == 1
-            # footprints are within a quarter of the plans
-            if not is_last and needs.fixed // gpus + activations > 1.5 * case.machine.memory:
-                continue
-            if plan is None or not plan.fits:
-                plan = plan_model(
-                    preset, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, world_size=context,
-                    batch_size=count, checkpoint_activations=checkpointed, find_longest=is_last, **overrides,
-                )  # fmt: skip
-    assert plan is not None
-    return _of_model(preset, overrides, summary) | {
-        "count": plan.batch_size, "data": gpus // plan.world_size, "context": plan.world_size, "memory": plan.peak, "fits": plan.fits,
-        "longest": plan.longest, "checkpointed": plan.checkpoint_activations,
-    } | ({"what": "slide", "layers": 0} if preset == _GIGAPATH else {})  # fmt: skip
+        activations = needs.total(-(-count * case.length // context)) - needs.fixed
+        is_last = (checkpointed, context, count) == tried[-1]
+        # footprints are within a quarter of the plans
+        if is_last or needs.fixed // gpus + activations <= 1.5 * case.machine.memory:
+            plan = plan_model(
+                preset, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, world_size=context,
+                batch_size=count, checkpoint_activations=checkpointed, find_longest=is_last, **overrides,
+            )  # fmt: skip
+            if plan.fits:
+                break
+    return _of_model(
+        preset, overrides, summary, what=what, count=plan.batch_size, data=gpus // plan.world_size, context=plan.world_size,
+        memory=plan.peak, fits=plan.fits, longest=plan.longest, checkpointed=plan.checkpoint_activations,
+        layers=0 if is_slides else plan.layers,
+    )  # fmt: skip
 
 
-def _layer(case: Any) -> dict[str, Any]:
+def _layer(case: Any) -> Any:
     """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
     base, is_transformers = case.base, case.name == "huggingface"
     heads, head_dim = case.heads or (32 if is_transformers else 16), case.head_dim or (128 if is_transformers else 64)
     context = 1 if is_transformers and base == "block_sparse" else _most_context(case)
-    data, pattern = case.gpus // context, _pattern(case, base, heads)
-    # dense attention is one segment of the whole sequence
-    arguments: dict[str, Any] = _branches_of(pattern) if isinstance(pattern, DilatedPattern) else {"pattern": pattern}
-    found = {"base": base, "pattern": pattern, "heads": heads, "head_dim": head_dim, "data": data, "context": context}
+    pattern, arguments = _pattern(case, base, heads)
+    x = _chosen(base=base, pattern=pattern, heads=heads, head_dim=head_dim, data=case.gpus // context, context=context)
     if is_transformers:
-        name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
-        return found | {"what": name if name == "sdpa" else "transformers", "name": name, "arguments": _arguments(name, arguments)}
-    name = f"{'ring_' if context > 1 else ''}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
-    arguments = {"embed_dim": heads * head_dim, "num_heads": heads} | arguments
-    if base == "dense" and context > 1:
-        name, arguments = "ring", {}
-    return found | {"what": "layer", "layers": 1, "count": max(1, case.batch // data), "arguments": _arguments(name, arguments)}
+        x.name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
+        x.what, x.arguments = "sdpa" if x.name == "sdpa" else "transformers", _arguments(x.name, arguments)
+        return x
+    name, of_layer = f"multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}", {"embed_dim": heads * head_dim}
+    arguments = of_layer | {"num_heads": heads} | arguments
+    if context > 1:
+        name, arguments = ("ring", {}) if base == "dense" else (f"ring_{name}", arguments)
+    x.what, x.layers, x.count, x.arguments = "layer", 1, max(1, case.batch // x.data), _arguments(name, arguments)
+    return x
 
 
-def _decoding(case: Any) -> dict[str, Any]:
+def _decoding(case: Any) -> Any:
     """Chooses the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
     requests = -(-case.users // case.gpus) if case.name == "serving" else 1
     itemsize, usable, base, longest = case.dtype.itemsize, int(USABLE * case.machine.memory), case.base, case.length
@@ -303,34 +320,20 @@ def _decoding(case: Any) -> dict[str, Any]:
             break
         longest //= 4
         base = "dilated" if longest >= _LONG else "block_sparse"
-    config = summary.config
-    decoder = explain_decode(
-        hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=config.head_dim, num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+    x = _of_model(
+        _PRESET, overrides, summary, what="decoding", training=False, count=requests, memory=needed, fits=needed <= usable,
+        cache=readable(each), fitting=max(0, usable - weights) // each, rows=cache_rows(summary.config, case.length),
     )  # fmt: skip
-    return _of_model(_PRESET, overrides, summary) | {
-        "what": "decoding", "training": False, "count": requests, "memory": needed, "fits": needed <= usable,
-        "cache": readable(each), "fitting": max(0, usable - weights) // each, "rows": cache_rows(config, case.length),
-        "decoder": decoder.chosen, "layers": 0,
-    }  # fmt: skip
+    x.decoder = explain_decode(
+        hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads
+    ).chosen
+    return x
 
 
-def _explained(case: Any, x: Any) -> Any:
-    pattern, is_sparse = x.pattern, x.base == "block_sparse"
-    if is_sparse:
-        rows = max(1, round(pattern.pairs(case.length, 1, is_causal=case.causal) / case.length))
-    else:
-        rows = max(-(-min(w, case.length) // r) for w, r in pattern.branches)
-    return explain_backend(
-        hardware=case.hardware, dtype=case.dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=case.causal,
-        needs_grad=x.training, length=rows, block_size=128 if is_sparse else None, block_masks="bits" if is_sparse else "none",
-    )  # fmt: skip
-
-
-def _estimate(case: Any, x: Any) -> None:
-    """Adds time, and memory of one layer's attention; nothing for a GPU whose figures are unknown."""
-    if not x.layers or (case.machine.is_cpu and case.cuda):
-        return
+def _estimate(case: Any, x: Any) -> tuple[str, ...]:
+    """Adds memory of one layer's attention and returns the setting of its time; nothing for a GPU whose figures are unknown."""
+    if not x.layers or (case.machine.is_cpu and case.hardware.device_type == "cuda"):
+        return ()
     plan = plan_attention(
         x.kind, num_positions=case.length, num_heads=x.heads, num_kv_heads=x.kv_heads, head_dim=x.head_dim, batch_size=x.count,
         dtype=case.dtype, world_size=x.context, layout=x.layout if x.context > 1 else None, is_causal=case.causal,
@@ -338,153 +341,147 @@ def _estimate(case: Any, x: Any) -> None:
     )  # fmt: skip
     if x.memory is None:
         x.memory, x.fits = plan.peak, plan.fits
-    if plan.seconds is not None:
-        layers = f" of attention, {seconds_text(plan.seconds * x.layers)} in {x.layers} layers" if x.layers > 1 else ""
-        x.seconds, x.rate = f"{seconds_text(plan.seconds)} forward + backward{layers}", plan.passes[0].source
+    if plan.seconds is None:
+        return ()
+    layers = f" of attention, {seconds_text(plan.seconds * x.layers)} in {x.layers} layers" if x.layers > 1 else ""
+    source = f"an estimate of plan_attention: {plan.passes[0].source}"
+    return "attention time", f"{seconds_text(plan.seconds)} forward + backward{layers}", source
 
 
-def _settings(case: Any, x: Any) -> Iterator[Setting]:
-    base, length, is_slides = x.base, case.length, case.name == "torchscale"
+def _why_kind(case: Any, x: Any) -> tuple[str, str]:
+    """Returns (reason, source) of the kind of attention."""
     near = f"every query attends to all near keys, and to few far ones: {x.keys / x.dense_keys:.2%} of dense attention's pairs"
-    if is_slides:
-        reason, source = "what the weights were trained with, all in the preset", "docs/torchscale.md, What is the same"
-    elif case.attention is not None:
-        reason, source = "requested; a model keeps the attention that it was trained with", _HF
-    elif base == "dense" and length <= 4096:
-        more = "at 4,096 positions LongNet's branches contain most of its pairs: on an H200"
-        reason, source = f"{more} cuDNN's dense attention took 0.62 of their time forward and 0.70 forward + backward", _SHORT
-    elif base == "dense":
-        reason, source = "dilated was slower at 4,096 positions and faster at 8,192, on an H200; dense leaves no key out", _SHORT
-    elif base == "block_sparse":
-        more = "on an H200 32 requests with a window reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
-        reason, source = (
-            f"the cache of every dilated pattern of 8,192 positions and more is too large for so many; {more}",
-            _DECODING,
-        )
-    elif not x.training:
+    if case.name == "torchscale":
+        return "what the weights were trained with, all in the preset", _SAME
+    if case.attention is not None:
+        return "requested; a model keeps the attention that it was trained with", _HF
+    if x.base == "dense" and case.length <= 4096:
+        return (
+            "at 4,096 positions LongNet's branches contain most of its pairs: on an H200 cuDNN's dense attention took 0.62 of their time "
+            "forward and 0.70 forward + backward"
+        ), _SHORT
+    if x.base == "dense":
+        return "dilated was slower at 4,096 positions and faster at 8,192, on an H200; dense leaves no key out", _SHORT
+    if x.base == "block_sparse":
+        return (
+            "the cache of every dilated pattern of 8,192 positions and more is too large for so many; on an H200 32 requests with a window "
+            "reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
+        ), _DECODING
+    if not x.training:
         more = "a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
-        reason, source = f"{near}; {more}", _DECODING
-    elif length < 32768:
+        return f"{near}; {more}", _DECODING
+    if case.length < 32768:
         more = "at 8,192 positions dense forward + backward took 1.24 to 2.02 times as long by torch's kernels on an H200"
-        reason, source = f"{near}; {more}, 0.98 by FlashAttention-4", _SHORT
-    else:
-        more = "on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward"
-        reason, source = f"{near}; {more}", _BACK
-    yield Setting("kind", x.kind, reason, source)
+        return f"{near}; {more}, 0.98 by FlashAttention-4", _SHORT
+    return f"{near}; on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward", _BACK
+
+
+def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yields the fields of each ``Setting``."""
+    base, length, is_slides, is_decoding = x.base, case.length, case.name == "torchscale", x.what == "decoding"
+    yield "kind", x.kind, *_why_kind(case, x)
     if base != "dense" and not is_slides:
         reason = "how well a model learns with these keys is not measured here: train it and dense attention on your data where both can"
-        yield Setting("accuracy", "measure it on your model", reason, "docs/block_sparse.md, What it does not do")
+        yield "accuracy", "measure it on your model", reason, "docs/block_sparse.md, What it does not do"
     average = f"{x.keys:,.0f} keys per query on average, dense attention has {x.dense_keys:,.0f}"
     if base == "dilated":
-        top, reach, reason = max(x.pattern.dilation_rates), max(x.pattern.segment_lengths), f"segment/rate. {average}"
+        reach, reason = max(x.pattern.segment_lengths), f"segment/rate. {average}"
         if reach < length:
             reason += f". No segment is longer than {reach:,}, so that the keys of all requests fit"
-        if not is_slides and top > x.heads:
+        if not is_slides and max(x.pattern.dilation_rates) > x.heads:
             reason += f". Rates above the {x.heads} heads leave positions out of far branches; more heads avoid this"
-        yield Setting("branches", ", ".join(f"{w}/{r}" for w, r in x.pattern.branches), reason, "docs/performance.md, How it works")
+        yield "branches", ", ".join(f"{w}/{r}" for w, r in x.pattern.branches), reason, "docs/performance.md, How it works"
     elif base == "block_sparse":
-        reason = f"{average}: near and first positions. A forward of 1,048,576 ran at 468 TFLOP/s with a window of 2,048"
-        yield Setting("pattern", _source(x.pattern), f"{reason} (H200)", "docs/block_sparse.md, Performance")
+        reason = f"{average}: near and first positions. A forward of 1,048,576 ran at 468 TFLOP/s with a window of 2,048 (H200)"
+        yield "pattern", _source(x.pattern), reason, "docs/block_sparse.md, Performance"
     forward, backward = x.backends.forward, x.backends.backward
     if forward is None:
-        yield Setting("backend", "none", f"no backend can compute {x.backends.request.describe()}; try another head dim")
+        yield "backend", "none", f"no backend can compute {x.backends.request.describe()}; try another head dim"
     else:
         basis = " · ".join(dict.fromkeys(filter(None, (x.backends.forward_basis, x.backends.backward_basis))))
         extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in (forward, backward) if name in _EXTRAS))
         install = f', with every kernel package installed: pip install "dilated-attention[{extras}]"' if extras and not case.here else ""
         chosen = f"forward {forward}" + (f", backward {backward}" if x.training else "")
-        yield Setting("backend", chosen, f'what backend="auto" chooses: {basis}{install}')
+        yield "backend", chosen, f'what backend="auto" chooses: {basis}{install}'
     name = str(case.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
-    yield Setting("dtype", name, why.get(name, "no fast 16-bit products here"))
-    if case.name == "huggingface":
-        reason = "a model trained with dense attention computes something else with these layers"
-        if base == "dense":
-            yield Setting("integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF)
-        else:
-            yield Setting("integration", "fine-tune", reason, _HF)
-            reason, source = "padding on the left shifts segments", "docs/huggingface.md, What is honoured, and what is refused"
-            yield Setting("padding", "on the right", reason, source)
+    yield "dtype", name, why.get(name, "no fast 16-bit products here")
+    if x.what == "sdpa":
+        yield "integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF
+    elif x.what == "transformers":
+        yield "integration", "fine-tune", "a model trained with dense attention computes something else with these layers", _HF
+        source = "docs/huggingface.md, What is honoured, and what is refused"
+        yield "padding", "on the right", "padding on the left shifts segments", source
     if x.fits is not None:
-        if x.what == "decoding":
+        if is_decoding:
             reason = f"weights of {x.parameters} parameters and the cache of {x.count} requests, of which {x.fitting} would fit"
         elif x.what == "layer":
             reason = "of one layer's attention: q, k, v, result, gradients and what its calls need in addition"
         else:
             reason = f"{x.parameters} parameters with AdamW, {x.count} sequences at a time, by plan_model"
-            if not x.fits:
-                most = f"a sequence of {x.longest:,} positions would fit"
-                reason += f"; {most if x.longest else 'weights, gradients and the optimizer alone do not fit'}"
+            most = f"a sequence of {x.longest:,} positions would fit" if x.longest else _NOTHING_FITS
+            reason += "" if x.fits else f"; {most}"
         value = f"{readable(x.memory)} per device, {'fits' if x.fits else 'does not fit'}"
-        yield Setting("memory", value, f"{reason}; {case.machine.name} has {readable(case.machine.memory)}")
-    if x.seconds:
-        yield Setting("attention time", x.seconds, f"an estimate of plan_attention: {x.rate}")
+        yield "memory", value, f"{reason}; {case.machine.name} has {readable(case.machine.memory)}"
+    if time:
+        yield time
     if x.checkpointed is not None:
         reason = "without it the activations do not fit" if x.checkpointed else "the activations fit, and computing blocks twice costs time"
         reason += ": a training step of GigaPath's encoder took 235 ms and 4.2 GB with it, 163 ms and 11.9 GB without, on an H200"
-        yield Setting("checkpoint_activations", str(x.checkpointed), reason, _SLIDE)
+        yield "checkpoint_activations", str(x.checkpointed), reason, _SLIDE
     if is_slides:
         reason = "reads them with weights_only, without TorchScale; outputs were within 5.3e-7 of the original's in float32"
-        yield Setting("weights", 'load_torchscale("slide_encoder.pth")', reason, "docs/torchscale.md, What is the same")
-    if x.what == "decoding":
+        yield "weights", 'load_torchscale("slide_encoder.pth")', reason, _SAME
+    if is_decoding:
         value = "PagedKVCache: model.generate([prompt, …])" if case.name == "serving" else "KVCache: model.generate(prompt, …)"
         reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
-        yield Setting("KV cache", value, reason, "docs/decoding.md, What a row reads")
-    if case.gpus > 1 and x.what == "decoding":
-        yield Setting("mesh", f"{case.gpus} processes, each with its own requests", "a sequence is continued by one process")
+        yield "KV cache", value, reason, "docs/decoding.md, What a row reads"
+    if case.gpus > 1 and is_decoding:
+        yield "mesh", f"{case.gpus} processes, each with its own requests", "a sequence is continued by one process"
     elif case.gpus > 1:
-        if x.context == 1:
-            reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
-            if length < _TOKENS_PER_GPU * x.data and case.batch < x.data:
-                reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {case.gpus} sequences per step"
-        else:
-            reason = {
-                "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
-                "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
-                "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
-            }[base]
-            reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {reason}"
+        reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
+        if x.context > 1:
+            reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {_SHARED[base][0]}"
+        elif length < _TOKENS_PER_GPU * x.data and case.batch < x.data:
+            reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {case.gpus} sequences per step"
         sharded = x.what in ("model", "slide") and x.number > 10**9
         reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {case.gpus}"
-        yield Setting("mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING)
+        yield "mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING
     if x.context > 1:
-        why = {
-            "dilated": "branches inside a process need no exchange", "block_sparse": "a window's blocks are near",
-            "dense": "gives every process equally many pairs",
-        }  # fmt: skip
-        yield Setting("layout", f'"{x.layout}"', why[base], _HOW_RING)
+        yield "layout", f'"{x.layout}"', _SHARED[base][1], "docs/ring.md, How it works"
     if case.name == "serving":
         reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
-        yield Setting("batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING)
-    elif is_slides and case.cuda:
-        yield Setting("batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE)
-    elif not is_slides and case.name != "long-context":
+        yield "batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING
+    elif is_slides and case.hardware.device_type == "cuda":
+        yield "batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE
+    elif not is_slides and not is_decoding:
         reason, source = "one long sequence fills a GPU. Accumulate gradients for a larger batch", "docs/genome.md, What is trained"
         if length <= 16384:
             reason = "short sequences fill a GPU together: of 4,096 positions the host took 0.589 ms, the kernels 0.363, on an H200"
             source = _SHORT
-        yield Setting("batch", f"{x.count} at a time", reason, source)
+        yield "batch", f"{x.count} at a time", reason, source
     if not is_slides and x.head_dim not in (64, 128):
-        yield Setting("head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for")
+        yield "head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for"
 
 
 def _code(case: Any, x: Any) -> list[str]:
     """Returns the lines to paste."""
-    lines, shared = [], x.what != "sdpa" and x.data * x.context > 1
-    if x.what != "sdpa":
-        made = f"from dilated_attention import create_{'attention' if x.what == 'layer' else 'model'}"
-        lines.append("from dilated_attention.integrations.huggingface import register" if x.what == "transformers" else made)
+    lines, processes, make = [], x.data * x.context, "attention" if x.what == "layer" else "model"
+    if x.what == "transformers":
+        lines.append("from dilated_attention.integrations.huggingface import register")
+    elif x.what != "sdpa":
+        lines.append(f"from dilated_attention import create_{make}")
     if x.base == "block_sparse":
         lines.append("from dilated_attention.pattern import GlobalLocal")
-    if shared:
+    if processes > 1 and x.what != "sdpa":
         mesh = f'mesh = dist.init_device_mesh("{case.hardware.device_type}", ({x.data}, {x.context}), mesh_dim_names=("dp", "cp"))'
-        lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={x.data * x.context}", mesh]
+        lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={processes}", mesh]
     options = x.arguments + (", checkpoint_activations=True" if x.checkpointed else "")
     options += f', mesh=mesh["cp"], layout="{x.layout}"' if x.context > 1 else ""
-    if x.what in ("sdpa", "transformers"):
-        lines += [f"register({options})"] if x.what == "transformers" else []
-        return [*lines, f'model.set_attn_implementation("{x.name}")']
-    return [*lines, f"attention = create_attention({options})" if x.what == "layer" else f"model = create_model({options})"]
+    if x.what not in ("sdpa", "transformers"):
+        return [*lines, f"{make} = create_{make}({options})"]
+    lines += [f"register({options})"] if x.what == "transformers" else []
+    return [*lines, f'model.set_attn_implementation("{x.name}")']
 
 
 def _arguments(name: str, arguments: dict[str, Any]) -> str:
@@ -494,7 +491,3 @@ def _arguments(name: str, arguments: dict[str, Any]) -> str:
 
 def _source(value: Any) -> str:
     return f"GlobalLocal({value.window}, {value.global_tokens})" if isinstance(value, GlobalLocal) else repr(value)
-
-
-def _branches_of(pattern: Any) -> dict[str, Any]:
-    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}

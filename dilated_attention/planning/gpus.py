@@ -46,9 +46,9 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     memory: int
-    bandwidth: float | None
-    peaks: Mapping[str, float] = field(hash=False)
-    link: float | None
+    bandwidth: float | None = None
+    peaks: Mapping[str, float] = field(default_factory=dict, hash=False)
+    link: float | None = None
     source: str
 
     @property
@@ -110,13 +110,8 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
     found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found = _without_rates(THIS_CPU, (0, 0), ram, "its memory as the system reports it")
+        found = Gpu(name=THIS_CPU, capability=(0, 0), memory=ram, source="its memory as the system reports it")
     return found if memory is None else replace(found, memory=as_int("memory", memory, minimum=1))
-
-
-def _without_rates(name: str, capability: tuple[int, int], memory: int, source: str) -> Gpu:
-    none: Mapping[str, float] = MappingProxyType({})
-    return Gpu(name=name, capability=capability, memory=memory, bandwidth=None, peaks=none, link=None, source=source)
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
@@ -128,8 +123,6 @@ def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
         return None
     properties = torch.cuda.get_device_properties(torch.device(device or "cuda"))
     known = _NAMES.get(_words(properties.name))
-    if known is not None:
-        source = f"memory of this machine, rates of {known.source}"
-        return replace(known, name=properties.name, memory=properties.total_memory, source=source)
-    capability, source = (properties.major, properties.minor), "this machine; its rates are not known by its name"
-    return _without_rates(properties.name, capability, properties.total_memory, source)
+    unknown = Gpu(name="", capability=(properties.major, properties.minor), memory=0, source="")
+    source = f"memory of this machine, rates of {known.source}" if known else "this machine; its rates are not known by its name"
+    return replace(known or unknown, name=properties.name, memory=properties.total_memory, source=source)

@@ -29,13 +29,12 @@ from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import cache_bytes, embedding_parameters
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.planning.attention import fit_of, pairs_of
+from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of
 from dilated_attention.planning.gpus import Gpu
 from dilated_attention.planning.memory import counts_of, memory_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
 from dilated_attention.planning.ring import Exchange, exchange_of
-from dilated_attention.planning.speed import ESTIMATE_BY_HAND, passes_of
 from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
@@ -152,7 +151,8 @@ def plan_model(
     seconds: float | None = None
     if cached is not None:
         # the GPU's time alone is far too short where chunks wait for the CPU
-        source, why_not = "", "a prompt enters the cache in chunks and mostly waits for the CPU; bench train-infer measures it"
+        source = ""
+        why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
     else:
         seconds, source, why_not = _step_seconds(run, problem, exchange, flops)
     per_token, token_source = None, ""

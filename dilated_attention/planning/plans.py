@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from dilated_attention.models.summary import USABLE, readable
 from dilated_attention.planning.gpus import THIS_CPU
 from dilated_attention.planning.problem import RINGS
 from dilated_attention.planning.ring import Exchange
-from dilated_attention.planning.speed import Pass
 
 _PASSES = ("forward", "backward")
 # (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers
@@ -27,24 +26,52 @@ _FLOPS = (("EFLOP", 1e18, 0.9995e18), ("PFLOP", 1e15, 0.9995e15), ("TFLOP", 1e12
 OF_MALLOC = "in tensors; glibc's malloc may keep up to twice as much again of what is freed, unless MALLOC_MMAP_THRESHOLD_=2097152 is set"
 
 
-def _in_units(number: float, units: tuple[tuple[str, float, float], ...]) -> str:
+def seconds_text(number: float, units: tuple[tuple[str, float, float], ...] = _TIMES) -> str:
+    """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
     return next(f"{_three_digits(number / size)} {unit}" for unit, size, least in units if number >= least)
 
 
-_flops = functools.partial(_in_units, units=_FLOPS)
+_flops = functools.partial(seconds_text, units=_FLOPS)
 
 
-def seconds_text(seconds: float) -> str:
-    """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
-    return _in_units(seconds, _TIMES)
-
-
-def _longest(longest: int, what: str = "the longest that does") -> str:
-    return f"{what}: {'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else f"{what}: none, not one position fits"
+def _longest(longest: int) -> str:
+    return f"{'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else "none, not one position fits"
 
 
 def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of a call, in seconds.
+
+    Args:
+        arithmetic, memory, host, links: the time that each would take alone.
+        backend: the backend that computes the pass.
+        rate: mean FLOP/s assumed for the arithmetic.
+        source: where the rate comes from.
+        exposed: the part of the link time that cannot be hidden behind the arithmetic.
+    """
+
+    arithmetic: float
+    memory: float
+    host: float
+    links: float
+    exposed: float
+    backend: str
+    rate: float
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        return max(self.arithmetic, self.memory, self.host, self.links) + self.exposed
+
+    @property
+    def bound(self) -> str:
+        """Returns what takes longest: ``"arithmetic"``, ``"memory"``, ``"launches"`` or ``"links"``."""
+        parts = {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
+        return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +100,13 @@ class Plan:
     fits: bool
     longest: int
 
-    def _fit(self, peak: int) -> str:
+    def _end(self, peak: int) -> list[str]:
         """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        lines = [f"fits         {found}; {_longest(self.longest)}"]
-        if self.device == THIS_CPU:
-            lines.append(f"             {OF_MALLOC}")
-        return "\n".join(lines)
+        lines = [f"fits         {found}; the longest that does: {_longest(self.longest)}"]
+        return [*lines, f"             {OF_MALLOC}"] if self.device == THIS_CPU else lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +158,15 @@ class AttentionPlan(Plan):
         return sum(one.seconds for one in self.passes) if self.passes else None
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
+        found, memory, exchange = asdict(self), self.memory, self.exchange
         del found["dense_pairs"]
-        moved, sizes = found["exchange"]["bytes"], ("peak", "forward_peak", "backward_peak")
+        added = ("keys_per_query", "share_of_dense", "seconds")
+        found |= {name: getattr(self, name) for name in added} | {"layout": self.layout if self.world_size > 1 else None}
+        found |= {name: dict(zip(_PASSES, found[name], strict=True)) for name in ("flops", "least_bytes")}
+        sizes = {name: getattr(memory, name) for name in ("peak", "forward_peak", "backward_peak")}
         return found | {
-            "layout": self.layout if self.world_size > 1 else None,
-            "keys_per_query": self.keys_per_query,
-            "share_of_dense": self.share_of_dense,
-            **{name: dict(zip(_PASSES, found[name], strict=True)) for name in ("flops", "least_bytes")},
-            "memory": {name: getattr(self.memory, name) for name in sizes}
-            | {name: [list(term) for term in getattr(self.memory, name)] for name in _PASSES},
-            "exchange": {"name": self.exchange.name, "steps": self.exchange.steps, "exact": self.exchange.is_exact, **moved},
-            "seconds": self.seconds,
+            "memory": sizes | {name: list(map(list, getattr(memory, name))) for name in _PASSES},
+            "exchange": {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **asdict(exchange.bytes)},
             "passes": [
                 asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
                 for name, one in zip(_PASSES, self.passes, strict=False)
@@ -181,26 +203,27 @@ class AttentionPlan(Plan):
 
     def __str__(self) -> str:
         about, each = "" if self.pairs_exact else "about ", ", per process" if self.world_size > 1 else ""
-
-        def both(values: Sequence[int], text: Callable[[int], str]) -> str:
-            return f"{text(values[0])} forward" + (f", {text(values[1])} backward" if self.training else "")
-
+        names = _PASSES[: 1 + self.training]
+        flops, least = (
+            ", ".join(f"{text(size)} {name}" for size, name in zip(sizes, names, strict=False))
+            for sizes, text in ((self.flops, _flops), (self.least_bytes, readable))
+        )
         lines = [
             *self.heading(f"{self.num_positions:,} positions"),
             "",
             f"pairs        {about}{self.pairs:,}: {self.keys_per_query:,.1f} keys per query, {self.share_of_dense:.3%} of dense",
-            f"FLOPs        {both(self.flops, _flops)}",
-            f"least bytes  {both(self.least_bytes, readable)} through device memory{each}",
+            f"FLOPs        {flops}",
+            f"least bytes  {least} through device memory{each}",
             "",
             f"peak memory  {readable(self.peak)}{each.replace(',', '')}",
         ]
-        for name in _PASSES[: 1 + self.training]:
+        for name in names:
             terms = " + ".join(f"{what} {readable(size)}" for what, size in getattr(self.memory, name))
             lines.append(f"  {name:<9}  {readable(getattr(self.memory, f'{name}_peak'))} = {terms}")
         if self.world_size > 1:
             moved, about, steps = asdict(self.exchange.bytes), "" if self.exchange.is_exact else "about ", self.exchange.steps
             lines += ["", f"on the wire  {self.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
-            for name in _PASSES[: 1 + self.training]:
+            for name in names:
                 received, sent = (about + readable(moved[f"{name}_{way}"]) for way in ("received", "sent"))
                 lines.append(f"  {name:<9}  receives {received}, sends {sent}")
         lines += ["", f"time         {_time(self.seconds, self.no_time)}"]
@@ -211,7 +234,7 @@ class AttentionPlan(Plan):
                 f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
                 f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
             ]
-        return "\n".join([*lines, "", self._fit(self.peak)])
+        return "\n".join([*lines, "", *self._end(self.peak)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +310,7 @@ class ModelPlan(Plan):
             rate = f"{self.batch_size / self.decode_seconds:,.0f} tokens/s"
             lines.append(f"generating   {seconds_text(self.decode_seconds)} a step (an estimate), {rate}")
             lines.append(f"             {self.decode_source}")
-        return "\n".join([*lines, self._fit(self.peak)])
+        return "\n".join([*lines, *self._end(self.peak)])
 
 
 def _time(seconds: float | None, why_not: str) -> str:
@@ -296,15 +319,16 @@ def _time(seconds: float | None, why_not: str) -> str:
 
 def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     """Formats plans of one call or model at several lengths; only the last one contains the longest length that fits."""
-    last, found = plans[-1], []
-    for plan in plans:
-        seconds = "–" if plan.seconds is None else seconds_text(plan.seconds)
-        found.append(plan.cells() | {"time": seconds, "fits": "yes" if plan.fits else "no"})
+    last = plans[-1]
+    found = [
+        plan.cells() | {"time": "–" if plan.seconds is None else seconds_text(plan.seconds), "fits": "yes" if plan.fits else "no"}
+        for plan in plans
+    ]
     rows = [tuple(found[0]), *(tuple(row.values()) for row in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     times = f"times are estimates; in the last row: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
-    longest = _longest(last.longest, f"the longest that fits in {USABLE:.0%} of the memory")
+    longest = f"the longest that fits in {USABLE:.0%} of the memory: {_longest(last.longest)}"
     malloc = [f"memory is {OF_MALLOC}"] if last.device == THIS_CPU else []
     return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, *malloc, times])
 
@@ -369,16 +393,13 @@ class Recommendation:
         Raises:
             KeyError: there is none; the message lists the existing names.
         """
-        for setting in self.settings:
-            if setting.name == name:
-                return setting
-        raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(setting.name for setting in self.settings)}")
+        named = {setting.name: setting for setting in self.settings}
+        if name not in named:
+            raise KeyError(f"no setting is called {name!r}; the settings are {', '.join(named)}")
+        return named[name]
 
     def as_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, width: int = 118) -> str:
         """Returns the answer in lines of at most ``width`` characters, except for the code."""
@@ -388,3 +409,5 @@ class Recommendation:
             first = f"{x.name}  ".ljust(len(margin)) + f"{x.value}: {x.reason}{cited}"
             lines += textwrap.wrap(first, width, subsequent_indent=margin, break_on_hyphens=False)
         return "\n".join([*lines, "", *(f"    {line}" for line in (*self.setup, self.code))])
+
+    __str__ = text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contenders, decode, extreme, slides, speed
+from benchmarks import contenders, extreme, speed, train_infer
 from benchmarks.__main__ import main
 from benchmarks.case import FAMILIES, Case, case_names, dense_pattern, geometric, make_case, new_lengths, padding_mask, pairs, small
 from benchmarks.contenders import Contender, Costs, contender
@@ -257,7 +257,7 @@ PROCESSES = """
 import sys
 import torch
 from benchmarks.__main__ import main
-from benchmarks.sharded import Ranks
+from benchmarks.scaling import Ranks
 from benchmarks.timing import Refused
 
 ranks = Ranks(torch.device("cpu"))
@@ -299,7 +299,7 @@ def test_the_search_ends_by_memory(tmp_path: Path) -> None:
 
 
 def test_slides_differ_and_decoding_is_right() -> None:
-    lengths = slides.lengths_of_slides(200)
+    lengths = train_infer.lengths_of_slides(200)
     assert len(set(lengths)) > 190 and 5000 < sum(lengths) / 200 < 9500 and max(lengths) <= 22_000
-    assert max(decode.errors_of("longnet-125m", "dilated", CPU, torch.float32).values()) < 1e-4
+    assert max(train_infer.errors_of("longnet-125m", "dilated", CPU, torch.float32).values()) < 1e-4
     assert isinstance(contender("floor").make(make_case("gigapath-5308", CPU, torch.float32, is_small=True)), Costs)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks import copies as torchscale
-from benchmarks import parity
 from benchmarks.__main__ import main
 from benchmarks.report import Row
 
@@ -83,6 +82,6 @@ def test_samples_that_are_dropped_are_dropped_whole() -> None:
 @pytest.mark.parametrize(("note", "code"), [("wrong: output differs by 1.0e-03", 1), ("", 0)])
 def test_a_difference_is_the_exit_code(note: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-3}, note=note)
-    monkeypatch.setattr(parity, "check", lambda options: None)
-    monkeypatch.setattr(parity, "measure", lambda options: [row])
+    monkeypatch.setattr(torchscale, "check_parity", lambda options: None)
+    monkeypatch.setattr(torchscale, "measure_parity", lambda options: [row])
     assert main(["train-infer", "--tasks", "parity", "--output", str(tmp_path)]) == code

@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention import factory
 from dilated_attention.cli import main
-from dilated_attention.cli.arguments import count, size
+from dilated_attention.cli.common import count, size
 from dilated_attention.factory import EXAMPLES, explain_backend
 from dilated_attention.planning import plan_attention
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from dilated_attention.cli import console, main
+from dilated_attention.cli import common, main
 from tests.helpers.pool import fresh_processes
 
 INFO = ("info", "--for", "cpu", "--all")
@@ -128,7 +128,7 @@ def test_what_ascii_lacks_becomes_a_question_mark(plain: str) -> None:
 
 def test_json_has_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     value = {"reason": "blocks of 64 × 64 → triton", "a file's name that is no text": "caf\udce9"}
-    console.put_json(value)
+    common.put_json(value)
     text = capsys.readouterr().out
     assert text.isascii() and json.loads(text) == value
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention.cli import main
-from dilated_attention.cli.terminal import drawing
+from dilated_attention.cli.show import drawing
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, Pattern, with_sparsity
 from dilated_attention.pattern.dilated import distinct_pairs
 from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes

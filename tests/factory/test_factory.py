@@ -198,37 +198,12 @@ def test_presets_run() -> None:
         assert torch.isfinite(layer(x, x, x)).all()
 
 
-def test_list_backends_names_all() -> None:
-    assert set(list_backends()) == {
-        "flash4",
-        "flash3",
-        "flash3_fp8",
-        "flash2",
-        "sdpa_cudnn",
-        "sdpa_flash",
-        "sdpa_efficient",
-        "sdpa_cpu",
-        "triton",
-        "tiles",
-        "flex",
-        "xformers",
-        "math",
-    }
-    assert set(KINDS) == {
-        "dilated",
-        "multihead_dilated",
-        "block_sparse",
-        "multihead_block_sparse",
-        "block_sparse_dilated",
-        "multihead_block_sparse_dilated",
-        "ring",
-        "ring_block_sparse",
-        "ring_block_sparse_dilated",
-        "ring_dilated",
-        "ring_multihead_dilated",
-        "ring_multihead_block_sparse",
-        "ring_multihead_block_sparse_dilated",
-    }
+def test_names_of_backends_and_kinds() -> None:
+    known = "flash4 flash3 flash3_fp8 flash2 sdpa_cudnn sdpa_flash sdpa_efficient sdpa_cpu triton tiles flex xformers math"
+    assert set(list_backends()) == set(known.split())
+    of_kinds = {f"{m}{kind}" for m in ("", "multihead_") for kind in ("dilated", "block_sparse", "block_sparse_dilated")}
+    assert set(KINDS) == of_kinds | {f"ring_{kind}" for kind in of_kinds} | {"ring"}
+    assert all(module.__name__.lower() == f"{kind.replace('_', '')}attention" for kind, module in KINDS.items())
 
 
 def test_explain_backend_knows_lists_of_blocks() -> None:

@@ -97,6 +97,7 @@ def test_a_plan_is_what_fake_tensors_of_the_whole_step_hold(options: dict[str, A
     with FakeTensorMode():
         model = create_model("longnet-tiny", **options)
         tape = models._Tape(model.parameters())
+        # with the layers' kernels of a GPU
         with plain_layers(forced=True), tape:
             tokens = torch.zeros((1, rows), dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16):

@@ -409,9 +409,9 @@ def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str
 
 
 def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
+    from dilated_attention.planning.attention import _host
     from dilated_attention.planning.problem import make_problem
     from dilated_attention.planning.ring import NO_EXCHANGE
-    from dilated_attention.planning.speed import _host
 
     rates = {"12x64": (1, 2, 4, 6, 12), "16x128": (1, 2, 4, 8, 16)}
     compared = 0

@@ -1,11 +1,20 @@
-"""Arguments shared by several commands: sizes, a device and a dtype, and attention patterns."""
+"""What commands share: rich's console, whose lines stay whole where the output is no terminal, JSON, sizes, devices and patterns."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.highlighter import RegexHighlighter
+from rich.theme import Theme
 
 from dilated_attention.parsing import UsageError, below, shown, size
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
@@ -18,6 +27,56 @@ OF_KIND = {
     "block_sparse": ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
 }
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+class _Marks(RegexHighlighter):
+    # a backend that is taken, and one that cannot be used
+    highlights = [r"(?m)^ *(?P<taken>→ \S+)", r"(?m)^ *(?P<refused>✗ .*)$"]  # noqa: RUF012
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # the exception being handled; rich would exit with 1
+        raise
+
+
+def prepare() -> None:
+    """Makes both streams replace characters that they cannot encode, instead of raising an error, and warnings lines without code."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _console() -> Console:
+    # without colours rich would still write bold text
+    system: Any = None if os.environ.get("NO_COLOR") else "auto"
+    theme = Theme({"taken": "bold green", "refused": "dim"})
+    return _Console(color_system=system, theme=theme, highlighter=_Marks(), markup=False, emoji=False)
+
+
+def width() -> int | None:
+    """Returns the characters of a line; None where the output is no terminal and ``COLUMNS`` is not set, and lines stay whole."""
+    screen = _console()
+    return screen.width if screen.is_terminal or os.environ.get("COLUMNS") else None
+
+
+def put(text: object, *, wrap: bool = True) -> None:
+    """Prints ``text``; ``wrap``: in lines of at most ``width()``."""
+    _console().print(str(text), soft_wrap=not wrap or width() is None)
+
+
+def put_json(value: Any) -> None:
+    """Prints ``value`` as JSON, with escapes for what is not ASCII."""
+    print(json.dumps(value, indent=2))
+
+
+def add_command(commands: Any, name: str, run: Callable[..., int], *, has_json: bool = True, **about: Any) -> Any:
+    parser = commands.add_parser(name, **about)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
 
 
 def count(text: str) -> int:
@@ -39,26 +98,8 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
     return getattr(torch, args.dtype) if args.dtype else None
 
 
-def device_of(name: str | None) -> torch.device:
-    """Returns the device that ``--device`` names; None: the GPU if there is one. Raises UsageError if torch cannot use it here."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        raise UsageError(f"--device is {name!r}, which torch cannot use here ({why}); expected cpu, cuda or cuda:<index>") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {name!r}; expected cpu, cuda or cuda:<index>")
-    return device
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-
-
-def add_pattern(parser: argparse._ActionsContainer, *kinds: str) -> None:
+def add_pattern(add: Callable[..., Any], *kinds: str) -> None:
     """Adds the arguments of these kinds of patterns, all None unless they are given; ``pattern_of`` reads them."""
-    add = parser.add_argument
     if "dilated" in kinds:
         add("--segment-lengths", type=size, nargs="+", metavar="W", help="positions per segment, for each branch")
         add("--dilation-rates", type=size, nargs="+", metavar="R", help="every R-th position is selected, for each branch")
@@ -67,7 +108,8 @@ def add_pattern(parser: argparse._ActionsContainer, *kinds: str) -> None:
         add("--branch-heads", choices=("all", "split"), help="whether every head runs every branch; default: all")
         add("--tail", choices=("mask", "zero_keys"), help="zero_keys: TorchScale's padding; default: mask")
     if "block_sparse" in kinds:
-        add("--window", type=_side, nargs="+", metavar="N", help="keys up to N away, or N before and N after; all: unbounded")
+        text = "keys up to N away, or N before and N after; all: unbounded"
+        add("--window", type=lambda side: None if side == "all" else count(side), nargs="+", metavar="N", help=text)
         add("--global-tokens", type=count, metavar="N", help="the first N positions see all and are seen by all")
         add("--random-blocks", type=count, metavar="N", help="blocks drawn for each row of blocks and head")
         add("--density", type=float, metavar="PART", help="instead of these: part of all pairs that is kept, above 0, at most 1")
@@ -84,12 +126,8 @@ def _offsets(text: str) -> str | tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no offsets; expected {expected}") from error
 
 
-def _side(text: str) -> int | None:
-    return None if text == "all" else count(text)
-
-
 def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPattern | None:
-    """Returns the pattern of the arguments of ``add_pattern``; None for ``"dense"``."""
+    """Returns the pattern of the arguments of ``add_pattern``; None for ``"dense"``. What does not go together is refused by patterns."""
     given = given_of(args, *OF_KIND[kind])
     if kind == "dense":
         return None
@@ -100,20 +138,15 @@ def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPat
             )
         offsets = given.pop("head_offsets", ["cyclic"])
         return DilatedPattern(**given, head_offsets=offsets[0] if isinstance(offsets[0], str) else tuple(offsets))
-    return _block_pattern(**given)
-
-
-def _block_pattern(
-    window: list[int | None] | None = None, density: float | None = None, density_kind: str | None = None, **given: Any
-) -> BlockPattern:
-    if (window is None) == (density is None):
+    if ("window" in given) == ("density" in given):
         raise UsageError("a block-sparse pattern needs either --window or --density; e.g. --window 256 --global-tokens 64")
-    given |= {} if density_kind is None else {"kind": density_kind}
-    # what does not go together is refused by the patterns themselves
-    if density is not None:
-        return with_sparsity(density, **given)
-    assert window is not None
-    sides: Any = window[0] if len(window) == 1 and window[0] is not None else tuple(window * 2 if len(window) == 1 else window)
+    if "density_kind" in given:
+        given["kind"] = given.pop("density_kind")
+    if "density" in given:
+        return with_sparsity(given.pop("density"), **given)
+    sides = given.pop("window")
+    # one side stands for both; (None, None) is unbounded
+    sides = tuple(sides) if len(sides) > 1 else sides[0] if sides[0] is not None else (None, None)
     if "random_blocks" in given:
         return BigBird(sides, given.pop("global_tokens", 0), **given)
     return GlobalLocal(sides, **given) if "global_tokens" in given else LocalWindow(sides, **given)
@@ -123,5 +156,5 @@ def given_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
-def flags(names: Any) -> str:
+def flags(names: Iterable[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in sorted(names))
