@@ -5,7 +5,7 @@ for float64); R = B·N·H rows of the log-sum-exp.
 
 On a GPU (``branches/strategy.py``), with parts = the branch buffers of a chunk. They are freed as soon as the chunk's kernels are issued,
 so the buffers of the chunk on the other stream are in the allocator's reserve (measured by ``tests/gpu/test_engine.py`` and
-bench extreme):
+benchmarks extreme):
 
     forward   inputs (Q + 2K)·e + out Q·e + lse R·a + parts
     backward  inputs (Q + 2K)·e + out, dout 2·Q·e + lse R·a + dq, dk, dv (Q + 2K)·e + parts, the chunk's lse, and what a launch sums
