@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
+from dilated_attention.models.images.class_tokens import insert_class_tokens, means_of_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slides import (
@@ -231,7 +231,7 @@ class SlideEncoder(ImageModel):
         token = self.class_token.to(x.dtype)
         if self._shared is not None:
             bounds = [0, whole] if bounds is None else bounds
-            x = insert_class_tokens(x, token, bounds, self._shared.group_name, self._shared.layout)
+            x = insert_class_tokens(x, token, bounds, self._shared)
         elif bounds is None:
             x = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
         else:
@@ -268,14 +268,8 @@ class SlideEncoder(ImageModel):
 
     def _pool(self, x: torch.Tensor, bounds: list[int] | None) -> torch.Tensor:
         is_mean = self.config.global_pool
-        if self._shared is not None and bounds is not None:
-            runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
-            sums = sum_runs(x, runs, bounds[-1], self._shared.group_name, self._shared.layout)
-            means = [sums[:, slide] / (end - start) for slide, (start, end) in enumerate(runs)]
-            # (B, E) of one run, or of packed slides with B = 1
-            return self.norm(torch.cat(means).to(x.dtype))
         if bounds is None:
             return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])
-        if not is_mean:
-            return self.norm(x[0, bounds[:-1]])
-        return self.norm(torch.stack([x[0, start + 1 : end].mean(dim=0) for start, end in itertools.pairwise(bounds)]))
+        runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
+        # (B, E) of one run, or of packed slides with B = 1
+        return self.norm(means_of_runs(x, runs, bounds[-1], self._shared).flatten(0, 1))

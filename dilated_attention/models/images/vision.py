@@ -16,7 +16,7 @@ from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import sum_runs
+from dilated_attention.models.images.class_tokens import means_of_runs
 from dilated_attention.models.images.slide_config import checked_encoder
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.modules import RingSettings
@@ -197,8 +197,7 @@ class LongViT(ImageModel):
         """Returns the mean of the rows (B, E), or the class token's."""
         if self._shared is None:
             return x.mean(dim=1) if self.class_token is None else x[:, 0]
-        run = (0, length if self.class_token is None else 1)
-        return (sum_runs(x, [run], length, self._shared.group_name, self._shared.layout)[:, 0] / run[1]).to(x.dtype)
+        return means_of_runs(x, [(0, length if self.class_token is None else 1)], length, self._shared)[:, 0]
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
         """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.
