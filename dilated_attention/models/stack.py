@@ -17,6 +17,8 @@ from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
+from dilated_attention.modules._ring import RING_OPTIONS
+from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
 
 
@@ -45,19 +47,16 @@ class ModelOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-DEFAULTS: dict[str, Any] = {
-    "backend": "auto", "group": None, "mesh": None, "layout": "contiguous", "exchange": "auto", "ranks_per_node": None, "timeout": 60.0,
-    "checkpoint_activations": False, "device": None, "dtype": None,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = {name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__}
 
 
 def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
     """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
     check_names(model, options)
     given = {**DEFAULTS, **options}
-    where = [given.pop(name) for name in ("group", "mesh", "layout", "exchange", "ranks_per_node", "timeout")]
-    is_spread = is_ring or where[0] is not None or where[1] is not None
-    return {**given, "ring": RingSettings.of(*where) if is_spread else None}
+    where = {name: given.pop(name) for name in RING_OPTIONS}
+    is_spread = is_ring or where["group"] is not None or where["mesh"] is not None
+    return {**given, "ring": RingSettings.of(where) if is_spread else None}
 
 
 class LongNetStack(nn.Module):
@@ -85,7 +84,7 @@ class LongNetStack(nn.Module):
                 f"config.is_causal is {config.is_causal}; {type(self).__name__} needs {self.is_causal}: set it, or use {other}"
             )
         if ring is None and config.is_ring:
-            ring = RingSettings.of(None, None, "contiguous")
+            ring = RingSettings.of({})
         self.config = config
         self.ring = ring
         self.checkpoint_activations = checkpoint_activations
