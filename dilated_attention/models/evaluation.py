@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,7 @@ class Evaluation:
     by_position: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """Inputs first … end − 1 of a record, and the targets scored … scored_end − 1 that count, as positions of the record."""
 
     first: int
