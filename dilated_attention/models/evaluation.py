@@ -158,16 +158,12 @@ def evaluate(
 
 def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[_Window]:
     """Yields the windows of one record; every target is scored in one of them."""
-    if not is_causal:
-        for start in range(0, length, stride):
-            scored_end = min(start + stride, length)
-            first = max(0, min((start + scored_end - context) // 2, length - context))
-            yield _Window(first, min(first + context, length), start, scored_end)
-        return
-    scored, scored_end = 1, min(length, context + 1)
-    while scored < scored_end:
-        yield _Window(max(0, scored_end - context - 1), scored_end - 1, scored, scored_end)
-        scored, scored_end = scored_end, min(length, scored_end + stride)
+    scored, step = (1, context) if is_causal else (0, stride)
+    while scored < length:
+        scored_end = min(scored + step, length)
+        first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
+        yield _Window(first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end)
+        scored, step = scored_end, stride
 
 
 def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -151,9 +151,7 @@ class SlideEncoder(ImageModel):
         >>> rows = model.attention_map(tiles, coords, query_rows=[0, 17])
         >>> rows.shape  # class token and 17th tile: (B, H, 2, 1 + L)
         """
-        self.encoder.check_whole()
-        with torch.no_grad():
-            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
         rows = query_rows if bounds is None else rows_of_slides(query_rows, bounds)
         maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
         if bounds is None:
@@ -196,15 +194,19 @@ class SlideEncoder(ImageModel):
         if not self.config.global_pool:
             found = self.attention_map(tiles, coords, layer=layer, cu_seqlens=cu_seqlens, average_heads=average_heads)
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
-        self.encoder.check_whole()
-        with torch.no_grad():
-            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
         shares = torch.zeros(x.shape[:2], device=x.device)
         slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
         for start, end in slides:
             shares[:, start + 1 : end] = 1 / (end - start - 1)
         received = self.encoder.attention_received(x, layer=layer, query_weights=shares, average_heads=average_heads, **options)
         return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
+
+    @torch.no_grad()
+    def _begin_whole(self, *inputs: Any) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
+        """Same as ``_begin``, for slides of one process."""
+        self.encoder.check_whole()
+        return self._begin(*inputs)
 
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
