@@ -34,7 +34,8 @@ class KeyMask:
         is_causal: whether a query sees no later key.
         window: (left, right) in positions, None for unbounded; None for no window.
         padding: (B, num_filled) bool, True = padding.
-        cu_seqlens: bounds of packed documents in the B rows concatenated, int32; in compiled code those that it cannot rule out.
+        cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
+        is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
         seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
         empty: (B, Nq) bool, True = a query that sees nothing, whatever the other parts say: its row is 0.
         checked: the tensors in which documents were looked for: the layers of a forward share them and their mask.
@@ -48,6 +49,7 @@ class KeyMask:
     window: tuple[int | None, int | None] | None = None
     padding: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    is_guess: bool = False
     seq_len: int | None = None
     empty: torch.Tensor | None = None
     checked: list[Any] = dataclasses.field(default_factory=list)
@@ -156,6 +158,7 @@ def key_mask(
         window=window,
         padding=_padding(attention_mask, num_filled, kv_offset, is_shared),
         cu_seqlens=bounds,
+        is_guess=bounds is not None and torch.compiler.is_compiling(),
     )
 
 

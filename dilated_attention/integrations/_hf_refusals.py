@@ -136,7 +136,7 @@ def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_pac
         )
     # those that context_parallel has cut have positions and bounds of the whole sequence
     if mask.seq_len is None and mask.cu_seqlens is not None and not is_packed:
-        told = "may be packed, which a compiled model cannot rule out" if torch.compiler.is_compiling() else "restart within the shard"
+        told = "may be packed, which a compiled model cannot rule out" if mask.is_guess else "restart within the shard"
         raise ValueError(
             f"attention {name!r}: position_ids {told}; expected the inputs that shard_inputs makes of the whole position_ids. "
             "Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"

@@ -135,8 +135,8 @@ class MultiheadAttention(nn.Module):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
-    def forward(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> tuple[torch.Tensor, None]:
-        """Computes a call in nn.MultiheadAttention's form; the classes below say which options they take."""
+    def _computed(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of ``forward``."""
         if options.pop("need_weights", False):
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
         if options.pop("attn_mask", None) is not None:
@@ -146,10 +146,11 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         q, k, v = self.project(query, key, key if value is None else value, options.pop("input_norm", None))
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
-        return self.attend(q, k, v, **options), None
+        q, k = self._rotated(q, k, options)
+        return self.combine(self.attention(q, k, v, **options)), None
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Returns the layer's output (B, Nq, E) for what ``project`` returned. ``options`` are arguments of ``attention``."""
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns q and k, rotated with ``rotary``."""
         raise NotImplementedError
 
     def rotate(
@@ -281,14 +282,9 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        return super().forward(query, key, value, **options)
+        return self._computed(query, key, value, {**options})
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        q, k = self._rotated(q, k, options)
-        return self.combine(self.attention(q, k, v, **options))
-
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns q and k, rotated with ``rotary``."""
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.rotary:
             return q, k
         query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
@@ -321,7 +317,7 @@ class LocalMultihead(MultiheadAttention):
         """
         return self.attention.attention_received(*self._scored(query, key, options), **options)
 
-    def _scored(self, query: torch.Tensor, key: torch.Tensor | None, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scored(self, query: torch.Tensor, key: torch.Tensor | None, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns q and k as ``forward`` passes them to the attention, without computing values as ``project`` does."""
         key = query if key is None else key
         self._check_inputs(query, key, key)
@@ -355,14 +351,15 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        return super().forward(query, key, value, **options)
+        return self._computed(query, key, value, {**options})
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        if self.rotary:
-            ring: RingSettings = self.attention.ring
-            seq_len = options.get("seq_len")
-            options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            # the attention refuses unequal numbers of rows, on all processes alike
-            if q.shape[1] == k.shape[1]:
-                q, k = self.rotate(q, k, ring.positions(k, seq_len), options.get("cu_seqlens"), seq_len=seq_len)
-        return self.combine(self.attention(q, k, v, **options))
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.rotary:
+            return q, k
+        ring: RingSettings = self.attention.ring
+        seq_len = options.get("seq_len")
+        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+        # the attention refuses unequal numbers of rows, on all processes alike
+        if q.shape[1] != k.shape[1]:
+            return q, k
+        return self.rotate(q, k, ring.positions(k, seq_len), options.get("cu_seqlens"), seq_len=seq_len)
