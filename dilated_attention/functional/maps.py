@@ -96,7 +96,7 @@ def attention_map(
             if not inside:
                 continue
             # the queries of a packed document are at the same rows as its keys
-            queries = q if cu_seqlens is None else q[:, start:end]
+            queries = q[:, start:end]
             padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
             keys = k[:, start:end]
             kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)

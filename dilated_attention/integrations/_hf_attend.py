@@ -93,9 +93,7 @@ def attend(
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
         pattern, left = (settings.pattern, None) if window is None else (None, window[0])
         return decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=s_aux), None
-    if mask.num_filled < key.shape[2]:
-        key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q, k, v = query.transpose(1, 2), *(x[:, :, : mask.num_filled].transpose(1, 2) for x in (key, value))
     rows, value_dim = q.shape[:2], v.shape[3]
     if value_dim < q.shape[3]:
         # values with a smaller head dim than keys (DeepSeek's latent attention): zeros appended to them come out as zeros

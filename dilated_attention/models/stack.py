@@ -190,8 +190,7 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
-        attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_map(x, query_rows=query_rows, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+        return self._inspected("attention_map", layer, x, cu_seqlens, query_rows=query_rows, **options)
 
     @torch.no_grad()
     def attention_received(
@@ -209,20 +208,19 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer does not exist, weights do not fit, or processes share the stack's sequence.
         """
-        attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_received(x, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+        return self._inspected("attention_received", layer, x, cu_seqlens, **options)
 
-    def _reach(self, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """Runs the blocks before a layer; returns its attention, and that attention's input."""
+    def _inspected(self, method: str, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """Runs the blocks before a layer, and returns what a method of its attention tells of that attention's input."""
         self.check_whole()
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
             raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")
-        layer %= len(self.blocks)
-        for block in self.blocks[:layer]:
+        *before, chosen = self.blocks[: layer % len(self.blocks) + 1]
+        for block in before:
             x = block(x, cu_seqlens=cu_seqlens)
-        chosen: Any = self.blocks[layer]
-        return chosen.attention, chosen.attention_norm(x)
+        told: Any = getattr(chosen.attention, method)
+        return told(chosen.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)  # type: ignore[no-any-return, operator]
 
 
 class LongNetDecoder(LongNetStack):

@@ -86,12 +86,10 @@ class MultiheadAttention(nn.Module):
         kv_dim = self.num_kv_heads * self.head_dim
         factory = {"device": given["device"], "dtype": given["dtype"]}
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
-        self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
-        self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        self.k_proj, self.v_proj = (nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory) for _ in range(2))
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None for _ in range(2))
 
     def reset_parameters(self) -> None:
         """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
