@@ -11,6 +11,7 @@ import torch
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, Settings, group_of
+from dilated_attention.validation import refuse_where
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
@@ -170,7 +171,7 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
         if real is not None:
             begins = begins & real[:, :1]
         if rank > 0:
-            _refuse_where(
+            refuse_where(
                 begins,
                 f"attention {name!r}: position_ids of rank {rank} begin at 0, where rank 0's do; expected positions of this shard in the "
                 "whole sequence: take the model's inputs from shard_inputs, with padding on the right",
@@ -178,7 +179,7 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
         else:
             # after keys of a cache that are no padding
             starts = starts | (begins if mask.padding is None else begins & ~mask.padding[:, : mask.query_offset].all(1, keepdim=True))
-    _refuse_where(
+    refuse_where(
         starts,
         f"attention {name!r}: position_ids begin again or seq_idx changes, which tells packed documents, and neither the mask nor bounds "
         "keep them apart; expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row. Without "
@@ -186,14 +187,6 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
     )
     if not is_compiling:
         mask.checked.extend(unread)
-
-
-def _refuse_where(is_wrong: torch.Tensor, message: str) -> None:
-    """Raises a ValueError if any element is True; compiled code, which cannot read them, a RuntimeError, or an assertion of the GPU."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(~is_wrong.any(), message)
-    elif bool(is_wrong.any()):
-        raise ValueError(message)
 
 
 def warn_of_windows_only(name: str, config: Any) -> None:

@@ -121,9 +121,7 @@ class DropPath(nn.Module):
         return f"p={self.p:g}"
 
 
-def make_attention(
-    config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
-) -> MultiheadAttention:
+def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | None, **factory: Any) -> MultiheadAttention:
     """Makes the attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
         "dropout": config.attention_dropout,
@@ -132,8 +130,7 @@ def make_attention(
         "rotary": config.positions != "none",
         "xpos_scale_base": config.xpos_scale_base if config.positions == "xpos" else None,
         "backend": backend,
-        "device": device,
-        "dtype": dtype,
+        **factory,
     }
     same = ["embed_dim", "num_heads", "num_kv_heads", "bias", "layer_norm_eps", "rotary_base", "qk_norm"]
     where = {} if ring is None else ring.arguments()

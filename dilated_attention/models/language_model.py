@@ -13,7 +13,7 @@ from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.loss import chunked_cross_entropy, sharded_cross_entropy
+from dilated_attention.models.loss import sharded_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, stack_options
 from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
@@ -153,9 +153,7 @@ class LongNetLM(Pretrained):
             if cache_pass is not None and cache_pass is not cache:
                 cache_pass.end()
             return logits
-        if self.ring is not None:
-            return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
-        return chunked_cross_entropy(hidden, self.output_weight, targets)
+        return sharded_cross_entropy(hidden, self.output_weight, targets, group="" if self.ring is None else self.ring.group_name)
 
     def hidden(
         self,

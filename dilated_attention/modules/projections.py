@@ -240,15 +240,11 @@ def _as_bool(key_padding_mask: Any) -> Any:
     if not isinstance(key_padding_mask, torch.Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask
     padding = key_padding_mask == -math.inf
-    is_plain = (padding | (key_padding_mask == 0)).all()
-    text = (
+    check.refuse_where(
+        ~padding & (key_padding_mask != 0),
         f"key_padding_mask has dtype {key_padding_mask.dtype} and values other than 0 and -inf, which would be added to the scores; "
-        "expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0), or floats with -inf = padding and 0 elsewhere"
+        "expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0), or floats with -inf = padding and 0 elsewhere",
     )
-    if torch.compiler.is_compiling() or (padding.is_cuda and torch.cuda.is_current_stream_capturing()):
-        torch._assert_async(is_plain, text)
-    elif padding.device.type != "meta" and not is_plain:
-        raise ValueError(text)
     return padding
 
 
