@@ -6,7 +6,8 @@ processes and one class token c, tile 4 moves:
     tiles        0 1 2 3 4 | 5 6 7 8
     sequence   c 0 1 2 3 | 4 5 6 7 8
 
-For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards almost all rows move.
+All class tokens begin on the first process. For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards
+almost all rows move.
 """
 
 from __future__ import annotations
