@@ -402,16 +402,12 @@ def shard_inputs(
     if group is not None and mesh is not None:
         raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
     place = mesh if group is None else group
-    first = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if first is None:
-        raise ValueError(
-            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
-        )
+    first = sequence_of(inputs)
     batch, length = first.shape[:2]
     whole = dict(inputs)
     if whole.get("labels") is not None and "shift_labels" not in whole:
-        labels = whole["labels"]
-        whole["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
+    if whole.get("shift_labels") is not None:
         whole.setdefault("num_items_in_batch", int((whole["shift_labels"] != ignore_index).sum()))
     if whole.get("position_ids") is None:
         whole.pop("position_ids", None)
@@ -428,6 +424,16 @@ def shard_inputs(
         # otherwise transformers would interpret jumps of positions as packed documents
         whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
     return whole
+
+
+def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the input whose length is the sequence's."""
+    first: torch.Tensor | None = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if first is None:
+        raise ValueError(
+            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
+        )
+    return first
 
 
 def _bounds_of(whole: Mapping[str, Any], length: int) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.sharding.layout import unshard_sequence
 from dilated_attention.integrations._hf_attend import attend
-from dilated_attention.integrations._hf_mask import KeyMask, key_mask, shard_inputs
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
 from dilated_attention.integrations._hf_refusals import warn_of_saving
 from dilated_attention.integrations._hf_settings import (
     REGISTERED,
@@ -183,8 +183,7 @@ class ContextParallel:
         self._check_equal(given)
         _check_inputs(given, self.base.config, self.size)
         mine, bounds = _cut(given, self._place, self.layout)
-        length = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
-        self._call = _Call(length, bounds)
+        self._call = _Call(sequence_of(given).shape[1], bounds)
         return (), mine
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -280,10 +279,7 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
     Raises:
         ValueError, TypeError: naming the input and its shape.
     """
-    first = given.get("input_ids", given.get("inputs_embeds"))
-    if first is None:
-        raise ValueError(f"inputs are {', '.join(given)}; expected input_ids or inputs_embeds among them")
-    length = first.shape[1]
+    length = sequence_of(given).shape[1]
     if length < size:
         raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
     if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
@@ -317,8 +313,6 @@ def _checksum(x: torch.Tensor) -> int:
 def _cut(given: dict[str, Any], place: Any, layout: str) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Returns the arguments of the model's forward for this process's positions, and the bounds of packed documents in the whole."""
     given = {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}
-    if "shift_labels" in given and "num_items_in_batch" not in given:
-        given["num_items_in_batch"] = int((given["shift_labels"] != -100).sum())
     mine = shard_inputs(given, group=place, layout=layout)
     if "attention_mask" not in given or bool(given["attention_mask"].all()):
         # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
