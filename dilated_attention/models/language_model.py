@@ -47,7 +47,8 @@ class LongNetLM(Pretrained):
     @shows_options
     def __init__(self, config: LongNetConfig, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
-        if as_config("config", config).vocab_size is None:
+        config = as_config("config", config)
+        if config.vocab_size is None:
             raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config
         given = stack_options("LongNetLM", options, is_ring=config.is_ring)
