@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import nn
 from dilated_attention import create_model, local_positions, shard_sequence
 from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.distributed.sharding.reshard import shared_rows
 from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
+from dilated_attention.models.images.class_tokens import holdings
 from dilated_attention.models.images.vision import POOLINGS
 from dilated_attention.models.loss import average_gradients, sharded_mean
 from tests.helpers.pool import pool_of
@@ -325,6 +328,17 @@ def compiled_models_are_equal(rank: int, world: int) -> None:
         torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
     with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
         torch.compile(spread, backend="eager", fullgraph=True)(tiles, coords)
+
+
+@pytest.mark.parametrize(("world", "num_tiles"), list(itertools.product((2, 3, 4), (0, 1, 5, 24, 37))))
+def test_few_rows_make_room_for_a_class_token(world: int, num_tiles: int) -> None:
+    for layout, most in (("contiguous", 1), ("zigzag", 2)):
+        before, after = holdings((0, num_tiles), world, layout)
+        sent = [0] * world
+        for here, there in itertools.permutations(range(world), 2):
+            sent[here] += sum(piece.count for piece in shared_rows(before[here], after[there]))
+        assert max(sent) <= most
+        assert any(sent) == bool(num_tiles % world) or layout == "zigzag"
 
 
 @pytest.mark.slow
