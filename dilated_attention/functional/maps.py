@@ -157,8 +157,12 @@ def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | 
             )
         rows: Sequence[int] = [0] if cu_seqlens is None else starts
     else:
-        is_one = isinstance(query_rows, int) or getattr(query_rows, "ndim", 1) == 0
-        rows = as_int_tuple("query_rows", [query_rows] if is_one else query_rows)
+        if isinstance(query_rows, torch.Tensor) and query_rows.dtype is torch.bool:
+            raise TypeError("query_rows is a mask; expected integers: mask.nonzero()[:, 0]")
+        if getattr(query_rows, "ndim", 0) > 1:
+            raise ValueError(f"query_rows has shape {tuple(query_rows.shape)}; expected (rows,), the same for all batch entries")
+        is_several = hasattr(query_rows, "__len__") and getattr(query_rows, "ndim", 1) == 1
+        rows = as_int_tuple("query_rows", query_rows if is_several else [query_rows])
     for row in rows:
         if not 0 <= row < num_queries:
             raise ValueError(f"query_rows holds {row}; expected rows of q, 0 to {num_queries - 1}")
@@ -166,10 +170,9 @@ def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | 
 
 
 def _check_shape(name: str, x: Any, expected: tuple[int, ...], what: str) -> None:
-    if x is not None and not isinstance(x, torch.Tensor):
-        raise check.not_a_tensor(name, x, f"a tensor of shape {what}, or None")
-    if x is not None and tuple(x.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {what} = {expected}")
+    if x is not None and (not isinstance(x, torch.Tensor) or tuple(x.shape) != expected):
+        got = f"has shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
+        raise ValueError(f"{name} {got}; expected {what} = {expected}")
 
 
 @shows_options
@@ -215,6 +218,8 @@ def attention_received(
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is not None and dtype not in check.DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")
+    if query_weights is not None and not isinstance(query_weights, torch.Tensor):
+        raise check.not_a_tensor("query_weights", query_weights, "a tensor of shape (batch, queries), or None")
     _check_shape("query_weights", query_weights, tuple(q.shape[:2]), "(batch, queries)")
     if query_weights is not None and query_weights.is_complex():
         raise TypeError(f"query_weights has dtype {query_weights.dtype}; expected real numbers")
