@@ -27,6 +27,14 @@ def not_a_tensor(name: str, x: Any, expected: str) -> TypeError:
     return TypeError(f"{name} is a {type(x).__name__}; expected {expected}{way_out}")
 
 
+def refuse_where(is_wrong: torch.Tensor, text: str) -> None:
+    """Raises a ValueError if any element is True; the host waits for a GPU. In compiled code and captured graphs the device asserts."""
+    if torch.compiler.is_compiling() or (is_wrong.is_cuda and torch.cuda.is_current_stream_capturing()):
+        torch._assert_async(~is_wrong.any(), text)
+    elif not is_wrong.is_meta and bool(is_wrong.any()):
+        raise ValueError(text)
+
+
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_plain(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")

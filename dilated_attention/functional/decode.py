@@ -129,22 +129,23 @@ def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> N
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name} has strides {x.stride()}; expected the last one to be 1: a cache is not copied")
-    if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int32, torch.int64):
-        found = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
-        raise TypeError(f"positions is {found}; expected an int64 tensor of shape (B,) = ({B},)")
+    _check_integers("positions", positions, (torch.int32, torch.int64), f"int64 tensor of shape (B,) = ({B},)")
     if tuple(positions.shape) != (B,):
         raise ValueError(f"positions has shape {tuple(positions.shape)}; expected one position per request, ({B},)")
     if page_table is None:
         if k.shape[0] != B:
             raise ValueError(f"q has {B} requests and k has {k.shape[0]}; they must be equal unless the cache is paged: give page_table")
         return
-    if not isinstance(page_table, torch.Tensor) or page_table.dtype is not torch.int32:
-        found = page_table.dtype if isinstance(page_table, torch.Tensor) else type(page_table).__name__
-        raise TypeError(f"page_table is {found}; expected an int32 tensor of shape (B, pages of a request)")
+    _check_integers("page_table", page_table, (torch.int32,), "int32 tensor of shape (B, pages of a request)")
     if page_table.ndim != 2 or page_table.shape[0] != B or page_table.device != q.device:
         raise ValueError(
             f"page_table has shape {tuple(page_table.shape)} on {page_table.device}; expected ({B}, pages of a request) on {q.device}"
         )
+
+
+def _check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        raise TypeError(f"{name} is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}; expected an {expected}")
 
 
 def _is_cache(x: Any) -> bool:

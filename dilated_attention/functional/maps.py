@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,17 +13,11 @@ from dilated_attention.engine.attention_rows import KeySide
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import refuse_transforms
-from dilated_attention.functional.arguments import autocast
-from dilated_attention.functional.calls import (
-    attention,
-    block_sparse_attention,
-    block_sparse_dilated_attention,
-    checked_pattern,
-    dilated_attention,
-)
+from dilated_attention.functional.arguments import DENSE, attend, autocast, checked_settings
+from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import DEFAULTS, BranchOptions, MapOptions, Options, check_names, shows_options
 from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks
-from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of, shown
 
 # keys scored at a time, and the number of scores that a chunk of rows may hold (64 MiB in float32)
 CHUNK = 32768
@@ -79,23 +74,18 @@ def attention_map(
     """
     check_names("attention_map", options)
     given = Options(**options)
-    is_causal, cu_seqlens, key_padding_mask, sinks = given.is_causal, given.cu_seqlens, given.key_padding_mask, given.sinks
+    cu_seqlens, key_padding_mask, sinks = given.cu_seqlens, given.key_padding_mask, given.sinks
     refuse_transforms("attention_map", WAY_OUT, q, k, lse, sinks)
     q, k, _ = autocast(q, k, k)
-    check.check_tensors(q, k, k)
-    B, Nq, H, D = q.shape
-    Nk = k.shape[1]
-    scale = check.check_scale(given.scale, D, q.dtype)
-    check.check_bool("is_causal", is_causal)
+    settings = checked_settings(q, k, k, given)
+    is_causal, scale, query_offset = settings.is_causal, settings.scale, settings.query_offset
     check.check_bool("average_heads", average_heads)
-    query_offset = check.check_query_offset(given.query_offset, Nq, Nk)
-    check.check_key_padding_mask(key_padding_mask, k)
-    check.check_cu_seqlens(cu_seqlens, q, k)
-    check.check_sinks(sinks, q)
+    B, Nq, H, _ = q.shape
+    Nk = k.shape[1]
     branches, blocks = checked_patterns(segment_lengths, dilation_rates, pattern, given, q)
     documents = ((0, Nk),) if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
-    _check_lse(lse, q)
+    _check_shape("lse", lse, (B, H, Nq), "(batch, heads, queries)")
     step = CHUNK if chunk is None else as_int("chunk", chunk, minimum=1)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     result = torch.zeros((B, len(rows), Nk) if average_heads else (B, H, len(rows), Nk), dtype=wide, device=q.device)
@@ -106,7 +96,7 @@ def attention_map(
             if not inside:
                 continue
             # the queries of a packed document are at the same rows as its keys
-            queries = q if cu_seqlens is None else q[:, start:end]
+            queries = q[:, start:end]
             padding = None if key_padding_mask is None else key_padding_mask[:, start:end]
             keys = k[:, start:end]
             kept: tuple[BlockPattern, ...] = () if blocks is None else (blocks,)
@@ -158,40 +148,31 @@ def checked_patterns(
     return branches, blocks
 
 
-def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | None, starts: list[int]) -> list[int]:
+def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | None, starts: list[int]) -> Sequence[int]:
     if isinstance(query_rows, str):
-        if query_rows != "cls":
-            raise ValueError(f"query_rows is {query_rows!r}; expected integers, a tensor of them, or 'cls'")
+        one_of("query_rows", query_rows, ("cls",), also="or integers")
         if cu_seqlens is not None and len(starts) != cu_seqlens.shape[0] - 1:
             raise ValueError(
                 "query_rows is 'cls' and a document of cu_seqlens is empty, so it has no first row; leave it out of cu_seqlens"
             )
-        rows = [0] if cu_seqlens is None else starts
-    elif isinstance(query_rows, torch.Tensor):
-        if query_rows.dtype is torch.bool or query_rows.is_floating_point() or query_rows.is_complex():
-            raise TypeError(f"query_rows has dtype {query_rows.dtype}; expected integers: for a mask use mask.nonzero()[:, 0]")
-        if query_rows.ndim > 1:
-            raise ValueError(f"query_rows has shape {tuple(query_rows.shape)}; expected (rows,), the same for all batch entries")
-        rows = query_rows.reshape(-1).tolist()
+        rows: Sequence[int] = [0] if cu_seqlens is None else starts
     else:
-        try:
-            given = list(query_rows)
-        except TypeError:
-            given = [query_rows]
-        rows = [as_int(f"query_rows[{index}]", row) for index, row in enumerate(given)]
+        if isinstance(query_rows, torch.Tensor) and query_rows.dtype is torch.bool:
+            raise TypeError("query_rows is a mask; expected integers: mask.nonzero()[:, 0]")
+        if getattr(query_rows, "ndim", 0) > 1:
+            raise ValueError(f"query_rows has shape {tuple(query_rows.shape)}; expected (rows,), the same for all batch entries")
+        is_several = hasattr(query_rows, "__len__") and getattr(query_rows, "ndim", 1) == 1
+        rows = as_int_tuple("query_rows", query_rows if is_several else [query_rows])
     for row in rows:
         if not 0 <= row < num_queries:
             raise ValueError(f"query_rows holds {row}; expected rows of q, 0 to {num_queries - 1}")
     return rows
 
 
-def _check_lse(lse: Any, q: torch.Tensor) -> None:
-    if lse is None:
-        return
-    expected = (q.shape[0], q.shape[2], q.shape[1])
-    if not isinstance(lse, torch.Tensor) or tuple(lse.shape) != expected:
-        found = f"has shape {tuple(lse.shape)}" if isinstance(lse, torch.Tensor) else f"is a {type(lse).__name__}"
-        raise ValueError(f"lse {found}; expected (batch, heads, queries) = {expected}, what attention returns with return_lse=True")
+def _check_shape(name: str, x: Any, expected: tuple[int, ...], what: str) -> None:
+    if x is not None and (not isinstance(x, torch.Tensor) or tuple(x.shape) != expected):
+        got = f"has shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
+        raise ValueError(f"{name} {got}; expected {what} = {expected}")
 
 
 @shows_options
@@ -233,14 +214,19 @@ def attention_received(
     q, k, _ = autocast(q, k, k)
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
-    H = q.shape[2]
     branches, blocks = checked_patterns(segment_lengths, dilation_rates, pattern, given, q)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is not None and dtype not in check.DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")
-    weights = _checked_weights(query_weights, q)
-    call: dict[str, Any] = {name: value for name, value in options.items() if name not in BranchOptions.__annotations__}
-    call["backend"] = backend
+    if query_weights is not None and not isinstance(query_weights, torch.Tensor):
+        raise check.not_a_tensor("query_weights", query_weights, "a tensor of shape (batch, queries), or None")
+    _check_shape("query_weights", query_weights, tuple(q.shape[:2]), "(batch, queries)")
+    if query_weights is not None and query_weights.is_complex():
+        raise TypeError(f"query_weights has dtype {query_weights.dtype}; expected real numbers")
+    call: dict[str, Any] = {**options, "backend": backend}
+    of_branches = None if branches is None else (branches.segment_lengths, branches.dilation_rates)
+    if branches is None and blocks is None:
+        of_branches, call["head_offsets"] = DENSE, "zero"
     # the caller's inference mode would make a backward impossible, and the caller's autocast would round the tensors
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k = (_ordinary(x, wide if dtype is None else dtype) for x in (q, k))
@@ -251,21 +237,12 @@ def attention_received(
             check.check_sinks(given.sinks, q)
             call["sinks"] = _ordinary(given.sinks, torch.promote_types(given.sinks.dtype, q.dtype))
         # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
-        k = k.repeat_interleave(H // k.shape[2], dim=2) if k.shape[2] != H else k
-        if branches is not None:
-            call |= {name: getattr(branches, name) for name in BranchOptions.__annotations__}
-
-        def attend(v: torch.Tensor) -> Any:
-            if branches is None:
-                return attention(q, k, v, **call) if blocks is None else block_sparse_attention(q, k, v, blocks, **call)
-            dilated = (branches.segment_lengths, branches.dilation_rates)
-            if blocks is None:
-                return dilated_attention(q, k, v, *dilated, **call)
-            return block_sparse_dilated_attention(q, k, v, *dilated, blocks, **call)
-
+        k = k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         # a transform around this call does not allow requires_grad_, so vjp is used
-        out, pull = torch.func.vjp(attend, k)  # type: ignore[misc]
-        dout = torch.ones_like(out) if weights is None else _ordinary(weights, out.dtype)[:, :, None, None].expand_as(out).contiguous()
+        out, pull = torch.func.vjp(lambda v: attend("block_sparse_dilated_attention", call, q, k, v, of_branches, blocks), k)  # type: ignore[misc]
+        dout = torch.ones_like(out)
+        if query_weights is not None:
+            dout = _ordinary(query_weights.to(q.device), out.dtype)[:, :, None, None].expand_as(out).contiguous()
         (received,) = pull(dout)
     # the sum is the same in every dimension of a head
     result = received[..., 0].transpose(1, 2).to(wide)
@@ -276,15 +253,3 @@ def _ordinary(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns x in ``dtype``, as a tensor that autograd can save."""
     x = x.detach().to(dtype)
     return x.clone() if x.is_inference() else x
-
-
-def _checked_weights(weights: Any, q: torch.Tensor) -> torch.Tensor | None:
-    if weights is None:
-        return None
-    if not isinstance(weights, torch.Tensor):
-        raise check.not_a_tensor("query_weights", weights, "a tensor of shape (batch, queries), or None")
-    if tuple(weights.shape) != tuple(q.shape[:2]):
-        raise ValueError(f"query_weights has shape {tuple(weights.shape)}; expected (batch, queries) = {tuple(q.shape[:2])}")
-    if weights.is_complex():
-        raise TypeError(f"query_weights has dtype {weights.dtype}; expected real numbers")
-    return weights.to(q.device)

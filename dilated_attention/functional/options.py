@@ -162,7 +162,7 @@ class Options(NamedTuple):
 
 DEFAULTS: dict[str, Any] = {**Options._field_defaults, "group": None, "mesh": None}
 # public function or class → the keywords that it takes
-_KEYWORDS: dict[str, tuple[str, ...]] = {}
+KEYWORDS: dict[str, tuple[str, ...]] = {}
 
 
 def shows_options(function: Function) -> Function:
@@ -178,12 +178,12 @@ def shows_options(function: Function) -> Function:
     ]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     names = [parameter.name for parameter in shown if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    _KEYWORDS[function.__qualname__.removesuffix(".__init__")] = tuple(names)
+    KEYWORDS[function.__qualname__.removesuffix(".__init__")] = tuple(names)
     return function
 
 
 def check_names(function: str, options: Iterable[str]) -> None:
     """Refuses options that the public function or class does not have."""
     for name in options:
-        if name not in _KEYWORDS[function]:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(_KEYWORDS[function])}")
+        if name not in KEYWORDS[function]:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(KEYWORDS[function])}")

@@ -10,7 +10,7 @@ from dilated_attention.functional import attention, block_sparse_attention, dila
 from dilated_attention.functional.arguments import autocast, needs_grad, place_in
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations import _hf_refusals as refusals
-from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor
+from dilated_attention.integrations._hf_mask import KeyMask, mask_of_tensor, packed_bounds
 from dilated_attention.integrations._hf_settings import OF_PATTERNS, Settings, group_of, settings_of
 
 
@@ -68,9 +68,9 @@ def attend(
     if is_tensor and sliding_window is None:
         refusals.check_pairs(name, settings, mask)
     window = _joint_window(mask, sliding_window, is_alone)
-    bounds, is_guess = mask.cu_seqlens, mask.is_guess
+    bounds = mask.cu_seqlens
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        bounds, is_guess = packed_bounds(cu_seq_lens_q, cu_seq_lens_k), False
+        bounds = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
     elif bounds is None and mask.seq_len is None:
         rank = place_in(group_of(name))[0] if settings.is_shared else 0
         refusals.check_untold_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
@@ -93,9 +93,7 @@ def attend(
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
         pattern, left = (settings.pattern, None) if window is None else (None, window[0])
         return decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=s_aux), None
-    if mask.num_filled < key.shape[2]:
-        key, value = key[:, :, : mask.num_filled], value[:, :, : mask.num_filled]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q, k, v = query.transpose(1, 2), *(x[:, :, : mask.num_filled].transpose(1, 2) for x in (key, value))
     rows, value_dim = q.shape[:2], v.shape[3]
     if value_dim < q.shape[3]:
         # values with a smaller head dim than keys (DeepSeek's latent attention): zeros appended to them come out as zeros
@@ -118,7 +116,7 @@ def attend(
     if is_dense:
         options["window"] = window
     if settings.is_shared:
-        refusals.check_shards(name, settings, mask, rows[1], is_guess, cu_seq_lens_q is not None)
+        refusals.check_shards(name, settings, mask, rows[1], cu_seq_lens_q is not None)
         # one layout for all layers, whatever functions have by default
         options = {"layout": "contiguous", **options, "group": group_of(name), "mesh": None}
         if mask.seq_len is not None:
@@ -195,17 +193,3 @@ def _joint_window(mask: KeyMask, sliding_window: int | None, is_alone: bool) -> 
     size = int(sliding_window) - 1
     left, right = (size, size) if mask.window is None else mask.window
     return (size if left is None else min(left, size)), 0 if mask.is_causal else (size if right is None else min(right, size))
-
-
-def packed_bounds(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
-    """Returns the bounds of packed documents, int32, of which queries and keys must have the same."""
-    same = of_queries is of_keys
-    if not same and of_queries is not None and of_keys is not None and of_queries.shape == of_keys.shape:
-        # in a compiled model values cannot be read, so only shapes are compared
-        same = torch.compiler.is_compiling() or bool((of_queries == of_keys).all())
-    if not same or of_queries is None:
-        raise ValueError(
-            f"cu_seq_lens_q is {of_queries} and cu_seq_lens_k is {of_keys}; expected equal bounds: "
-            "packed documents have as many queries as keys"
-        )
-    return of_queries.to(torch.int32)

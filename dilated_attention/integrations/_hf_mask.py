@@ -1,13 +1,15 @@
-"""Masks of transformers without their N² entries: padding, causality, windows, packed documents, and the offset of the queries."""
+"""Masks of transformers without their N² entries: padding, causality, windows, packed documents; and the part of a process."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+
+from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
 
 # names of mask functions in transformers.masking_utils; those that are made by a function keep their settings in closure variables
 _CAUSAL = "causal_mask_function"
@@ -127,7 +129,7 @@ def key_mask(
     # read from a tensor only if necessary, because a compiled model cannot do it
     if num_queries != num_keys:
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
-    bounds, is_guess = None, False
+    bounds = None
     # in compiled code, a module's functions have no __qualname__
     kind = _CAUSAL if mask_function is None else mask_function.__name__
     if kind in (_CAUSAL, _BOTH_WAYS):
@@ -137,7 +139,7 @@ def key_mask(
         is_causal = "allow_is_bidirectional_skip" not in kwargs
         if torch.compiler.is_compiling():
             is_packed = _checked_by_flags(mask_function, use_vmap, local_size, config, num_keys + kv_offset, allow_is_causal_skip)
-            size, is_guess = local_size, is_packed
+            size = local_size
         else:
             parts = _parts_of(mask_function, num_keys + kv_offset)
             is_causal, is_packed = _CAUSAL in parts, _PACKED in parts
@@ -146,7 +148,6 @@ def key_mask(
         window = None if size is None else (size - 1, 0) if is_causal else (size, size)
         if is_packed and num_queries == num_keys > 1:
             bounds = _bounds(mask_function, batch_size, num_keys, device)
-            is_guess = is_guess and bounds is not None
     num_filled = query_offset + num_queries if is_causal else num_keys
     return KeyMask(
         num_keys=num_keys,
@@ -157,7 +158,7 @@ def key_mask(
         window=window,
         padding=_padding(attention_mask, num_filled, kv_offset, is_shared),
         cu_seqlens=bounds,
-        is_guess=is_guess,
+        is_guess=bounds is not None and torch.compiler.is_compiling(),
     )
 
 
@@ -357,3 +358,112 @@ def _band_of(seen: torch.Tensor, offset: int) -> tuple[int | None, int | None, i
     if not any_seen:
         return None, None, 0, False
     return -lowest if cut_left else None, highest if cut_right else None, highest, not sees_last
+
+
+def packed_bounds(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> torch.Tensor:
+    """Returns the bounds of packed documents, int32, of which queries and keys must have the same."""
+    same = of_queries is of_keys
+    if not same and of_queries is not None and of_keys is not None and of_queries.shape == of_keys.shape:
+        # in a compiled model values cannot be read, so only shapes are compared
+        same = torch.compiler.is_compiling() or bool((of_queries == of_keys).all())
+    if not same or of_queries is None:
+        raise ValueError(
+            f"cu_seq_lens_q is {of_queries} and cu_seq_lens_k is {of_keys}; expected equal bounds: "
+            "packed documents have as many queries as keys"
+        )
+    return of_queries.to(torch.int32)
+
+
+def shard_inputs(
+    inputs: Mapping[str, Any], *, group: Any = None, mesh: Any = None, layout: str = "contiguous", ignore_index: int = -100
+) -> dict[str, Any]:
+    """Returns this process's shard of a model's inputs, for ``"ring_dilated"`` and ``"ring"``. Needs no communication.
+
+    Every tensor whose second dimension is the sequence length N is sharded; ``position_ids`` are those in the whole sequence. With
+    ``labels``, the targets are shifted before they are sharded, so that no process needs its neighbour's. The result then contains
+    ``shift_labels`` and ``num_items_in_batch``, the number of targets of the whole sequence. The processes' losses then sum to the loss of
+    the whole sequence, and so do their gradients.
+
+    Packed documents of one row are told by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``position_ids`` that begin again or by another
+    ``seq_idx``, whatever mask stands beside them. The result has their bounds in the whole sequence as ``cu_seq_lens_q`` and ``_k``.
+
+    Args:
+        inputs: inputs of the whole sequence, equal on all processes; they must include ``input_ids`` or ``inputs_embeds`` (B, N, …).
+        group, mesh, layout: the same as given to ``register``.
+        ignore_index: the label of positions that do not count.
+
+    Returns:
+        A new dict to call the model with: ``model(**shard_inputs(inputs))``, (B, n, …).
+
+    Raises:
+        ValueError: if neither ``input_ids`` nor ``inputs_embeds`` is given, several rows hold packed documents, or the mask holds other
+            numbers than 0 and 1.
+    """
+    if group is not None and mesh is not None:
+        raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
+    place = mesh if group is None else group
+    first = sequence_of(inputs)
+    batch, length = first.shape[:2]
+    whole = dict(inputs)
+    if whole.get("labels") is not None and "shift_labels" not in whole:
+        whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
+    if whole.get("shift_labels") is not None:
+        whole.setdefault("num_items_in_batch", int((whole["shift_labels"] != ignore_index).sum()))
+    if whole.get("position_ids") is None:
+        whole.pop("position_ids", None)
+    bounds = _bounds_of(whole, length)
+    if bounds is not None:
+        whole |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    names = [name for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == length]
+    parts = shard_sequence(place, [whole[name] for name in names], [1] * len(names), layout=layout)
+    whole |= dict(zip(names, parts, strict=True))
+    if "position_ids" not in whole:
+        positions = local_positions(place, length, layout=layout, device=first.device)
+        whole["position_ids"] = positions.expand(batch, -1)
+    if layout != "contiguous" and whole.get("attention_mask") is None:
+        # otherwise transformers would interpret jumps of positions as packed documents
+        whole["attention_mask"] = torch.ones_like(whole["position_ids"], dtype=torch.bool)
+    return whole
+
+
+def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the input whose length is the sequence's."""
+    first: torch.Tensor | None = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if first is None:
+        raise ValueError(
+            f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
+        )
+    return first
+
+
+def _bounds_of(whole: Mapping[str, Any], length: int) -> torch.Tensor | None:
+    """Returns the bounds of packed documents, int32 (documents + 1,); None for one document a row."""
+    mask = whole.get("attention_mask")
+    key_mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    if key_mask is not None and bool(((key_mask != 0) & (key_mask != 1)).any()):
+        raise ValueError(
+            f"attention_mask {tuple(key_mask.shape)} holds other numbers than 0 and 1, of which transformers makes ones; expected 0 for "
+            "padding, 1 for tokens, and packed documents told by position_ids that begin again, or by cu_seq_lens_q and cu_seq_lens_k"
+        )
+    if whole.get("cu_seq_lens_q") is not None or whole.get("cu_seq_lens_k") is not None:
+        return packed_bounds(whole.get("cu_seq_lens_q"), whole.get("cu_seq_lens_k"))
+    # positions of images have three dimensions, and repeat
+    inputs = (whole.get("position_ids"), whole.get("seq_idx"))
+    position_ids, seq_idx = (x if isinstance(x, torch.Tensor) and x.ndim == 2 else None for x in inputs)
+    if position_ids is None and seq_idx is None:
+        return None
+    real = None if key_mask is None else key_mask.bool()
+    starts = document_starts(position_ids, seq_idx, real)
+    if mask is None and position_ids is not None:
+        # as transformers finds documents where there is no mask: positions that leave numbers out begin one, too
+        starts[:, 1:] |= position_ids.diff(dim=1) != 1
+    if not bool(starts.any()):
+        return None
+    if starts.shape[0] > 1:
+        raise ValueError(
+            f"position_ids or seq_idx begin anew in {starts.shape[0]} rows: packed documents are one row; expected (1, sum of lengths)"
+        )
+    # padding before the first token is no part of its document, whose segments begin there
+    starts[0, 0 if real is None else real[0].int().argmax()] = True
+    where = starts[0].nonzero()[:, 0]
+    return torch.cat([where.new_zeros(1), where[where > 0], where.new_full((1,), length)]).to(torch.int32)

@@ -11,6 +11,7 @@ import torch
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, Settings, group_of
+from dilated_attention.validation import refuse_where
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
 WITHOUT_EFFECT = {
@@ -126,7 +127,7 @@ def check_pattern(name: str, settings: Settings, mask: KeyMask, num_batch: int) 
     )
 
 
-def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_guess: bool, is_packed: bool) -> None:
+def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_packed: bool) -> None:
     """Refuses what needs the whole sequence on one process."""
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
@@ -136,7 +137,7 @@ def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_gue
         )
     # those that context_parallel has cut have positions and bounds of the whole sequence
     if mask.seq_len is None and mask.cu_seqlens is not None and not is_packed:
-        told = "may be packed, which a compiled model cannot rule out" if is_guess else "restart within the shard"
+        told = "may be packed, which a compiled model cannot rule out" if mask.is_guess else "restart within the shard"
         raise ValueError(
             f"attention {name!r}: position_ids {told}; expected the inputs that shard_inputs makes of the whole position_ids. "
             "Positions of the layouts 'zigzag' and 'striped' jump: give them an attention_mask of ones"
@@ -170,7 +171,7 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
         if real is not None:
             begins = begins & real[:, :1]
         if rank > 0:
-            _refuse_where(
+            refuse_where(
                 begins,
                 f"attention {name!r}: position_ids of rank {rank} begin at 0, where rank 0's do; expected positions of this shard in the "
                 "whole sequence: take the model's inputs from shard_inputs, with padding on the right",
@@ -178,7 +179,7 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
         else:
             # after keys of a cache that are no padding
             starts = starts | (begins if mask.padding is None else begins & ~mask.padding[:, : mask.query_offset].all(1, keepdim=True))
-    _refuse_where(
+    refuse_where(
         starts,
         f"attention {name!r}: position_ids begin again or seq_idx changes, which tells packed documents, and neither the mask nor bounds "
         "keep them apart; expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row. Without "
@@ -186,14 +187,6 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
     )
     if not is_compiling:
         mask.checked.extend(unread)
-
-
-def _refuse_where(is_wrong: torch.Tensor, message: str) -> None:
-    """Raises a ValueError if any element is True; compiled code, which cannot read them, a RuntimeError, or an assertion of the GPU."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(~is_wrong.any(), message)
-    elif bool(is_wrong.any()):
-        raise ValueError(message)
 
 
 def warn_of_windows_only(name: str, config: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
-# (pattern of our key, their key, what is done to the value); each kind has rows of its own before these. Attention has the same names
-Rows = tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None], ...]
+# (pattern of our key, their key, and what is done to the value, if anything); each kind has rows of its own before these. Attention has
+# the same names
+Rows = tuple[tuple[Any, ...], ...]
 LAYERS: Rows = (
-    (r"blocks\.(\d+)\.attention\.", r"layers.\1.self_attn.", None),
-    (r"blocks\.(\d+)\.attention_norm\.", r"layers.\1.self_attn_layer_norm.", None),
-    (r"blocks\.(\d+)\.ffn_norm\.", r"layers.\1.final_layer_norm.", None),
-    (r"blocks\.(\d+)\.ffn\.up\.", r"layers.\1.ffn.fc1.", None),
-    (r"blocks\.(\d+)\.ffn\.down\.", r"layers.\1.ffn.fc2.", None),
-    (r"blocks\.(\d+)\.ffn\.norm\.", r"layers.\1.ffn.ffn_layernorm.", None),
+    (r"blocks\.(\d+)\.attention\.", r"layers.\1.self_attn."),
+    (r"blocks\.(\d+)\.attention_norm\.", r"layers.\1.self_attn_layer_norm."),
+    (r"blocks\.(\d+)\.ffn_norm\.", r"layers.\1.final_layer_norm."),
+    (r"blocks\.(\d+)\.ffn\.up\.", r"layers.\1.ffn.fc1."),
+    (r"blocks\.(\d+)\.ffn\.down\.", r"layers.\1.ffn.fc2."),
+    (r"blocks\.(\d+)\.ffn\.norm\.", r"layers.\1.ffn.ffn_layernorm."),
 )
 FIRST = "layers.0.self_attn.q_proj.weight"
 # patterns of their keys, and why models that contain them are refused
@@ -274,9 +275,9 @@ def filled(
         if ours in fresh:
             continue
         theirs, transforms = ours, []
-        for pattern, name, transform in rows:
+        for pattern, name, *transform in rows:
             theirs, count = re.subn(pattern, name, theirs)
-            transforms += [transform] if count and transform is not None else []
+            transforms += transform if count else []
         if theirs not in weights:
             raise _missing(theirs, weights)
         value = weights[theirs]

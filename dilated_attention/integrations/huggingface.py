@@ -21,7 +21,7 @@ from typing import Any
 
 from dilated_attention.integrations import _hf_refusals
 from dilated_attention.integrations._hf_attend import attend
-from dilated_attention.integrations._hf_mask import KeyMask, key_mask
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask, shard_inputs
 from dilated_attention.integrations._hf_settings import (
     CONFIG_KEY,
     NAME_KEY,
@@ -35,7 +35,6 @@ from dilated_attention.integrations._hf_settings import (
     refuse_others,
     remember,
 )
-from dilated_attention.integrations._hf_shards import shard_inputs
 from dilated_attention.integrations.context_parallel import ContextParallel, context_parallel
 from dilated_attention.pattern.checks import one_of
 

@@ -233,10 +233,10 @@ def _load_stack(
         **fields,
     )
     rows: Rows = (
-        (r"^(decoder\.)?norm\.", f"{prefix}layer_norm.", None),
-        (r"^(decoder\.)?blocks\.", f"{prefix}blocks.", None),
-        (r"^embedding\.", f"{prefix}embed_tokens.", None),
-        (r"^output\.", f"{prefix}output_projection.", None),
+        (r"^(decoder\.)?norm\.", f"{prefix}layer_norm."),
+        (r"^(decoder\.)?blocks\.", f"{prefix}blocks."),
+        (r"^embedding\.", f"{prefix}embed_tokens."),
+        (r"^output\.", f"{prefix}output_projection."),
     )
     model: Any = LongNetLM if embedding is not None else LongNetDecoder if is_causal else LongNetEncoder
     return filled(model(config, device="meta", **settings), weights, rows, config.head_dim, device, dtype)
@@ -304,8 +304,8 @@ def load_slide_encoder(
         num_classes=num_classes,
     )
     rows: Rows = (
-        (r"^encoder\.norm\.", "encoder.layer_norm.", None),
-        (r"^tile_embedding\.", "patch_embed.proj.", None),
+        (r"^encoder\.norm\.", "encoder.layer_norm."),
+        (r"^tile_embedding\.", "patch_embed.proj."),
         (r"^class_token$", "cls_token", lambda token: token[0, 0] if token.ndim == 3 and token.shape[:2] == (1, 1) else token),
     )
     model = SlideEncoder(config, device="meta", **options)
@@ -389,12 +389,12 @@ def load_longvit(
         pooling["norm_eps"] = norm_eps
     config = VisionConfig(encoder=encoder, image_size=image_size, patch_size=patch, in_channels=channels, **pooling)
     rows: Rows = (
-        (r"^encoder\.norm\.", "encoder.layer_norm.", None),
-        (r"^encoder\.", f"{outer}encoder.", None),
-        (r"^patch_embedding\.", f"{outer}patch_embed.proj.", None),
+        (r"^encoder\.norm\.", "encoder.layer_norm."),
+        (r"^encoder\.", f"{outer}encoder."),
+        (r"^patch_embedding\.", f"{outer}patch_embed.proj."),
         (r"^positions$", f"{outer}pos_embed", lambda positions: resized_positions(positions, config.grid)),
-        (r"^norm\.", f"{around}{norm}.", None),
-        (r"^head\.", f"{around}head.", None),
+        (r"^norm\.", f"{around}{norm}."),
+        (r"^head\.", f"{around}head."),
     )
     return filled(LongViT(config, device="meta", **options), weights, rows, encoder.head_dim, device, dtype, fresh)
 

@@ -121,47 +121,35 @@ class DropPath(nn.Module):
         return f"p={self.p:g}"
 
 
-def make_attention(
-    config: LongNetConfig, *, backend: str, ring: RingSettings | None, device: Any, dtype: torch.dtype | None
-) -> MultiheadAttention:
+def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | None, **factory: Any) -> MultiheadAttention:
     """Makes the attention of one block, on one process or, with ``ring``, on several."""
     shape: dict[str, Any] = {
-        "embed_dim": config.embed_dim,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
         "dropout": config.attention_dropout,
-        "bias": config.bias,
         "layer_norm": config.sub_norm,
-        "layer_norm_eps": config.layer_norm_eps,
         "gamma_init": magneto_gain(config.num_layers) if config.sub_norm else 1.0,
         "rotary": config.positions != "none",
-        "rotary_base": config.rotary_base,
-        "qk_norm": config.qk_norm,
+        "xpos_scale_base": config.xpos_scale_base if config.positions == "xpos" else None,
         "backend": backend,
-        "device": device,
-        "dtype": dtype,
+        **factory,
     }
-    if config.positions == "xpos":
-        shape["xpos_scale_base"] = config.xpos_scale_base
+    same = ["embed_dim", "num_heads", "num_kv_heads", "bias", "layer_norm_eps", "rotary_base", "qk_norm"]
+    where = {} if ring is None else ring.arguments()
     pattern = config.pattern
     if isinstance(pattern, DilatedPattern):
-        shape |= {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "head_offsets": pattern.head_offsets,
-            "tail": pattern.tail,
-            "mixture_grad": config.mixture_grad,
-        }
-        return MultiheadDilatedAttention(**shape) if ring is None else RingMultiheadDilatedAttention(**shape, **ring.arguments())
-    if ring is None:
-        return MultiheadBlockSparseAttention(pattern=pattern, **shape)
-    where = ring.arguments()
-    if (ring.exchange, ring.ranks_per_node) != ("auto", None):
-        raise ValueError(
-            f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; "
-            "block-sparse rings send single blocks from process to process and have neither: leave them out"
-        )
-    return RingMultiheadBlockSparseAttention(pattern=pattern, **shape, **{name: where[name] for name in ("group", "layout", "timeout")})
+        shape |= {name: getattr(pattern, name) for name in ("segment_lengths", "dilation_rates", "head_offsets", "tail")}
+        kinds: Any = MultiheadDilatedAttention, RingMultiheadDilatedAttention
+        same.append("mixture_grad")
+    else:
+        shape["pattern"] = pattern
+        kinds = MultiheadBlockSparseAttention, RingMultiheadBlockSparseAttention
+        ways = [where.pop(name, usual) for name, usual in (("exchange", "auto"), ("ranks_per_node", None))]
+        if ways != ["auto", None]:
+            raise ValueError(
+                f"exchange is {ways[0]!r} and ranks_per_node is {ways[1]}; block-sparse rings send single blocks from process to process "
+                "and have neither: leave them out"
+            )
+    made: MultiheadAttention = kinds[ring is not None](**shape, **where, **{name: getattr(config, name) for name in same})
+    return made
 
 
 # layers that can apply the norm before them

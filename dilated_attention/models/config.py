@@ -286,3 +286,9 @@ class LongNetConfig(ModelConfig):
         if self.ffn_dim is not None:
             return self.ffn_dim
         return -(-8 * self.embed_dim // 3 // 32) * 32 if self.ffn == "swiglu" else 4 * self.embed_dim
+
+
+def as_config(name: str, value: Any) -> LongNetConfig:
+    if not isinstance(value, LongNetConfig):
+        raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); expected a LongNetConfig, e.g. model.config")
+    return value

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,7 @@ class Evaluation:
     by_position: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """Inputs first … end − 1 of a record, and the targets scored … scored_end − 1 that count, as positions of the record."""
 
     first: int
@@ -114,9 +113,10 @@ def evaluate(
             # what a model that sees both sides has to fill in, the same at every call
             is_target &= (torch.rand(len(record), generator=torch.Generator().manual_seed(15)) < 0.15).to(record.device)
         targets_of.append(is_target)
-        # how many come before each position: a genome may have long stretches of nothing but N
-        before = F.pad(is_target.cpu().long().cumsum(0), (1, 0))
-        windows += [(i, x) for x in _windows(len(record), context, stride, config.is_causal) if before[x.scored] < before[x.scored_end]]
+        known = is_target.cpu()
+        # a genome may have long stretches of nothing but N
+        of_record = _windows(len(record), context, stride, config.is_causal)
+        windows += [(i, window) for window in of_record if known[window.scored : window.scored_end].any()]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
     device = model.output_weight.device
@@ -133,12 +133,11 @@ def evaluate(
                 inputs = inputs.where(~is_target, UNKNOWN)
             if config.kmer > 1:
                 inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
-            place = torch.arange(window.first + shift, window.end + shift, device=device)
-            scored = (place >= window.scored) & (place < window.scored_end) & (targets != _NOT_SCORED)
             nats = _nats(model, inputs, targets)
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
-            total += torch.stack([nats[scored].sum(), scored.sum().double()])
+            scored = slice(window.scored - window.first - shift, window.scored_end - window.first - shift)
+            total += torch.stack([nats[scored].sum(), (targets[scored] != _NOT_SCORED).sum().double()])
     nats_in_all, count = total.tolist()
     seconds = time.perf_counter() - start
     if not count:
@@ -159,16 +158,12 @@ def evaluate(
 
 def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[_Window]:
     """Yields the windows of one record; every target is scored in one of them."""
-    if not is_causal:
-        for start in range(0, length, stride):
-            scored_end = min(start + stride, length)
-            first = max(0, min((start + scored_end - context) // 2, length - context))
-            yield _Window(first, min(first + context, length), start, scored_end)
-        return
-    scored, scored_end = 1, min(length, context + 1)
-    while scored < scored_end:
-        yield _Window(max(0, scored_end - context - 1), scored_end - 1, scored, scored_end)
-        scored, scored_end = scored_end, min(length, scored_end + stride)
+    scored, step = (1, context) if is_causal else (0, stride)
+    while scored < length:
+        scored_end = min(scored + step, length)
+        first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
+        yield _Window(first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end)
+        scored, step = scored_end, stride
 
 
 def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -204,11 +204,12 @@ def generate(
     new = torch.cat(list(steps), 1)
     if isinstance(prompts, torch.Tensor):
         return torch.cat([prompts, new.to(prompts.dtype)], 1)
-    ends = None if stop_token is None else new % model.config.vocab_size == stop_token
-    return [
-        torch.cat([row, (added if ends is None else _until(added, ends[i])).to(row.dtype)])
-        for i, (row, added) in enumerate(zip(rows, new, strict=True))
-    ]
+    if stop_token is None:
+        return [torch.cat([row, added.to(row.dtype)]) for row, added in zip(rows, new, strict=True)]
+    ends = (new % model.config.vocab_size == stop_token).long()
+    # of each up to the first that ends it
+    is_added = ends.cumsum(1) == ends
+    return [torch.cat([row, added[chosen].to(row.dtype)]) for row, added, chosen in zip(rows, new, is_added, strict=True)]
 
 
 def generate_stream(
@@ -330,12 +331,6 @@ def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int
         f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite "
         f"numbers, and {cause}"
     )
-
-
-def _until(tokens: torch.Tensor, is_end: torch.Tensor) -> torch.Tensor:
-    """Returns tokens (n,) up to and including the first that ``is_end``, (n,) bool."""
-    found = is_end.nonzero()
-    return tokens[: int(found[0]) + 1] if len(found) else tokens
 
 
 def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int, int | None]:

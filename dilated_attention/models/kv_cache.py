@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +19,10 @@ from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode.keys import RowKeys, WindowKeys, row_keys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional.arguments import autocast
-from dilated_attention.models.config import LongNetConfig, as_size
+from dilated_attention.models.config import LongNetConfig, as_config, as_size
 from dilated_attention.models.summary import readable
 from dilated_attention.modules.rotary import Table, rotate
-from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.pattern.checks import as_int
 from dilated_attention.validation import DTYPES
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
-        if not isinstance(config, LongNetConfig):
-            raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig, e.g. model.config")
-        if not config.is_causal:
+        if not as_config("config", config).is_causal:
             raise ValueError("config.is_causal is False; keys of past positions are useful only for causal attention")
         self.config = config
         self.num_requests = as_int("num_requests", num_requests, minimum=1, maximum=MAX_REQUESTS)
@@ -348,7 +346,7 @@ class CachePass:
         self.cache, self.count, self.start = cache, count, start
         # requests that it ends for
         self.members: Iterable[int] = ()
-        self._rotations: dict[Any, Tables] = {}
+        self._rotation: Tables | None = None
         keys = cache.row_keys
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
@@ -368,16 +366,14 @@ class CachePass:
             raise ValueError("this pass has ended, or its requests have changed since it was begun; begin a new one")
 
     def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
-        """Returns (queries' table, keys' table) of the new positions, made once for all layers with the same rotation."""
-        key = (module.head_dim, module.rotary_base, module.xpos_scale_base, dtype)
-        if key not in self._rotations:
-            tables = module.rotation(self.positions, None, self.cache.max_length, dtype)
+        """Returns (queries' table, keys' table) of the new positions, made once for all layers, which are alike."""
+        if self._rotation is None:
+            self._rotation = module.rotation(self.positions, None, self.cache.max_length, dtype)
             if self.start is None:
                 # each batch entry has its own position
-                (q_cos, q_sin), (k_cos, k_sin) = tables
-                tables = (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
-            self._rotations[key] = tables
-        return self._rotations[key]
+                (q_cos, q_sin), (k_cos, k_sin) = self._rotation
+                self._rotation = (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
+        return self._rotation
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention

@@ -10,15 +10,14 @@ from torch import nn
 from typing_extensions import Unpack
 
 from dilated_attention.functional.options import shows_options
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import LongNetConfig, as_config
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.loss import chunked_cross_entropy, sharded_cross_entropy
+from dilated_attention.models.loss import sharded_cross_entropy
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, stack_options
 from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
 from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import shown
 
 
 class LongNetLM(Pretrained):
@@ -48,8 +47,7 @@ class LongNetLM(Pretrained):
     @shows_options
     def __init__(self, config: LongNetConfig, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
-        if not isinstance(config, LongNetConfig):
-            raise TypeError(f"config is {shown(config)} ({type(config).__name__}); expected a LongNetConfig")
+        config = as_config("config", config)
         if config.vocab_size is None:
             raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config
@@ -153,9 +151,7 @@ class LongNetLM(Pretrained):
             if cache_pass is not None and cache_pass is not cache:
                 cache_pass.end()
             return logits
-        if self.ring is not None:
-            return sharded_cross_entropy(hidden, self.output_weight, targets, group=self.ring.group_name)
-        return chunked_cross_entropy(hidden, self.output_weight, targets)
+        return sharded_cross_entropy(hidden, self.output_weight, targets, group="" if self.ring is None else self.ring.group_name)
 
     def hidden(
         self,

@@ -17,6 +17,8 @@ from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
+from dilated_attention.modules._ring import RING_OPTIONS
+from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
 
 
@@ -45,19 +47,16 @@ class ModelOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-DEFAULTS: dict[str, Any] = {
-    "backend": "auto", "group": None, "mesh": None, "layout": "contiguous", "exchange": "auto", "ranks_per_node": None, "timeout": 60.0,
-    "checkpoint_activations": False, "device": None, "dtype": None,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = {name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__}
 
 
 def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
     """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
     check_names(model, options)
     given = {**DEFAULTS, **options}
-    where = [given.pop(name) for name in ("group", "mesh", "layout", "exchange", "ranks_per_node", "timeout")]
-    is_spread = is_ring or where[0] is not None or where[1] is not None
-    return {**given, "ring": RingSettings.of(*where) if is_spread else None}
+    where = {name: given.pop(name) for name in RING_OPTIONS}
+    is_spread = is_ring or where["group"] is not None or where["mesh"] is not None
+    return {**given, "ring": RingSettings.of(where) if is_spread else None}
 
 
 class LongNetStack(nn.Module):
@@ -85,7 +84,7 @@ class LongNetStack(nn.Module):
                 f"config.is_causal is {config.is_causal}; {type(self).__name__} needs {self.is_causal}: set it, or use {other}"
             )
         if ring is None and config.is_ring:
-            ring = RingSettings.of(None, None, "contiguous")
+            ring = RingSettings.of({})
         self.config = config
         self.ring = ring
         self.checkpoint_activations = checkpoint_activations
@@ -191,8 +190,7 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer or rows do not exist, or processes share the stack's sequence.
         """
-        attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_map(x, query_rows=query_rows, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+        return self._inspected("attention_map", layer, x, cu_seqlens, query_rows=query_rows, **options)
 
     @torch.no_grad()
     def attention_received(
@@ -210,20 +208,19 @@ class LongNetStack(nn.Module):
         Raises:
             ValueError, TypeError: if the layer does not exist, weights do not fit, or processes share the stack's sequence.
         """
-        attention, x = self._reach(layer, x, cu_seqlens)
-        return attention.attention_received(x, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)
+        return self._inspected("attention_received", layer, x, cu_seqlens, **options)
 
-    def _reach(self, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """Runs the blocks before a layer; returns its attention, and that attention's input."""
+    def _inspected(self, method: str, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """Runs the blocks before a layer, and returns what a method of its attention tells of that attention's input."""
         self.check_whole()
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
             raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")
-        layer %= len(self.blocks)
-        for block in self.blocks[:layer]:
+        *before, chosen = self.blocks[: layer % len(self.blocks) + 1]
+        for block in before:
             x = block(x, cu_seqlens=cu_seqlens)
-        chosen: Any = self.blocks[layer]
-        return chosen.attention, chosen.attention_norm(x)
+        told: Any = getattr(chosen.attention, method)
+        return told(chosen.attention_norm(x), is_causal=self.is_causal, cu_seqlens=cu_seqlens, **options)  # type: ignore[no-any-return, operator]
 
 
 class LongNetDecoder(LongNetStack):

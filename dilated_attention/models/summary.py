@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,13 +125,17 @@ class Summary:
         return cache_bytes(self.config, num_positions, self.activation_bytes if itemsize is None else itemsize)
 
     def as_dict(self) -> dict[str, Any]:
+        sizes = self.config, self.num_parameters
+        plain, checkpointed = (
+            footprint(*sizes, checkpoint_activations=is_less, activation_bytes=self.activation_bytes) for is_less in (False, True)
+        )
         rows = [
             {
                 "positions": n,
                 "keys_per_query": round(self.keys_per_query(n), 1),
                 "training_flops_per_position": round(self.training_flops(n)),
-                "training_bytes": self._footprint(False).total(n),
-                "training_bytes_checkpointed": self._footprint(True).total(n),
+                "training_bytes": plain.total(n),
+                "training_bytes_checkpointed": checkpointed.total(n),
             }
             | ({} if self.cache_bytes(n) is None else {"cache_bytes": self.cache_bytes(n)})
             for n in self.lengths
@@ -143,27 +148,22 @@ class Summary:
             "memory": self.memory,
             "device": self.device,
             "activation_bytes": self.activation_bytes,
-            "fits": {"kept": self._fits(False), "checkpointed": self._fits(True)},
+            "fits": {"kept": plain.fits(self.memory), "checkpointed": checkpointed.fits(self.memory)},
         }
 
-    def _fits(self, checkpointed: bool) -> int:
-        return self._footprint(checkpointed).fits(self.memory)
-
-    def _footprint(self, checkpointed: bool) -> Footprint:
-        return footprint(self.config, self.num_parameters, checkpoint_activations=checkpointed, activation_bytes=self.activation_bytes)
-
     def __str__(self) -> str:
-        config = self.config
+        config, told = self.config, self.as_dict()
         heads = f"{config.num_heads} heads of {config.head_dim}" + (f", {config.num_kv_heads} of keys" if config.num_kv_heads else "")
+        pattern = "every key" if config.kind == "dense" else config.pattern
         lines = [
             f"{self.name}: {config.num_layers} blocks of width {config.embed_dim}, {heads}, feed-forward {config.inner_dim}",
-            f"attention: {config.attention}, {_described(config)}{', causal' if config.is_causal else ''}",
+            f"attention: {config.attention}, {pattern}{', causal' if config.is_causal else ''}",
             f"parameters: {self.num_parameters:,} ({self.num_parameters - self.embedding_parameters:,} without embeddings)",
             "",
             f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  "
             f"{'KV cache':>9}",
         ]
-        for row in self.as_dict()["lengths"]:
+        for row in told["lengths"]:
             n, cache = row["positions"], readable(row["cache_bytes"]) if "cache_bytes" in row else "–"
             lines.append(
                 f"{n:>11,}  {row['keys_per_query']:>11,.0f}  {(n + 1) / 2 if config.is_causal else n:>11,.0f}  "
@@ -172,8 +172,8 @@ class Summary:
             )
         lines += [
             "",
-            f"{self.device} with {readable(self.memory)} trains {self._fits(False):,} positions at once, {self._fits(True):,} with "
-            "checkpoint_activations=True",
+            f"{self.device} with {readable(self.memory)} trains {told['fits']['kept']:,} positions at once, "
+            f"{told['fits']['checkpointed']:,} with checkpoint_activations=True",
             f"(an estimate: {8 * self.activation_bytes}-bit activations, float32 weights and AdamW, no dropout; one sequence or several)",
         ]
         return "\n".join(lines)
@@ -188,46 +188,24 @@ def summarise(
     name: str, config: LongNetConfig, parameters: dict[str, int], lengths: tuple[int, ...] | None = None, memory: int | None = None
 ) -> Summary:
     """Makes the summary of a model whose parameters have these names and sizes."""
-    chosen = tuple(as_int("positions", n, minimum=1) for n in (lengths if lengths is not None else _usual_lengths(config)))
+    if lengths is None:
+        # a few orders of magnitude, around the model's segment lengths
+        lengths = tuple(sorted({1024, 8192, 65536, max((w for w in config.segment_lengths if w <= 2**20), default=2**17), 2**20}))
     here, device = _this_machine()
-    embeddings = embedding_parameters(parameters)
     return Summary(
         name=name,
         config=config,
         num_parameters=sum(parameters.values()),
-        embedding_parameters=embeddings,
-        lengths=chosen,
+        embedding_parameters=embedding_parameters(parameters),
+        lengths=tuple(as_int("positions", n, minimum=1) for n in lengths),
         memory=here if memory is None else as_int("memory", memory, minimum=1),
         device=device if memory is None else "a device",
         activation_bytes=2 if memory is not None or torch.cuda.is_available() else 4,
     )
 
 
-def _usual_lengths(config: LongNetConfig) -> tuple[int, ...]:
-    """Returns a few orders of magnitude, around the model's segment lengths."""
-    largest = max((w for w in config.segment_lengths if w <= 2**20), default=2**17)
-    return tuple(sorted({1024, 8192, 65536, largest, 2**20}))
-
-
 def _this_machine() -> tuple[int, str]:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return properties.total_memory, properties.name
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's CPU"
-
-
-def _described(config: LongNetConfig) -> str:
-    pattern = config.pattern
-    if isinstance(pattern, BlockPattern):
-        return repr(pattern)
-    if config.kind == "dense":
-        return "every key"
-    branches = ", ".join(f"{w:,}/{r}" for w, r in pattern.branches)
-    extras = [
-        f"{name} {value}"
-        for name, value, usual in (("offsets", pattern.head_offsets, "cyclic"), ("tail", pattern.tail, "mask"))
-        if value != usual
-    ]
-    return f"segments/rates {branches}" + "".join(f", {extra}" for extra in extras)

@@ -63,13 +63,9 @@ class Vocabulary:
         Raises:
             ValueError: if tokens are not of this vocabulary. Those of a k-mer model are codes, whose bases are ``codes % 5``.
         """
-        values = tokens.flatten().tolist()
-        if values and not (min(values) >= 0 and max(values) < len(self)):
-            raise ValueError(
-                f"tokens reach from {min(values)} to {max(values)}; expected 0 to {len(self) - 1}, the {self.unit}s of this vocabulary: "
-                "the bases of k-mer codes are codes % 5"
-            )
-        return bytes(self.letters[value] for value in values)
+        limit = f"the number of {self.unit}s − 1"
+        check_range("tokens", tokens, len(self), waits=True, limit=limit, way_out="the bases of k-mer codes are codes % 5")
+        return bytes(self.letters[value] for value in tokens.flatten().tolist())
 
     def decode(self, tokens: torch.Tensor) -> str:
         """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises ValueError like ``decode_bytes``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +17,11 @@ from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
 from dilated_attention.distributed.sharding.layout import local_length, positions_of
 from dilated_attention.functional.arguments import place_in
+from dilated_attention.functional.options import DEFAULTS
 from dilated_attention.pattern.checks import as_int, one_of
+
+# the options that are looked up here
+RING_OPTIONS = ("group", "mesh", "layout", "exchange", "ranks_per_node", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +44,19 @@ class RingSettings:
     before_init: bool = False
 
     @classmethod
-    def of(
-        cls, group: Any, mesh: Any, layout: str | Layout, exchange: str = "auto", ranks_per_node: int | None = None, timeout: float = 60.0
-    ) -> RingSettings:
-        """Builds the settings from a module's arguments.
+    def of(cls, options: Mapping[str, Any]) -> RingSettings:
+        """Builds the settings from a module's options.
 
         Raises:
             ValueError, TypeError: the layout, exchange or group does not exist, or the group does not include this process.
         """
+        group, mesh, layout, exchange, per_node, timeout = ({**DEFAULTS, **options}[name] for name in RING_OPTIONS)
         one_of("exchange", exchange, ("auto", *EXCHANGES))
         return cls(
             group_name=group_name_of(group, mesh),
             layout=layout_name(layout),
             exchange=exchange,
-            ranks_per_node=None if ranks_per_node is None else as_int("ranks_per_node", ranks_per_node, minimum=1),
+            ranks_per_node=None if per_node is None else as_int("ranks_per_node", per_node, minimum=1),
             timeout=check.check_timeout(timeout),
             before_init=group is None and mesh is None and not (dist.is_available() and dist.is_initialized()),
         )
@@ -60,13 +64,7 @@ class RingSettings:
     def arguments(self) -> dict[str, Any]:
         """Returns the settings as arguments for the functional API and other modules."""
         self._check_still_alone()
-        return {
-            "group": self.group_name,
-            "layout": self.layout,
-            "exchange": self.exchange,
-            "ranks_per_node": self.ranks_per_node,
-            "timeout": self.timeout,
-        }
+        return {"group": self.group_name, **{name: getattr(self, name) for name in RING_OPTIONS[2:]}}
 
     def place(self) -> tuple[int, int]:
         """Returns (rank, W) in the group. It is looked up at each call: a module unpickled by another process has another rank."""

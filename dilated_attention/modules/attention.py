@@ -50,12 +50,8 @@ class DilatedAttention(LocalAttention):
     function = staticmethod(functional.dilated_attention)
 
     @shows_options
-    def __init__(
-        self, segment_lengths: Any, dilation_rates: Any, *, mixture_grad: str = "exact", precision: str = "native",
-        **options: Unpack[DilatedOptions],
-    ) -> None:  # fmt: skip
-        branches = segment_lengths, dilation_rates
-        super().__init__("DilatedAttention", options, branches, mixture_grad=mixture_grad, precision=precision)
+    def __init__(self, segment_lengths: Any, dilation_rates: Any, **options: Unpack[DilatedOptions]) -> None:
+        super().__init__("DilatedAttention", options, (segment_lengths, dilation_rates))
 
 
 class BlockSparseAttention(LocalAttention):
@@ -139,12 +135,9 @@ class RingAttention(RingModule):
     unsharded = staticmethod(functional.attention)
 
     @shows_options
-    def __init__(
-        self, *, layout: str | Layout = "zigzag", exchange: str = "auto", window: int | tuple[int | None, int | None] | None = None,
-        ranks_per_node: int | None = None, **options: Unpack[RingOptions],
-    ) -> None:  # fmt: skip
-        check.check_window(window)
-        super().__init__("RingAttention", options, layout=layout, exchange=exchange, ranks_per_node=ranks_per_node, window=window)
+    def __init__(self, *, layout: str | Layout = "zigzag", **options: Unpack[RingOptions]) -> None:
+        check.check_window(options.get("window"))
+        super().__init__("RingAttention", {**options, "layout": layout})
 
 
 class RingDilatedAttention(RingModule):
@@ -173,14 +166,8 @@ class RingDilatedAttention(RingModule):
     unsharded = staticmethod(functional.dilated_attention)
 
     @shows_options
-    def __init__(
-        self, segment_lengths: Any, dilation_rates: Any, *, layout: str | Layout = "contiguous", exchange: str = "auto",
-        mixture_grad: str = "exact", ranks_per_node: int | None = None, **options: Unpack[RingDilatedOptions],
-    ) -> None:  # fmt: skip
-        super().__init__(
-            "RingDilatedAttention", options, (segment_lengths, dilation_rates), layout=layout, exchange=exchange,
-            ranks_per_node=ranks_per_node, mixture_grad=mixture_grad,
-        )  # fmt: skip
+    def __init__(self, segment_lengths: Any, dilation_rates: Any, **options: Unpack[RingDilatedOptions]) -> None:
+        super().__init__("RingDilatedAttention", options, (segment_lengths, dilation_rates))
 
 
 class RingBlockSparseAttention(RingModule):
@@ -210,11 +197,8 @@ class RingBlockSparseAttention(RingModule):
     unsharded = staticmethod(functional.block_sparse_attention)
 
     @shows_options
-    def __init__(
-        self, pattern: Any = None, *, layout: str | Layout = "contiguous", head_steps: int | None = None,
-        **options: Unpack[RingBlockSparseOptions],
-    ) -> None:  # fmt: skip
-        super().__init__("RingBlockSparseAttention", options, None, (pattern,), layout=layout, head_steps=head_steps)
+    def __init__(self, pattern: Any = None, **options: Unpack[RingBlockSparseOptions]) -> None:
+        super().__init__("RingBlockSparseAttention", options, None, (pattern,))
 
 
 class RingBlockSparseDilatedAttention(RingModule):
@@ -241,9 +225,5 @@ class RingBlockSparseDilatedAttention(RingModule):
     unsharded = staticmethod(functional.block_sparse_dilated_attention)
 
     @shows_options
-    def __init__(
-        self, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, *, layout: str | Layout = "contiguous",
-        head_steps: int | None = None, **options: Unpack[RingUnionOptions],
-    ) -> None:  # fmt: skip
-        branches = segment_lengths, dilation_rates
-        super().__init__("RingBlockSparseDilatedAttention", options, branches, (pattern,), layout=layout, head_steps=head_steps)
+    def __init__(self, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, **options: Unpack[RingUnionOptions]) -> None:
+        super().__init__("RingBlockSparseDilatedAttention", options, (segment_lengths, dilation_rates), (pattern,))

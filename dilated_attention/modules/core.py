@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.functional import attention_map, attention_received
 from dilated_attention.functional.arguments import checked_block_layout, checked_ring_pattern
 from dilated_attention.functional.calls import checked_pattern
-from dilated_attention.functional.options import BranchOptions, check_names
+from dilated_attention.functional.options import KEYWORDS, BranchOptions, check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules.options import DEFAULTS, BlockOptions, GroupOptions
+from dilated_attention.modules.options import DEFAULTS, BlockOptions, LocalArguments, RingArguments
 from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsity
 from dilated_attention.pattern.blocks.density import KINDS
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
@@ -37,7 +38,6 @@ class Attention(nn.Module):
         options: the caller's options.
         branches: segment_lengths and dilation_rates; None without branches.
         blocks: (pattern,), None in it with ``sparsity_ratio``; () without blocks.
-        extra: options that only this class passes to its function: they become attributes.
     """
 
     # the function that ``forward`` calls
@@ -45,7 +45,7 @@ class Attention(nn.Module):
     sinks: nn.Parameter | nn.UninitializedParameter | None
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], branches: tuple[Any, Any] | None = None, blocks: tuple[Any, ...] = (), **extra: Any
+        self, name: str, options: Mapping[str, Any], branches: tuple[Any, Any] | None = None, blocks: tuple[Any, ...] = ()
     ) -> None:
         check_names(name, options)
         super().__init__()
@@ -78,13 +78,14 @@ class Attention(nn.Module):
         if blocks:
             self._blocks = _chosen_pattern(blocks[0], given)
             self._shape["pattern"] = self._blocks
-        one_of("mixture_grad", extra.get("mixture_grad", "exact"), ("exact", "detached"))
-        one_of("precision", extra.get("precision", "native"), PRECISIONS)
-        if sinks and extra.get("mixture_grad") == "detached":
+        one_of("mixture_grad", given["mixture_grad"], ("exact", "detached"))
+        one_of("precision", given["precision"], PRECISIONS)
+        if sinks and given["mixture_grad"] == "detached":
             raise ValueError("sinks=True with mixture_grad='detached', which would give them no gradient; expected mixture_grad='exact'")
-        self._extra = tuple(extra)
-        for key, value in extra.items():
-            setattr(self, key, value)
+        # what only some functions take
+        self._extra = [key for key in ("window", "mixture_grad", "precision") if key in KEYWORDS[name]]
+        for key in self._extra:
+            setattr(self, key, given[key])
 
     @property
     def pattern(self) -> Any:
@@ -178,17 +179,9 @@ def _chosen_pattern(pattern: Any, given: Mapping[str, Any]) -> BlockPattern:
 class LocalAttention(Attention):
     """An attention that takes projected queries, keys and values of whole sequences."""
 
+    @shows_options
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0,
-        return_lse: bool = False,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool = False, **options: Unpack[LocalArguments]
     ) -> Any:
         """Computes the attention.
 
@@ -208,17 +201,7 @@ class LocalAttention(Attention):
             ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        return self.function(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            query_offset=query_offset,
-            return_lse=return_lse,
-        )
+        return self.function(query, key, value, **self._arguments(query), return_lse=return_lse, **options)
 
     def attention_map(self, query: torch.Tensor, key: torch.Tensor, query_rows: Any, **options: Any) -> torch.Tensor:
         """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
@@ -246,37 +229,26 @@ class RingModule(Attention):
     """An attention that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are.
 
     Args:
-        layout, exchange, ranks_per_node, head_steps: see ``ring_dilated_attention`` and ``ring_block_sparse_attention``.
-        patterns, extra, others: see ``Attention``.
+        options: see ``ring_dilated_attention`` and ``ring_block_sparse_attention``.
+        name, patterns: see ``Attention``.
     """
 
     ring: RingSettings
     # the function of one process
     unsharded: ClassVar[Callable[..., Any]]
 
-    def __init__(
-        self, name: str, options: Mapping[str, Any], *patterns: Any, layout: Any, exchange: str = "auto",
-        ranks_per_node: int | None = None, head_steps: int | None = None, **extra: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(name, options, *patterns, **extra)
+    def __init__(self, name: str, options: Mapping[str, Any], *patterns: Any) -> None:
+        super().__init__(name, options, *patterns)
         if self._blocks is not None:
             checked_ring_pattern(self._blocks)
-            layout = checked_block_layout(layout)
-            self.head_steps = None if head_steps is None else as_int("head_steps", head_steps, minimum=1)
-        given = {key: options.get(key, DEFAULTS[key]) for key in GroupOptions.__annotations__}
-        self.ring = RingSettings.of(**given, layout=layout, exchange=exchange, ranks_per_node=ranks_per_node)
+            checked_block_layout(options.get("layout", "contiguous"))
+            steps = options.get("head_steps")
+            self.head_steps = None if steps is None else as_int("head_steps", steps, minimum=1)
+        self.ring = RingSettings.of(options)
 
+    @shows_options
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        return_lse: bool = False,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool = False, **options: Unpack[RingArguments]
     ) -> Any:
         """Computes the attention.
 
@@ -297,18 +269,8 @@ class RingModule(Attention):
             RingError: a process died, stalled or made a different call.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        return self.function(
-            query,
-            key,
-            value,
-            **self._arguments(query),
-            **self._ring_arguments(),
-            seq_len=seq_len,
-            is_causal=is_causal,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-        )
+        fixed = self._arguments(query) | self._ring_arguments()
+        return self.function(query, key, value, **fixed, return_lse=return_lse, **options)
 
     def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0

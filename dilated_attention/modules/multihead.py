@@ -6,7 +6,6 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional.options import shows_options
 from dilated_attention.modules.attention import (
     BlockSparseAttention,
@@ -59,13 +58,11 @@ class MultiheadDilatedAttention(LocalMultihead):
 
     @shows_options
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, *, mixture_grad: str = "exact",
-        precision: str = "native",
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any,
         **options: Unpack[MultiheadDilatedOptions],
     ) -> None:  # fmt: skip
         super().__init__(
-            "MultiheadDilatedAttention", DilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options,
-            mixture_grad=mixture_grad, precision=precision,
+            "MultiheadDilatedAttention", DilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options
         )  # fmt: skip
 
 
@@ -92,10 +89,7 @@ class MultiheadBlockSparseAttention(LocalMultihead):
     attention: BlockSparseAttention
 
     @shows_options
-    def __init__(
-        self, embed_dim: int, num_heads: int, pattern: Any = None,
-        **options: Unpack[MultiheadBlockSparseOptions],
-    ) -> None:  # fmt: skip
+    def __init__(self, embed_dim: int, num_heads: int, pattern: Any = None, **options: Unpack[MultiheadBlockSparseOptions]) -> None:
         super().__init__("MultiheadBlockSparseAttention", BlockSparseAttention, embed_dim, num_heads, (pattern,), options)
 
 
@@ -119,11 +113,22 @@ class MultiheadBlockSparseDilatedAttention(LocalMultihead):
 
     @shows_options
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, pattern: Any = None,
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
         **options: Unpack[MultiheadUnionOptions],
-    ) -> None:  # fmt: skip
-        patterns = segment_lengths, dilation_rates, pattern
-        super().__init__("MultiheadBlockSparseDilatedAttention", BlockSparseDilatedAttention, embed_dim, num_heads, patterns, options)
+    ) -> None:
+        super().__init__(
+            "MultiheadBlockSparseDilatedAttention",
+            BlockSparseDilatedAttention,
+            embed_dim,
+            num_heads,
+            (segment_lengths, dilation_rates, pattern),
+            options,
+        )
 
 
 class RingMultiheadDilatedAttention(RingMultihead):
@@ -159,14 +164,11 @@ class RingMultiheadDilatedAttention(RingMultihead):
 
     @shows_options
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, *, layout: str | Layout = "contiguous",
-        exchange: str = "auto", mixture_grad: str = "exact", ranks_per_node: int | None = None,
-        **options: Unpack[RingMultiheadDilatedOptions],
-    ) -> None:  # fmt: skip
+        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, **options: Unpack[RingMultiheadDilatedOptions]
+    ) -> None:
         super().__init__(
-            "RingMultiheadDilatedAttention", RingDilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options,
-            layout=layout, exchange=exchange, mixture_grad=mixture_grad, ranks_per_node=ranks_per_node,
-        )  # fmt: skip
+            "RingMultiheadDilatedAttention", RingDilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options
+        )
 
 
 class RingMultiheadBlockSparseAttention(RingMultihead):
@@ -200,15 +202,8 @@ class RingMultiheadBlockSparseAttention(RingMultihead):
     attention: RingBlockSparseAttention
 
     @shows_options
-    def __init__(
-        self, embed_dim: int, num_heads: int, pattern: Any = None, *, layout: str | Layout = "contiguous",
-        head_steps: int | None = None,
-        **options: Unpack[RingMultiheadBlockSparseOptions],
-    ) -> None:  # fmt: skip
-        super().__init__(
-            "RingMultiheadBlockSparseAttention", RingBlockSparseAttention, embed_dim, num_heads, (pattern,), options,
-            layout=layout, head_steps=head_steps,
-        )  # fmt: skip
+    def __init__(self, embed_dim: int, num_heads: int, pattern: Any = None, **options: Unpack[RingMultiheadBlockSparseOptions]) -> None:
+        super().__init__("RingMultiheadBlockSparseAttention", RingBlockSparseAttention, embed_dim, num_heads, (pattern,), options)
 
 
 class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
@@ -232,12 +227,19 @@ class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
 
     @shows_options
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, *,
-        layout: str | Layout = "contiguous", head_steps: int | None = None,
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        pattern: Any = None,
         **options: Unpack[RingMultiheadUnionOptions],
-    ) -> None:  # fmt: skip
-        patterns = segment_lengths, dilation_rates, pattern
+    ) -> None:
         super().__init__(
-            "RingMultiheadBlockSparseDilatedAttention", RingBlockSparseDilatedAttention, embed_dim, num_heads, patterns, options,
-            layout=layout, head_steps=head_steps,
-        )  # fmt: skip
+            "RingMultiheadBlockSparseDilatedAttention",
+            RingBlockSparseDilatedAttention,
+            embed_dim,
+            num_heads,
+            (segment_lengths, dilation_rates, pattern),
+            options,
+        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from typing_extensions import TypedDict
 
+from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional.options import DEFAULTS as CALL_DEFAULTS
 from dilated_attention.functional.options import BranchOptions
 
@@ -108,11 +110,33 @@ DEFAULTS: dict[str, Any] = {
     "sparsity_ratio": None, "sparsity": "random", "block_size": 128, "seed": 0,
     "num_kv_heads": None, "bias": True, "layer_norm": True, "layer_norm_eps": 1e-5, "gamma_init": 1.0, "rotary": False,
     "rotary_base": 10000.0, "xpos_scale_base": None, "qk_norm": False, "device": None, "dtype": None,
+    "need_weights": False, "attn_mask": None, "input_norm": None,
 }  # fmt: skip
 
 
 # by kind of pattern: alone, over processes, with projections, and both
-class DilatedOptions(CoreOptions, BranchOptions, total=False): ...
+class MixtureOptions(TypedDict, total=False):
+    mixture_grad: str
+
+
+class NativeOptions(MixtureOptions, total=False):
+    precision: str
+
+
+class LayoutOptions(GroupOptions, total=False):
+    layout: str | Layout
+
+
+class ExchangeOptions(TypedDict, total=False):
+    exchange: str
+    ranks_per_node: int | None
+
+
+class StepOptions(LayoutOptions, total=False):
+    head_steps: int | None
+
+
+class DilatedOptions(CoreOptions, BranchOptions, NativeOptions, total=False): ...
 
 
 class BlockSparseOptions(CoreOptions, BlockOptions, total=False): ...
@@ -121,31 +145,62 @@ class BlockSparseOptions(CoreOptions, BlockOptions, total=False): ...
 class UnionOptions(CoreOptions, BranchOptions, BlockOptions, total=False): ...
 
 
-class RingOptions(CoreOptions, GroupOptions, total=False): ...
+class RingOptions(CoreOptions, GroupOptions, ExchangeOptions, total=False):
+    window: int | tuple[int | None, int | None] | None
 
 
-class RingDilatedOptions(DilatedOptions, GroupOptions, total=False): ...
+class RingDilatedOptions(CoreOptions, BranchOptions, MixtureOptions, LayoutOptions, ExchangeOptions, total=False): ...
 
 
-class RingBlockSparseOptions(BlockSparseOptions, GroupOptions, total=False): ...
+class RingBlockSparseOptions(BlockSparseOptions, StepOptions, total=False): ...
 
 
-class RingUnionOptions(UnionOptions, GroupOptions, total=False): ...
+class RingUnionOptions(UnionOptions, StepOptions, total=False): ...
 
 
-class MultiheadDilatedOptions(AttentionOptions, ProjectionOptions, BranchOptions, total=False): ...
+class MultiheadOptions(AttentionOptions, ProjectionOptions, total=False): ...
 
 
-class MultiheadBlockSparseOptions(AttentionOptions, ProjectionOptions, BlockOptions, total=False): ...
+class MultiheadDilatedOptions(MultiheadOptions, BranchOptions, NativeOptions, total=False): ...
 
 
-class MultiheadUnionOptions(AttentionOptions, ProjectionOptions, BranchOptions, BlockOptions, total=False): ...
+class MultiheadBlockSparseOptions(MultiheadOptions, BlockOptions, total=False): ...
 
 
-class RingMultiheadDilatedOptions(MultiheadDilatedOptions, GroupOptions, total=False): ...
+class MultiheadUnionOptions(MultiheadBlockSparseOptions, BranchOptions, total=False): ...
 
 
-class RingMultiheadBlockSparseOptions(MultiheadBlockSparseOptions, GroupOptions, total=False): ...
+class RingMultiheadDilatedOptions(MultiheadOptions, BranchOptions, MixtureOptions, LayoutOptions, ExchangeOptions, total=False): ...
 
 
-class RingMultiheadUnionOptions(MultiheadUnionOptions, GroupOptions, total=False): ...
+class RingMultiheadBlockSparseOptions(MultiheadBlockSparseOptions, StepOptions, total=False): ...
+
+
+class RingMultiheadUnionOptions(MultiheadUnionOptions, StepOptions, total=False): ...
+
+
+# what ``forward`` takes beside the tensors
+class MaskArguments(TypedDict, total=False):
+    is_causal: bool
+    key_padding_mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+class LocalArguments(MaskArguments, total=False):
+    query_offset: int
+
+
+class RingArguments(MaskArguments, total=False):
+    seq_len: int | None
+
+
+class LayerArguments(TypedDict, total=False):
+    need_weights: bool
+    attn_mask: None
+    input_norm: nn.Module | None
+
+
+class LocalLayerArguments(LocalArguments, LayerArguments, total=False): ...
+
+
+class RingLayerArguments(RingArguments, LayerArguments, total=False): ...

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.functional.fused_layers import linear_layers
-from dilated_attention.functional.options import check_names
+from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
-from dilated_attention.modules.options import DEFAULTS, ProjectionOptions
+from dilated_attention.modules.options import DEFAULTS, LocalLayerArguments, ProjectionOptions, RingLayerArguments
 from dilated_attention.modules.rotary import Table, check_xpos_length, document_ends, rotary_table, rotate, xpos_tables
 from dilated_attention.pattern.checks import as_int
 
@@ -31,7 +32,6 @@ class MultiheadAttention(nn.Module):
         core: the class of ``attention``.
         patterns: segment_lengths, dilation_rates and pattern of ``core``, as many as it takes.
         options: the caller's options, of the projections and of ``core``.
-        extra: options that only this class passes to ``core``.
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these of nn.MultiheadAttention; None says that there is no in_proj, and
@@ -47,7 +47,7 @@ class MultiheadAttention(nn.Module):
 
     def __init__(
         self, name: str, core: Callable[..., Attention], embed_dim: int, num_heads: int, patterns: tuple[Any, ...],
-        options: Mapping[str, Any], **extra: Any,
+        options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         check_names(name, options)
         super().__init__()
@@ -55,7 +55,7 @@ class MultiheadAttention(nn.Module):
         self._make_projections(embed_dim, num_heads, of_projections)
         of_core = {key: value for key, value in options.items() if key not in of_projections}
         sinks_of = self.num_heads if options.get("sinks") else None
-        self.attention = core(*patterns, num_heads=sinks_of, **of_core, **extra)
+        self.attention = core(*patterns, num_heads=sinks_of, **of_core)
         self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
         if "segment_lengths" in self.attention._shape:
             # refuses lists of offsets that do not have one entry per head
@@ -86,12 +86,10 @@ class MultiheadAttention(nn.Module):
         kv_dim = self.num_kv_heads * self.head_dim
         factory = {"device": given["device"], "dtype": given["dtype"]}
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
-        self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
-        self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        self.k_proj, self.v_proj = (nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory) for _ in range(2))
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None for _ in range(2))
 
     def reset_parameters(self) -> None:
         """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
@@ -135,22 +133,23 @@ class MultiheadAttention(nn.Module):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
-    def project_call(
-        self, query: Any, key: Any, value: Any, key_padding_mask: Any, need_weights: bool, attn_mask: Any, input_norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """Returns q, k, v and the padding as a bool mask for a call in nn.MultiheadAttention's form.
-
-        key defaults to query, value to key; unsupported arguments raise.
-        """
-        if need_weights:
+    def _computed(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of ``forward``."""
+        if options.pop("need_weights", False):
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
-        if attn_mask is not None:
+        if options.pop("attn_mask", None) is not None:
             raise ValueError(
                 "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
             )
         key = query if key is None else key
-        value = key if value is None else value
-        return *self.project(query, key, value, input_norm), _as_bool(key_padding_mask)
+        q, k, v = self.project(query, key, key if value is None else value, options.pop("input_norm", None))
+        options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
+        q, k = self._rotated(q, k, options)
+        return self.combine(self.attention(q, k, v, **options)), None
+
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns q and k, rotated with ``rotary``."""
+        raise NotImplementedError
 
     def rotate(
         self,
@@ -222,16 +221,14 @@ class MultiheadAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"num_kv_heads={self.num_kv_heads}")
-        if self.gamma_init != 1.0:
-            parts.append(f"gamma_init={self.gamma_init}")
-        if self.rotary:
-            parts.append(f"rotary_base={self.rotary_base}")
-        if self.xpos_scale_base is not None:
-            parts.append(f"xpos_scale_base={self.xpos_scale_base}")
-        return ", ".join(parts)
+        more = {
+            "num_kv_heads": self.num_kv_heads != self.num_heads,
+            "gamma_init": self.gamma_init != 1.0,
+            "rotary_base": self.rotary,
+            "xpos_scale_base": self.xpos_scale_base is not None,
+        }
+        names = ["embed_dim", "num_heads", *(name for name, is_shown in more.items() if is_shown)]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def _as_bool(key_padding_mask: Any) -> Any:
@@ -243,35 +240,22 @@ def _as_bool(key_padding_mask: Any) -> Any:
     if not isinstance(key_padding_mask, torch.Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask
     padding = key_padding_mask == -math.inf
-    is_plain = (padding | (key_padding_mask == 0)).all()
-    text = (
+    check.refuse_where(
+        ~padding & (key_padding_mask != 0),
         f"key_padding_mask has dtype {key_padding_mask.dtype} and values other than 0 and -inf, which would be added to the scores; "
-        "expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0), or floats with -inf = padding and 0 elsewhere"
+        "expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0), or floats with -inf = padding and 0 elsewhere",
     )
-    if torch.compiler.is_compiling() or (padding.is_cuda and torch.cuda.is_current_stream_capturing()):
-        torch._assert_async(is_plain, text)
-    elif padding.device.type != "meta" and not is_plain:
-        raise ValueError(text)
     return padding
 
 
 class LocalMultihead(MultiheadAttention):
     """A layer of one process. ``attention`` is a ``LocalAttention``, whose maps the layer offers too."""
 
+    @shows_options
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-        query_offset: int = 0,
-    ) -> tuple[torch.Tensor, None]:
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
+        **options: Unpack[LocalLayerArguments],
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
         Args:
@@ -292,87 +276,56 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, query_offset=query_offset)
-        return out, None
+        return self._computed(query, key, value, {**options})
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, query_offset: int, **options: Any
-    ) -> torch.Tensor:
-        """Returns the layer's output (B, Nq, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
-        q, k, query_offset = self._rotated(q, k, cu_seqlens, query_offset)
-        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, query_offset=query_offset, **options))
-
-    def _rotated(
-        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, query_offset: int
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Returns q and k, rotated with ``rotary``, and the checked offset."""
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.rotary:
-            return q, k, query_offset
-        query_offset = check.check_query_offset(query_offset, q.shape[1], k.shape[1])
-        return *self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset), query_offset
+            return q, k
+        query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
+        return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), options.get("cu_seqlens"), query_offset)
 
     @torch.no_grad()
-    def attention_map(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, cu_seqlens: torch.Tensor | None = None,
-        query_offset: int = 0, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    def attention_map(self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, **options: Any) -> torch.Tensor:
         """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
 
         They weight the projected values, before ``inner_attn_ln`` and ``out_proj``.
 
         Args:
-            query, key, cu_seqlens, query_offset: see ``forward``.
+            query, key: see ``forward``.
             query_rows: see ``dilated_attention.functional.attention_map``.
-            options: is_causal and key_padding_mask of ``forward``; average_heads and chunk of that function.
+            options: is_causal, key_padding_mask, cu_seqlens and query_offset of ``forward``; average_heads and chunk of that function.
 
         >>> weights = layer.attention_map(x, query_rows="cls", average_heads=True)
         >>> weights[:, 0]  # (B, N)
         """
-        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
-        return self.attention.attention_map(*self._scored(query, key, **places), query_rows, **places, **options)
+        return self.attention.attention_map(*self._scored(query, key, options), query_rows, **options)
 
     @torch.no_grad()
-    def attention_received(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, *, cu_seqlens: torch.Tensor | None = None, query_offset: int = 0,
-        **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    def attention_received(self, query: torch.Tensor, key: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Returns the attention (B, H, Nk) that every key receives from all queries.
 
         Args:
-            query, key, cu_seqlens, query_offset: see ``forward``.
-            options: is_causal and key_padding_mask of ``forward``; query_weights, average_heads, dtype and backend of
-                ``dilated_attention.functional.attention_received``.
+            query, key: see ``forward``.
+            options: is_causal, key_padding_mask, cu_seqlens and query_offset of ``forward``; query_weights, average_heads, dtype and
+                backend of ``dilated_attention.functional.attention_received``.
         """
-        places: dict[str, Any] = {"cu_seqlens": cu_seqlens, "query_offset": query_offset}
-        return self.attention.attention_received(*self._scored(query, key, **places), **places, **options)
+        return self.attention.attention_received(*self._scored(query, key, options), **options)
 
-    def _scored(
-        self, query: torch.Tensor, key: torch.Tensor | None, cu_seqlens: torch.Tensor | None, query_offset: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scored(self, query: torch.Tensor, key: torch.Tensor | None, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns q and k as ``forward`` passes them to the attention, without computing values as ``project`` does."""
         key = query if key is None else key
         self._check_inputs(query, key, key)
-        return self._rotated(*self._scored_heads(self.q_proj(query), self.k_proj(key)), cu_seqlens, query_offset)[:2]
+        return self._rotated(*self._scored_heads(self.q_proj(query), self.k_proj(key)), options)
 
 
 class RingMultihead(MultiheadAttention):
     """A layer whose processes each hold some rows of a sequence. ``attention`` has ``ring``, which says where they are in it."""
 
+    @shows_options
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: None = None,
-        input_norm: nn.Module | None = None,
-    ) -> tuple[torch.Tensor, None]:
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
+        **options: Unpack[RingLayerArguments],
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
         Args:
@@ -392,18 +345,15 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        q, k, v, padding = self.project_call(query, key, value, key_padding_mask, need_weights, attn_mask, input_norm)
-        out = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=padding, cu_seqlens=cu_seqlens, seq_len=seq_len)
-        return out, None
+        return self._computed(query, key, value, {**options})
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None, seq_len: int | None, **options: Any
-    ) -> torch.Tensor:
-        """Returns the layer's output (B, n, E) for what ``project`` returned. ``options`` are further arguments of ``attention``."""
-        if self.rotary:
-            ring: RingSettings = self.attention.ring
-            seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-            # the attention refuses unequal numbers of rows, on all processes alike
-            if q.shape[1] == k.shape[1]:
-                q, k = self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
-        return self.combine(self.attention(q, k, v, cu_seqlens=cu_seqlens, seq_len=seq_len, **options))
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.rotary:
+            return q, k
+        ring: RingSettings = self.attention.ring
+        seq_len = options.get("seq_len")
+        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+        # the attention refuses unequal numbers of rows, on all processes alike
+        if q.shape[1] != k.shape[1]:
+            return q, k
+        return self.rotate(q, k, ring.positions(k, seq_len), options.get("cu_seqlens"), seq_len=seq_len)

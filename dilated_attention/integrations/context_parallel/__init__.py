@@ -12,13 +12,315 @@ so that nothing outside the model needs to know: the loss scale, gradient accumu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
-from dilated_attention.integrations._hf_settings import check_release
+import torch
+import torch.distributed as dist
+
+from dilated_attention.distributed.comm.group import members_of
+from dilated_attention.distributed.comm.handshake import agree
+from dilated_attention.distributed.sharding.layout import unshard_sequence
+from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
+from dilated_attention.integrations._hf_refusals import warn_of_saving
+from dilated_attention.integrations._hf_settings import (
+    REGISTERED,
+    Settings,
+    base_of,
+    check_release,
+    configs_of,
+    interfaces,
+    remember,
+    settings_of,
+)
 from dilated_attention.integrations.context_parallel import batches
-from dilated_attention.integrations.context_parallel.model import ContextParallel
 
 __all__ = ["ContextParallel", "context_parallel"]
+
+# inputs without a dimension of positions
+_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward under way whose batch is cut: N, the bounds of its documents, and what the layers did."""
+
+    seq_len: int
+    cu_seqlens: torch.Tensor | None
+    has_mask: bool = False
+    has_loss: bool = False
+
+
+class ContextParallel:
+    """What ``context_parallel`` attached to a model.
+
+    Args:
+        size, rank: W and this process's rank in its group.
+        group: the ProcessGroup; None for one process.
+        layout: of the rows; ``unshard_sequence(handle.group, [logits], [1], layout=handle.layout)`` makes logits whole.
+        whole_logits: whether a call with labels and without gradients returns the logits of all positions, on all processes.
+    """
+
+    def __init__(
+        self, model: Any, place: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
+    ) -> None:
+        members = members_of(place)
+        self._place, self._members = place, members
+        self.group, self.rank, self.size = members.group, members.rank, members.size
+        self.base = base_of(model)
+        _check_model(model, self.base)
+        self.timeout, self.whole_logits = timeout, False
+        self.undo = undo
+        self._call: _Call | None = None
+        self._depth = 0
+        self._outer = model
+        self._register(place, {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None})
+        self._loss_of_model = self.base.loss_function
+        batches.replace(undo, self.base, "_loss_function", self._loss)
+        # PEFT calls the forward of its base model, not the module, except in generate()
+        for module in {id(each): each for each in (model, self.base)}.values():
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+
+    def remove(self) -> None:
+        """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
+        self.undo.close()
+
+    # ---- the attention
+
+    def _register(self, place: Any, given: dict[str, str]) -> None:
+        attentions, masks = interfaces()
+        original = self.base.config._attn_implementation or "sdpa"
+        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
+        if original in REGISTERED:
+            warn_of_saving(original, self.base.config)
+        if settings.kind == "block_sparse":
+            raise ValueError(
+                f"attn_implementation is {original!r}, a block pattern, which transformers models have on one process only; expected a "
+                'dense model or "dilated"'
+            )
+        kind = "ring" if settings.kind == "ring" else "ring_dilated"
+        options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
+        self.name = f"context_parallel_{next(_numbers)}"
+        remember(self.name, settings)
+        self.undo.callback(REGISTERED.pop, self.name)
+        resolved = settings_of(self.name, self.base.config)
+        for option, value in given.items():
+            if resolved.options[option] != value:
+                raise ValueError(
+                    f"{option} is {value!r}, and the model's config says {resolved.options[option]!r}; expected one of them: "
+                    f"configure(model, {option}=None) removes the latter"
+                )
+        self.layout = resolved.options.get("layout", "contiguous")
+        self._mask_of_model = masks()[original]
+        for registry, function in ((attentions, self._attend), (masks, self._mask)):
+            registry.register(self.name, function)
+            self.undo.callback(registry._global_mapping.pop, self.name)
+        configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
+        self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
+        self._original = original
+        self._switch(self.name)
+        self.undo.callback(self._switch, original)
+
+    def _switch(self, name: str) -> None:
+        for config in self._configs:
+            config._attn_implementation_internal = name
+
+    def _attend(self, module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        # also outside of a call: where layers are recomputed in the backward
+        if not isinstance(attention_mask, KeyMask) or attention_mask.seq_len is None:
+            raise ValueError(
+                f"{type(module).__name__} is called outside of its model, or makes its own mask ({type(attention_mask).__name__}); "
+                "expected a model that transformers' masking_utils makes the masks of, called as model(input_ids=…, labels=…)"
+            )
+        if self.size > 1 and module.training and options.get("dropout"):
+            # pairs are dropped by seed and position, and shards of unequal length draw unequal seeds
+            raise ValueError(f"{type(module).__name__} drops {options['dropout']} of its pairs; expected 0 on several processes")
+        return attend(self.name, module, query, key, value, attention_mask, **options)
+
+    def _mask(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call is None:
+            # generate() prepares the masks of a static cache before it calls the model
+            return self._mask_of_model(*args, **kwargs)
+        call.has_mask = True
+        # the positions of this process's rows jump where the layout does, and documents are known
+        mask = key_mask(*args, is_shared=True, **kwargs)
+        return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, seq_len=call.seq_len)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
+
+    # ---- the call
+
+    def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is self._outer:
+            # not within itself: after an interrupt, for which torch calls no hooks, a call begins anew
+            self._depth, self._call = 0, None
+            self._switch(self.name)
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
+        if "labels" not in given:
+            if module.training and torch.is_grad_enabled():
+                raise ValueError(
+                    f"a training call of {type(module).__name__} with {', '.join(given)} and without labels: the loss of a sequence that "
+                    "processes share is computed inside the model; expected model(input_ids=…, labels=…), or model.eval()"
+                )
+            self._switch(self._original)
+            return None
+        # first, since what one process alone refuses leaves the others waiting
+        self._check_equal(given)
+        _check_inputs(given, self.base.config, self.size)
+        mine, bounds = _cut(given, self._place, self.layout)
+        self._call = _Call(sequence_of(given).shape[1], bounds)
+        return (), mine
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        self._depth -= 1
+        if self._depth:
+            return None
+        call, self._call = self._call, None
+        if call is None:
+            self._switch(self.name)
+            return None
+        if outputs is None:
+            # the forward raised
+            return None
+        # Liger's forwards compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        call.has_loss |= type(outputs).__module__.startswith("liger_kernel.")
+        if not call.has_mask or not call.has_loss:
+            missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
+            raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
+        if not hasattr(outputs, "items"):
+            raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
+        values = dict(outputs.items())
+        if self.group is not None:
+            whole = values["loss"].detach().clone()
+            dist.all_reduce(whole, group=self.group)
+            values["loss"] = whole + self.size * (values["loss"] - values["loss"].detach())
+        if self.whole_logits and not torch.is_grad_enabled():
+            others = sorted(values.keys() - {"loss", "logits"})
+            if others:
+                raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")
+            if self.size > 1:
+                values["logits"] = unshard_sequence(self.group, [values["logits"]], [1], layout=self.layout, seq_len=call.seq_len)[0]
+        return type(outputs)(**values)
+
+    def _check_equal(self, given: dict[str, Any]) -> None:
+        # each batch, since samplers may part later than at the first; a few numbers through the store, which a whole step outweighs
+        if self.size == 1:
+            return
+        same = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
+        try:
+            agree(self._members, {"function": "a model under context_parallel", **same}, {}, self.timeout)
+        except ValueError as error:
+            raise ValueError(
+                f"processes that share a sequence were given different batches: {error}. Expected equal ones: prepare loaders after "
+                "context_parallel, and make data sets and samplers that draw alike on all processes"
+            ) from error
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._call
+        if call is not None and (kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None):
+            raise ValueError(
+                f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
+                "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
+            )
+        if call is not None:
+            call.has_loss = True
+        part: torch.Tensor = self._loss_of_model(*args, **kwargs)
+        return part
+
+
+def _check_model(model: Any, base: Any) -> None:
+    """Refuses models whose loss is no sum over positions, or whose layers mix positions other than by attention.
+
+    Raises:
+        ValueError, TypeError: saying which of it.
+    """
+    name = type(base).__name__
+    if not hasattr(base, "loss_function") or not hasattr(base, "config"):
+        raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(f"{name}.forward takes no **kwargs, by which its loss knows of the other parts; expected e.g. LlamaForCausalLM")
+    if not base._can_set_attn_implementation():
+        raise ValueError(f"{name} computes its attention itself; expected a model of transformers' attention interface")
+    if base.loss_function is not importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss:
+        found = getattr(base.loss_function, "__name__", base.loss_function)
+        raise ValueError(f"the loss of {name} is {found}, which may be no sum over positions; expected that of causal language models")
+    for config in configs_of(base.config):
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+            what = ", ".join(sorted(kinds)) or "recurrent layers or an encoder"
+            raise ValueError(f"{name} has {what}, which need all positions in one process; expected full and sliding attention only")
+    mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
+    if mixing is not None:
+        raise ValueError(f"{name} has a convolution, {mixing!r}, which reads neighbouring positions; expected attention only")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(f"the adapter is {adapter.peft_type}, which puts tokens before each part; expected one of weights, e.g. LoRA")
+
+
+def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
+    """Refuses inputs that have no part of one process.
+
+    Raises:
+        ValueError, TypeError: naming the input and its shape.
+    """
+    length = sequence_of(given).shape[1]
+    if length < size:
+        raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
+    if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
+    # transformers 5.24 calls past_key_values cache
+    for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
+        if not isinstance(given.get(name, False), int) or given.get(name):
+            raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict is False; expected True, by which loss and logits are found")
+    mask = given.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {shape}; expected padding, (B, {length}): other pairs than the model's own cannot be cut")
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.ndim == 0 or name in _WHOLE:
+            continue
+        if x.ndim < 2 or x.shape[1] != length or (name == "position_ids" and x.ndim != 2):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, {length}, …), a value for each position, which can be cut")
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """A number that differs, but for one case in very many, where the values or their order do."""
+    flat = x.detach().reshape(-1)
+    if x.is_floating_point():
+        # embeddings are large: no copy of them in a wider type
+        return int(flat.sum(dtype=torch.float64).view(torch.int64))
+    return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
+
+
+def _cut(given: dict[str, Any], place: Any, layout: str) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns the arguments of the model's forward for this process's positions, and the bounds of packed documents in the whole."""
+    given = {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}
+    mine = shard_inputs(given, group=place, layout=layout)
+    if "attention_mask" not in given or bool(given["attention_mask"].all()):
+        # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
+        mine.pop("attention_mask", None)
+    bounds = mine.pop("cu_seq_lens_q", None)
+    mine.pop("cu_seq_lens_k", None)
+    # keys of a part are no cache
+    return mine | {"use_cache": False}, bounds
 
 
 def context_parallel(

@@ -6,7 +6,8 @@ processes and one class token c, tile 4 moves:
     tiles        0 1 2 3 4 | 5 6 7 8
     sequence   c 0 1 2 3 | 4 5 6 7 8
 
-For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards almost all rows move.
+All class tokens begin on the first process. For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards
+almost all rows move.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dilated_attention.distributed.comm.group import members_named
+from dilated_attention.distributed.comm.p2p import wires_of
+from dilated_attention.distributed.exchange.setup import LANES
 from dilated_attention.distributed.sharding.layout import Span, spans
-from dilated_attention.distributed.sharding.reshard import ShardSpec, SharedRows, shared_rows
+from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.models.loss import sum_over_group
+from dilated_attention.modules import RingSettings
 
 Run = tuple[int, int]
-Move = tuple[tuple[SharedRows, ...], ...]
 
 
 def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
@@ -43,150 +44,86 @@ def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPlan:
-    """What one process does when class tokens are inserted.
-
-    Args:
-        tiles, rows: the number of its rows before, and after with class tokens.
-        tokens: which of its rows after are class tokens.
-        sends, receives: for each process the rows that go there, and that come from there; ``here`` is before, ``there`` after.
-        travels: whether any process sends a row to another.
-    """
-
-    tiles: int
-    rows: int
-    tokens: tuple[int, ...]
-    sends: Move
-    receives: Move
-    travels: bool
-
-
 @functools.lru_cache(maxsize=64)
-def token_plan(bounds: tuple[int, ...], rank: int, size: int, layout: str) -> TokenPlan:
-    """Plans class tokens before each of the slides [bounds[i], bounds[i + 1]) of a sharded sequence of tiles."""
-    whole = bounds[-1] + len(bounds) - 1
-    before = [ShardSpec(_moved_up(bounds, spans(bounds[-1], r, size, layout)), (0, 1)) for r in range(size)]
-    after = [ShardSpec(spans(whole, r, size, layout), (0, 1)) for r in range(size)]
-    places = (bound + slide for slide, bound in enumerate(bounds[:-1]))
-    return TokenPlan(
-        tiles=before[rank].rows,
-        rows=after[rank].rows,
-        tokens=tuple(row for place in places for row, _ in rows_at(after[rank].spans, place, place + 1)),
-        sends=tuple(shared_rows(before[rank], there) for there in after),
-        receives=tuple(shared_rows(here, after[rank]) for here in before),
-        travels=any(shared_rows(before[r], after[s]) for r, s in itertools.permutations(range(size), 2)),
-    )
+def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
+    """Returns which positions of the sequence with class tokens each process holds: before rows move, and after.
+
+    Slide i has the tiles [bounds[i], bounds[i + 1]). Before, the first process holds all class tokens, above its tiles.
+    """
+    before = []
+    for rank in range(size):
+        held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
+        for start, stop, step in spans(bounds[-1], rank, size, layout):
+            for slide, run in enumerate(itertools.pairwise(bounds), 1):
+                # a class token before a tile's own slide and before each earlier one
+                for first, last in rows_at([(start, stop, step)], *run):
+                    held.append((start + first * step + slide, start + (last - 1) * step + slide + 1, step))
+        before.append(ShardSpec(tuple(held), (0, 1)))
+    return before, [ShardSpec(spans(bounds[-1] + len(bounds) - 1, rank, size, layout), (0, 1)) for rank in range(size)]
 
 
-def _moved_up(bounds: tuple[int, ...], held: Sequence[Span]) -> tuple[Span, ...]:
-    """Returns the positions that tiles have once there is a class token before their own slide and before each earlier one."""
-    moved = []
-    for start, stop, step in held:
-        for slide, run in enumerate(itertools.pairwise(bounds)):
-            for first, last in rows_at([(start, stop, step)], *run):
-                moved.append((start + first * step + slide + 1, start + (last - 1) * step + slide + 2, step))
-    return tuple(moved)
-
-
-@torch.library.custom_op("dilated_attention::insert_class_tokens", mutates_args=())
-def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str) -> torch.Tensor:
+def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], ring: RingSettings) -> torch.Tensor:
     """Returns this process's rows (B, n′, E) of the sequence with class tokens, from its rows x (B, n, E) of the tiles.
 
     Args:
         x: its rows in the order of the layout.
         token: (E,), in x's dtype.
         bounds: of the slides in the whole sequence of tiles, each of which gets a class token before its first tile.
-        group_name, layout: see ``RingSettings``. All processes must call it.
+        ring: how the sequence is shared. All processes must call it.
 
     If n rows are no shard of the tiles, it returns a row too many: the attention that follows then refuses them, on all processes alike.
     """
-    plan = _plan(bounds, group_name, layout)
-    is_shard = x.shape[1] == plan.tiles
-    rows = x if is_shard else x.new_zeros(x.shape[0], plan.tiles, x.shape[2])
-    out = x.new_empty(x.shape[0], plan.rows, x.shape[2])
-    _move(rows, out, plan, group_name, inverse=False)
-    for row in plan.tokens:
-        out[:, row] = token
-    return out if is_shard else x.new_zeros(x.shape[0], plan.rows + 1, x.shape[2])
+    # a process that holds no class token takes no row of it, so that its gradient is zeros there and not None
+    tokens = token.expand(x.shape[0], 0 if ring.place()[0] else len(bounds) - 1, -1)
+    return move_rows(torch.cat((tokens, x), 1), bounds, ring.group_name, ring.layout, ring.timeout, False)
 
 
-@torch.library.custom_op("dilated_attention::remove_class_tokens", mutates_args=())
-def remove_class_tokens(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this process's rows (B, n, E) of the tiles, and the sum (E,) of its class tokens: the derivative of the former."""
-    plan = _plan(bounds, group_name, layout)
-    out = x.new_empty(x.shape[0], plan.tiles, x.shape[2])
-    _move(x, out, plan, group_name, inverse=True)
-    tokens = [x[:, row] for row in plan.tokens]
-    return out, torch.stack(tokens).sum((0, 1)) if tokens else x.new_zeros(x.shape[2])
+@torch.library.custom_op("dilated_attention::move_rows", mutates_args=())
+def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
+    """Moves rows (B, n, E) to the processes that hold them after, see ``holdings``; ``inverse``: back, which is the derivative."""
+    members = members_named(group_name)
+    old, new = _holdings(bounds, members.size, layout, inverse)
+    expected = old[members.rank].rows
+    rows = x if x.shape[1] == expected else x.new_zeros(x.shape[0], expected, x.shape[2])
+    wire, _ = wires_of(members, timeout, LANES[0], x.device)
+    moved = reshard([rows[:, :, None]], [old], [new], members.rank, wire, "class tokens")[0][:, :, 0]
+    return moved if rows is x else x.new_zeros(x.shape[0], moved.shape[1] + 1, x.shape[2])
 
 
-@insert_class_tokens.register_fake
-def _(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0], _plan(bounds, group_name, layout).rows, x.shape[2])
-
-
-@remove_class_tokens.register_fake
-def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape[0], _plan(bounds, group_name, layout).tiles, x.shape[2]), x.new_empty(x.shape[2])
+@move_rows.register_fake
+def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
+    rank, size = place_in(group_name)
+    return x.new_empty(x.shape[0], _holdings(bounds, size, layout, inverse)[1][rank].rows, x.shape[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.settings = inputs[2:]
+    ctx.settings = inputs[1:-1]
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return (*remove_class_tokens(grad, *ctx.settings), None, None, None)
+    return move_rows(grad, *ctx.settings, True), None, None, None, None, None
 
 
-insert_class_tokens.register_autograd(_backward, setup_context=_keep)
+move_rows.register_autograd(_backward, setup_context=_keep)
 
 
-def _plan(bounds: Sequence[int], group_name: str, layout: str) -> TokenPlan:
-    return token_plan(tuple(int(bound) for bound in bounds), *place_in(group_name), layout)
+def _holdings(bounds: Sequence[int], size: int, layout: str, inverse: bool) -> tuple[list[ShardSpec], list[ShardSpec]]:
+    return holdings(tuple(int(bound) for bound in bounds), size, layout)[:: -1 if inverse else 1]  # type: ignore[return-value]
 
 
-def _move(x: torch.Tensor, out: torch.Tensor, plan: TokenPlan, group_name: str, *, inverse: bool) -> None:
-    """Copies tiles to their rows with class tokens, or back, on whichever process these are."""
-    members = members_named(group_name)
-    sends, receives = (plan.receives, plan.sends) if inverse else (plan.sends, plan.receives)
-
-    def sent(pieces: Sequence[SharedRows]) -> list[torch.Tensor]:
-        return [piece.of(x[:, :, None], piece.there if inverse else piece.here, 0) for piece in pieces]
-
-    def arrived(pieces: Sequence[SharedRows]) -> list[torch.Tensor]:
-        return [piece.of(out[:, :, None], piece.here if inverse else piece.there, 0) for piece in pieces]
-
-    for place, part in zip(arrived(receives[members.rank]), sent(sends[members.rank]), strict=True):
-        place.copy_(part)
-    if not plan.travels:
-        return
-    away = [() if rank == members.rank else pieces for rank, pieces in enumerate(sends)]
-    home = [() if rank == members.rank else pieces for rank, pieces in enumerate(receives)]
-    counts = [[sum(piece.count for piece in pieces) for pieces in moves] for moves in (home, away)]
-    # rows go first, since processes are sent whole rows
-    parts = [part.transpose(0, 1) for pieces in away for part in sent(pieces)]
-    packed = torch.cat(parts) if parts else x.new_empty(0, x.shape[0], 1, x.shape[2])
-    received = x.new_empty(sum(counts[0]), *packed.shape[1:])
-    dist.all_to_all_single(received, packed.contiguous(), counts[0], counts[1], group=members.group)
-    places = [place for pieces in home for place in arrived(pieces)]
-    for place, part in zip(places, received.split([place.shape[1] for place in places]), strict=True):
-        place.copy_(part.transpose(0, 1))
-
-
-def sum_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, group_name: str, layout: str) -> torch.Tensor:
-    """Sums the rows at the positions of each run over all processes, which must all call it.
+def means_of_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, ring: RingSettings | None) -> torch.Tensor:
+    """Averages the rows at the positions of each run over all processes, which must all call it.
 
     Args:
         x: (B, n, E), this process's rows.
         runs: disjoint runs [start, stop) of positions in the whole sequence.
-        seq_len, group_name, layout: of the whole sequence.
+        seq_len, ring: of the whole sequence; None where this process holds it.
 
     Returns:
-        (B, runs, E), equal on all processes, float32 for 16-bit x. A process's gradient is the sum over all processes' losses, as
+        (B, runs, E) in x's dtype, equal on all processes. A process's gradient is the sum over all processes' losses, as
         ``average_gradients``, DDP and FSDP2 need it.
     """
-    held = spans(seq_len, *place_in(group_name), layout)
+    held = ((0, seq_len, 1),) if ring is None else spans(seq_len, *ring.place(), ring.layout)
     pieces = sorted((*rows, index) for index, run in enumerate(runs) for rows in rows_at(held, *run))
     edges = [0, *(edge for first, last, _ in pieces for edge in (first, last)), x.shape[1], x.shape[1]]
     # the backward of one split is one tensor, that of each slice would be one of x's size
@@ -196,4 +133,5 @@ def sum_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, group_name: str
     sums = [parts[-1].sum(1, dtype=dtype)] * len(runs)
     for (_, _, index), part in zip(pieces, parts[1::2], strict=False):
         sums[index] = sums[index] + part.sum(1, dtype=dtype)
-    return sum_over_group(torch.stack(sums, 1), group_name)
+    means = torch.stack([total / (stop - start) for total, (start, stop) in zip(sums, runs, strict=True)], 1)
+    return (means if ring is None else sum_over_group(means, ring.group_name)).to(x.dtype)

@@ -12,36 +12,6 @@ def check_coords_dtype(name: str, coords: torch.Tensor) -> None:
         raise TypeError(f"{name} has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
 
 
-def grid_indices(coords: torch.Tensor, tile_size: int, grid_size: int) -> torch.Tensor:
-    """Returns the int64 cells floor(coordinate / tile_size), (…, 2), of pixel coordinates (…, 2); each must be in [0, grid_size).
-
-    Raises:
-        TypeError: if coordinates have a dtype that rounds them.
-        ValueError: if a cell is outside the grid. This reads the values, so a GPU makes the host wait. Inside torch.compile and while
-            a CUDA graph is captured the host cannot wait: there each call or replay asserts on the device.
-    """
-    check_coords_dtype("coords", coords)
-    # in 64 bits, because a narrower integer may not be able to hold the tile size
-    coords = coords if coords.is_floating_point() else coords.long()
-    cells = coords.div(tile_size, rounding_mode="floor").long()
-    if cells.device.type == "meta":
-        return cells
-    if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
-        # not in eager mode: after a failed assertion a process cannot use its GPU any more, while a ValueError names the tile
-        inside = ((cells >= 0) & (cells < grid_size)).all()
-        torch._assert_async(inside, f"coords are outside the grid of {grid_size} cells per side at tile_size {tile_size}")
-    elif not cells.numel():
-        return cells
-    else:
-        low, high = (int(x) for x in torch.aminmax(cells))
-        if low < 0 or high >= grid_size:
-            raise ValueError(
-                f"coords reach from cell {low} to cell {high} at tile_size {tile_size}; expected cells from 0 to grid_size − 1 = "
-                f"{grid_size - 1}: subtract the slide's origin, or raise grid_size, which changes no other cell's position"
-            )
-    return cells
-
-
 def grid_positions(
     coords: torch.Tensor, embed_dim: int, *, tile_size: int = 256, grid_size: int = 1000, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -60,7 +30,9 @@ def grid_positions(
         dtype: dtype of the result; None for torch's default. Positions are computed in float64 in any case.
 
     Raises:
-        ValueError, TypeError: see ``grid_indices``.
+        TypeError: if coordinates have a dtype that rounds them.
+        ValueError: if a cell is outside the grid. This reads the values, so a GPU makes the host wait. Inside torch.compile and while
+            a CUDA graph is captured the host cannot wait: there each call or replay asserts on the device.
 
     Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a
     coordinate outside the grid is refused instead of wrapping into another row.
@@ -71,7 +43,21 @@ def grid_positions(
     )
     if embed_dim % 4:
         raise ValueError(f"embed_dim is {embed_dim}; expected a multiple of 4: a sine and a cosine for each of two coordinates")
-    cells = grid_indices(coords, tile_size, grid_size)
+    check_coords_dtype("coords", coords)
+    # in 64 bits, because a narrower integer may not be able to hold the tile size
+    coords = coords if coords.is_floating_point() else coords.long()
+    cells = coords.div(tile_size, rounding_mode="floor").long()
+    if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # not in eager mode: after a failed assertion a process cannot use its GPU any more, while a ValueError names the tile
+        inside = ((cells >= 0) & (cells < grid_size)).all()
+        torch._assert_async(inside, f"coords are outside the grid of {grid_size} cells per side at tile_size {tile_size}")
+    elif cells.device.type != "meta" and cells.numel():
+        low, high = (int(x) for x in torch.aminmax(cells))
+        if low < 0 or high >= grid_size:
+            raise ValueError(
+                f"coords reach from cell {low} to cell {high} at tile_size {tile_size}; expected cells from 0 to grid_size − 1 = "
+                f"{grid_size - 1}: subtract the slide's origin, or raise grid_size, which changes no other cell's position"
+            )
     # Apple's GPUs have no float64
     home = torch.device("cpu") if cells.device.type == "mps" else cells.device
     omega = 10000.0 ** (torch.arange(embed_dim // 4, dtype=torch.float64, device=home) * (-4 / embed_dim))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
+from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_config, as_size
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, check_held
 
@@ -113,8 +113,7 @@ def checked_encoder(name: str, encoder: Any, what: str) -> LongNetConfig:
     """Returns the configuration of a plain encoder, which is a dict if it was read from a file; raises if it is another's."""
     if isinstance(encoder, dict):
         encoder = LongNetConfig.from_dict(encoder)
-    if not isinstance(encoder, LongNetConfig):
-        raise TypeError(f"{name} is {shown(encoder)} ({type(encoder).__name__}); expected a LongNetConfig")
+    encoder = as_config(name, encoder)
     for field, wanted in (("is_causal", False), ("vocab_size", None), ("is_ring", False)):
         if getattr(encoder, field) is not wanted:
             raise ValueError(f"{name}.{field} is {getattr(encoder, field)!r}; {what} needs {wanted}")

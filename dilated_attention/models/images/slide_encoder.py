@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import insert_class_tokens, sum_runs
+from dilated_attention.models.images.class_tokens import insert_class_tokens, means_of_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slides import (
@@ -151,9 +151,7 @@ class SlideEncoder(ImageModel):
         >>> rows = model.attention_map(tiles, coords, query_rows=[0, 17])
         >>> rows.shape  # class token and 17th tile: (B, H, 2, 1 + L)
         """
-        self.encoder.check_whole()
-        with torch.no_grad():
-            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
         rows = query_rows if bounds is None else rows_of_slides(query_rows, bounds)
         maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
         if bounds is None:
@@ -196,15 +194,19 @@ class SlideEncoder(ImageModel):
         if not self.config.global_pool:
             found = self.attention_map(tiles, coords, layer=layer, cu_seqlens=cu_seqlens, average_heads=average_heads)
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
-        self.encoder.check_whole()
-        with torch.no_grad():
-            x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
         shares = torch.zeros(x.shape[:2], device=x.device)
         slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
         for start, end in slides:
             shares[:, start + 1 : end] = 1 / (end - start - 1)
         received = self.encoder.attention_received(x, layer=layer, query_weights=shares, average_heads=average_heads, **options)
         return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
+
+    @torch.no_grad()
+    def _begin_whole(self, *inputs: Any) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
+        """Same as ``_begin``, for slides of one process."""
+        self.encoder.check_whole()
+        return self._begin(*inputs)
 
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
@@ -231,7 +233,7 @@ class SlideEncoder(ImageModel):
         token = self.class_token.to(x.dtype)
         if self._shared is not None:
             bounds = [0, whole] if bounds is None else bounds
-            x = insert_class_tokens(x, token, bounds, self._shared.group_name, self._shared.layout)
+            x = insert_class_tokens(x, token, bounds, self._shared)
         elif bounds is None:
             x = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
         else:
@@ -268,14 +270,8 @@ class SlideEncoder(ImageModel):
 
     def _pool(self, x: torch.Tensor, bounds: list[int] | None) -> torch.Tensor:
         is_mean = self.config.global_pool
-        if self._shared is not None and bounds is not None:
-            runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
-            sums = sum_runs(x, runs, bounds[-1], self._shared.group_name, self._shared.layout)
-            means = [sums[:, slide] / (end - start) for slide, (start, end) in enumerate(runs)]
-            # (B, E) of one run, or of packed slides with B = 1
-            return self.norm(torch.cat(means).to(x.dtype))
         if bounds is None:
             return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])
-        if not is_mean:
-            return self.norm(x[0, bounds[:-1]])
-        return self.norm(torch.stack([x[0, start + 1 : end].mean(dim=0) for start, end in itertools.pairwise(bounds)]))
+        runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
+        # (B, E) of one run, or of packed slides with B = 1
+        return self.norm(means_of_runs(x, runs, bounds[-1], self._shared).flatten(0, 1))

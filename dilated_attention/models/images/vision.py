@@ -16,10 +16,9 @@ from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
 from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import sum_runs
+from dilated_attention.models.images.class_tokens import means_of_runs
 from dilated_attention.models.images.slide_config import checked_encoder
 from dilated_attention.models.stack import ModelOptions
-from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import as_int, one_of
 from dilated_attention.validation import check_held, not_a_tensor
 
@@ -162,43 +161,38 @@ class LongViT(ImageModel):
         A sharded model returns this process's rows of it, those at its positions of the layout (``local_positions``).
         """
         self._check(images)
-        if self._shared is not None:
-            return self.encoder(self.dropout(self._embed_shard(images, self._shared)), seq_len=self._length(images))
-        x = self.patch_embedding(images)
-        x = rearrange(x, "b e rows columns -> b (rows columns) e") + self.positions_of(*x.shape[2:])
+        side, length = self.config.patch_size, self._length(images)
+        rows, columns = images.shape[2] // side, images.shape[3] // side
+        tokens, positions = int(self.class_token is not None), self.positions_of(rows, columns)
+        if self._shared is None:
+            x, spread = rearrange(self.patch_embedding(images), "b e rows columns -> b (rows columns) e"), {}
+        else:
+            ring, spread = self._shared, {"seq_len": length}
+            rank, size = ring.place()
+            # in every layout the first position is the first process's first row. A process that does not hold the class token takes no row
+            # of it, so that its gradient is zeros there and not None
+            own_tokens = 0 if rank else tokens
+            held = positions_of(length, rank, size, ring.layout, images.device)[own_tokens:] - tokens
+            patches = rearrange(images, "b c (rows p) (columns q) -> b rows columns c p q", p=side, q=side)
+            # a view until here: only pixels of this process's patches are copied
+            mine = patches[:, held // columns, held % columns].to(positions.device)
+            x = self.patch_embedding(mine.flatten(0, 1)).view(images.shape[0], held.shape[0], positions.shape[2])
+            positions, tokens = positions[:, held.to(x.device)], own_tokens
+        x = x + positions
         if self.class_token is not None:
-            x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
-        return self.encoder(self.dropout(x))
+            x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], tokens, -1), x), dim=1)
+        return self.encoder(self.dropout(x), **spread)
 
     def _length(self, images: torch.Tensor) -> int:
         """Returns the number of positions of the whole sequence."""
         side = self.config.patch_size
         return (images.shape[2] // side) * (images.shape[3] // side) + (self.class_token is not None)
 
-    def _embed_shard(self, images: torch.Tensor, ring: RingSettings) -> torch.Tensor:
-        """Returns the embedded patches, and the class token, at this process's positions."""
-        side, (rank, size) = self.config.patch_size, ring.place()
-        tokens = int(self.class_token is not None)
-        # in every layout the first position is the first process's first row
-        own_tokens = tokens if rank == 0 else 0
-        held = positions_of(self._length(images), rank, size, ring.layout, images.device)[own_tokens:] - tokens
-        patches = rearrange(images, "b c (rows p) (columns q) -> b rows columns c p q", p=side, q=side)
-        rows, columns = patches.shape[1:3]
-        # a view until here: only pixels of this process's patches are copied
-        mine = patches[:, held // columns, held % columns].to(self.positions.device)
-        x = self.patch_embedding(mine.flatten(0, 1)).view(images.shape[0], held.shape[0], self.positions.shape[2])
-        x = x + self.positions_of(rows, columns)[:, held.to(x.device)]
-        if self.class_token is None:
-            return x
-        # a process that does not hold the class token takes no row of it, so that its gradient is zeros there and not None
-        return torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], own_tokens, -1), x), dim=1)
-
     def _pool(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Returns the mean of the rows (B, E), or the class token's."""
         if self._shared is None:
             return x.mean(dim=1) if self.class_token is None else x[:, 0]
-        run = (0, length if self.class_token is None else 1)
-        return (sum_runs(x, [run], length, self._shared.group_name, self._shared.layout)[:, 0] / run[1]).to(x.dtype)
+        return means_of_runs(x, [(0, length if self.class_token is None else 1)], length, self._shared)[:, 0]
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
         """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.
