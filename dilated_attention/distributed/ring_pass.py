@@ -248,11 +248,11 @@ class RingPass:
             if setup.is_local:
                 work.forward(0, k, v)
             else:
-                run.forward(work, setup.steps, k, v, wire, setup.depth)
+                run.forward(work, setup.steps, k, v, wire)
             out, lse = work.results()
         else:
             own, work = setup.home(masks, q), setup.compute(masks, sparse.of([q])[0][0])
-            run.forward(work, setup.steps, k, v, wire, setup.depth, lambda: own.forward(0, k, v))
+            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, k, v))
             out, lse = own.results()
             lse = sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
@@ -262,23 +262,7 @@ class RingPass:
 
     def backward(self, lse: torch.Tensor, dlse: Optional) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
-        if not self.setup.by_branch:
-            dout, out = self.of_backward
-            return self._backward(dout, out, lse, dlse)
-        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
-        settings, H = self.call.settings, self.tensors[0].shape[2]
-        total: list[torch.Tensor] = []
-        for branch in range(settings.pattern.num_branches):
-            alone = settings.pattern.with_branches([branch], H)
-            branches = alone.segment_lengths, alone.dilation_rates, alone.head_offsets, alone.branch_heads, alone.tail
-            of_branch = settings._replace(branches=branches)
-            self.setup = self._find_setup(of_branch, replace(self.ring, exchange="ring"))
-            branch_out, _ = self.forward()
-            shares = self._backward(self.of_backward[0], branch_out, lse, None)
-            total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
-        return tuple(x.to(self.tensors[0].dtype) for x in total)
-
-    def _backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: Optional) -> Tensors:
+        dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
         (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
@@ -296,7 +280,7 @@ class RingPass:
             if setup.is_local:
                 dk, dv = work.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
             else:
-                dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth)
+                dk, dv = run.backward(work, setup.steps, k, v, wires)
             dq = work.dq()
         else:
             own = setup.home(self.masks, q, (dout, out, lse, dlse))
@@ -308,12 +292,12 @@ class RingPass:
                 # a rank without rows has no parts
                 return own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
 
-            dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth, at_home)
+            dk, dv = run.backward(work, setup.steps, k, v, wires, at_home)
             dq = own.dq()
             sparse.add(dq, work.dq())
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
-            shared = self.num_kv_heads < setup.sharding.inner
+            shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()

@@ -10,12 +10,13 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import cost as block_cost
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, columns_of, needs_of
+from dilated_attention.distributed.block_exchange.plan import ascending_runs, columns_of, needs_of
 from dilated_attention.distributed.block_exchange.plan import key_span as block_span
 from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.run import AHEAD
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import local_length, spans
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -31,7 +32,7 @@ class Exchange:
     """How keys are exchanged in a call, and the cost on the rank that receives the most.
 
     Args:
-        name: ``"all_gather"``, ``"ring"``, ``"all_to_all"``, ``"blocks"``, or ``"none"`` for one process.
+        name: ``"all_gather"``, ``"all_to_all"``, ``"blocks"``, or ``"none"`` for one process.
         bytes: bytes that this rank sends and receives.
         steps: number of steps in which the keys arrive.
         held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
@@ -79,7 +80,7 @@ def _question(problem: Problem) -> cost.ExchangeRequest:
     return cost.ExchangeRequest(
         size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
         num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize,
-        is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads, has_window=False,
+        is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads,
         needs_grad=problem.training, memory=_memory_of_ranks(problem),
     )  # fmt: skip
 
@@ -90,7 +91,7 @@ def _of_branches(problem: Problem) -> Exchange:
     assert isinstance(pattern, DilatedPattern)
     W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     name, wide = problem.exchange, accumulation_dtype(problem.dtype).itemsize
-    if name == "auto":
+    if name in ("auto", "ring"):
         name = cost.exchange_estimates(question)[0].exchange
     if name == "all_to_all":
         if reason := why_no_heads(H, Hk, W, pattern.branch_heads):
@@ -103,14 +104,14 @@ def _of_branches(problem: Problem) -> Exchange:
     while W * N * (1 if is_dense else Hk) // scale > _MOST_MASKED and all(w >= 2 * scale * r for w, r in pattern.branches if w * W > N):
         scale *= 2
     short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=tuple(max(r, w // scale) for w, r in pattern.branches))
-    sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, 1, problem.is_causal)
-    is_ring, steps = sharding.exchange == "ring", cost.head_steps(question) if name == "all_gather" else 1
+    sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, problem.is_causal)
+    steps = cost.head_steps(question)
     shards = tuple(sharding.ranges(rank) for rank in range(W))
-    ring_problem = RingProblem(short, ((0, N // scale),), shards, H, Hk, problem.is_causal, None, sharding.exchange, (Hk // steps,) * steps)
+    ring_problem = RingProblem(short, ((0, N // scale),), shards, H, Hk, problem.is_causal)
     row = 2 * problem.batch_size * problem.head_dim * problem.itemsize * scale
     seen = [_seen(ring_problem, reader) for reader in range(W)]
     most = _most_of_keys(seen, row, _ranks(problem))
-    if not sharding.stays:
+    if sharding.given != sharding.used:
         # striped rows are put in order and back: all but one in W move to another rank
         moved, D, e = local_rows(problem) * (W - 1) // W * problem.batch_size, problem.head_dim, problem.itemsize
         inputs, out = (H + 2 * Hk) * D * e, H * (D * e + wide)
@@ -121,16 +122,12 @@ def _of_branches(problem: Problem) -> Exchange:
     held, rows = [], 0
     for rank in _ranks(problem):
         received, sent = seen[rank], [other[rank] for other in seen]
-        if is_ring:
-            hops = [(received[(rank - hop) % W] + sent[(rank + hop) % W]) * row for hop in range(1, W)]
-            held.append(_held(hops, [2 * x for x in hops]))
-            continue
         span = key_span(exchanged, rank)
         rows = max(rows, (span.end - span.start) * any(received))
         keys, packed = (span.end - span.start) * any(received) * Hk, (sum(sent) + sum(received)) * (not exchanged.is_dense)
         held.append(_held([(keys + packed) * row // steps] * steps, [(2 * keys + sum(sent)) * row // steps] * steps))
     return Exchange(
-        name=name, bytes=most, steps=W if is_ring else steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
+        name=name, bytes=most, steps=steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
         is_exact=is_dense or scale == 1, rows=rows * scale,
         home=pattern if not any(map(any, seen)) else None if crossing is None else _longer(crossing.home, scale),
     )  # fmt: skip
@@ -148,9 +145,8 @@ def _seen(ring_problem: RingProblem, reader: int) -> list[int]:
 
 
 def _held(buffers: list[int], shares: list[int]) -> tuple[int, int]:
-    """Returns the bytes held at a time, forward and backward: keys of as many steps as are fetched ahead, and gradients of two."""
-    depth = cost.choose_prefetch_depth(max(buffers))
-    ahead = [sum(buffers[i : i + depth]) for i in range(len(buffers))]
+    """Returns the bytes held at a time, forward and backward: keys and gradients of two steps."""
+    ahead = [sum(buffers[i : i + AHEAD]) for i in range(len(buffers))]
     return max(ahead), max(keys + sum(shares[max(0, i - 1) : i + 1]) for i, keys in enumerate(ahead))
 
 

@@ -209,14 +209,14 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 
 @contextmanager
 def byte_limits_of_one() -> Iterator[None]:
-    before = cost.STEP_BYTES, cost.PREFETCH_BYTES
+    before = cost.STEP_BYTES
     # calls of a kind share their preparation, which depends on the limits
     setup._setups.clear()
-    cost.STEP_BYTES = cost.PREFETCH_BYTES = 1
+    cost.STEP_BYTES = 1
     try:
         yield
     finally:
-        cost.STEP_BYTES, cost.PREFETCH_BYTES = before
+        cost.STEP_BYTES = before
         setup._setups.clear()
 
 

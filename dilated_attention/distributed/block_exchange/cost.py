@@ -10,9 +10,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from dilated_attention.distributed.block_exchange.plan import NeededBlocks, RingBlockProblem, columns_of
+from dilated_attention.distributed.block_exchange.plan import NeededBlocks, columns_of
 from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, SHARE
-from dilated_attention.distributed.exchange.plan import RingProblem, needed_keys
+from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, needed_keys
 
 MOST_STEPS = 8
 # the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200

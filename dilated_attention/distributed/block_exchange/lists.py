@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem
+from dilated_attention.distributed.exchange.plan import RingBlockProblem
 from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern.blocks.block_lists import BlockLists

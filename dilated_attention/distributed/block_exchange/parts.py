@@ -15,10 +15,10 @@ from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
+from dilated_attention.distributed.block_exchange.plan import columns_of, key_span, needed_keys, needs_of
 from dilated_attention.distributed.exchange.computation import Computation, StepParts
 from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, Tensors
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
+from dilated_attention.distributed.exchange.plan import KeySpan, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering

@@ -15,17 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import ShardedProblem
+from dilated_attention.distributed.exchange.plan import RingBlockProblem
 from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
-
-
-@dataclass(frozen=True)
-class RingBlockProblem(ShardedProblem[BlockPattern]):
-    """A problem of block-sparse attention."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,13 +9,13 @@ import torch
 
 from dilated_attention.distributed.block_exchange import cost
 from dilated_attention.distributed.block_exchange.parts import BlockPart, BlocksAndBranches, make_block_steps
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, ascending_runs, needs_of
+from dilated_attention.distributed.block_exchange.plan import ascending_runs, needs_of
 from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange.computation import Computation, StepParts
-from dilated_attention.distributed.exchange.cost import FEW_CTAS, choose_prefetch_depth, device_memory
+from dilated_attention.distributed.exchange.cost import FEW_CTAS, device_memory
 from dilated_attention.distributed.exchange.parts import Tensors, parts_of
-from dilated_attention.distributed.exchange.plan import RingProblem
+from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup
 from dilated_attention.distributed.sharding.layout import spans
@@ -43,7 +43,7 @@ def make_block_setup(
     if settings.branches is not None:
         for is_backward in (False, True) if settings.needs_grad else (False,):
             prepare(is_backward, (*tensors, q) if is_backward else tensors, settings.pattern, settings, padding, num_keys=ring.seq_len)
-        branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal, None, "all_gather", heads[1:])
+        branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal)
     load = cost.load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
     # heads that run different branches are not divided
     forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else settings.sharding[-1]
@@ -52,13 +52,12 @@ def make_block_setup(
     for step, some in zip(steps, parts, strict=True):
         for part in some:
             _check_backends(part, step, q, k, padding is not None)
-    compute: Any = functools.partial(Computation, StepParts(parts, False, q))
+    compute: Any = functools.partial(Computation, StepParts(parts, q))
     if branches is not None:
         of_branches = tuple(parts_of(branches, settings, step, me, span) for step in steps)
-        compute = functools.partial(BlocksAndBranches, StepParts(parts, False, q), StepParts(of_branches, False, q))
+        compute = functools.partial(BlocksAndBranches, StepParts(parts, q), StepParts(of_branches, q))
     return RingSetup(
         steps=steps,
-        depth=choose_prefetch_depth(load.held * max(way.steps)),
         nbytes=sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values()),
         lanes=LANES[way.lane.most_ctas == FEW_CTAS] if load.brought else None,
         compute=compute,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
@@ -32,15 +33,19 @@ class RingCall:
     layout: str
     exchange: str
     seq_len: int
-    ranks_per_node: int
     timeout: float
     lse_grad: bool
 
 
-def ring_call(settings: CallSettings, seq_len: int | None = None) -> RingCall:
-    """Returns the distributed part of a record; ``seq_len``: N, where it is known by now."""
-    group_name, layout, exchange, ranks_per_node, timeout, lse_grad, _ = settings.sharding
-    return RingCall(group_name, layout, exchange, settings.seq_len if seq_len is None else seq_len, ranks_per_node, timeout, lse_grad)
+def ring_call(settings: CallSettings) -> RingCall:
+    """Returns the distributed part of a record."""
+    group_name, layout, exchange, timeout, lse_grad, _ = settings.sharding
+    if exchange in ("ring", "2d"):
+        registry.tell_once(
+            f"ring: exchange={exchange!r} runs as 'auto', which moves the same keys in one exchange for some heads at a time"
+        )
+        exchange = "auto"
+    return RingCall(group_name, layout, exchange, settings.seq_len, timeout, lse_grad)
 
 
 class Agreed(NamedTuple):
@@ -115,7 +120,6 @@ def agreed_call(
             "requires_grad": settings.needs_grad,
             "layout": short_name(ring.layout),
             "exchange": ring.exchange,
-            "ranks_per_node": ring.ranks_per_node or "None",
             "head_steps": settings.sharding[-1] or "None",
             "return_lse": ring.lse_grad,
             **({} if kernels is None else {"kernels": kernels()}),

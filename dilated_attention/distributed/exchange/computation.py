@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, narrow
 from dilated_attention.engine.branches.launch_views import Into
 from dilated_attention.engine.branches.plan import Range
@@ -59,14 +58,13 @@ class StepParts:
     """What a rank computes in each step, for calls alike.
 
     Args:
-        parts: of each step.
-        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        parts: of each step. No two of them have a row of a head in common.
         q: the queries of a call, (B, n, H, D).
     """
 
-    def __init__(self, parts: Sequence[Sequence[Part]], merges: bool, q: torch.Tensor) -> None:
-        self.parts, self.merges, self.acc = parts, merges, accumulation_dtype(q.dtype)
-        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 and not merges else None
+    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor) -> None:
+        self.parts, self.acc = parts, accumulation_dtype(q.dtype)
+        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         self._shares: dict[tuple[int, int], KeyShares] = {}
@@ -89,18 +87,17 @@ class Computation:
 
     def __init__(self, of: StepParts, masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
         self.of, self.masks, self.q, self.rest = of, masks, q, rest
-        self._done: set[tuple[int, int]] = set()
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
     def dq(self) -> torch.Tensor:
         """Returns dq of all parts, or in a forward out."""
         if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.of.acc if self.of.merges else self.q.dtype, device=self.q.device)
+            self._out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
         return self._out
 
     def results(self) -> Pair:
-        return self.dq().to(self.q.dtype), self._all_lse()
+        return self.dq(), self._all_lse()
 
     def _all_lse(self) -> torch.Tensor:
         if self._lse is None:
@@ -110,7 +107,7 @@ class Computation:
 
     def _place(self, part: Part) -> torch.Tensor | None:
         """Returns where a part may write its rows of out or dq; None if they must be put there."""
-        if self.of.merges or not isinstance(part.rows, slice):
+        if not isinstance(part.rows, slice):
             return None
         return narrow(part.rows, 1, *narrow(slice(*part.heads), 2, self.dq()))[0]
 
@@ -119,16 +116,6 @@ class Computation:
             to.narrow(dim, part.rows.start, x.shape[dim]).copy_(x)
         else:
             to.index_copy_(dim, part.rows, x.to(to.dtype))
-
-    def _is_first(self, part: Part) -> bool:
-        """Whether no earlier step had these rows."""
-        if not self.of.merges:
-            return True
-        assert isinstance(part.rows, slice)
-        key = (part.rows.start, part.heads[0])
-        first = key not in self._done
-        self._done.add(key)
-        return first
 
     def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
@@ -139,13 +126,9 @@ class Computation:
         for part in parts:
             heads, place = slice(*part.heads), self._place(part)
             out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
-            all_lse = narrow(heads, 1, self._all_lse())[0]
-            if self._is_first(part):
-                if out is not place:
-                    self._put(self.dq()[:, :, heads], 1, part, out)
-                self._put(all_lse, 2, part, lse)
-            else:
-                merge_onto(self.dq()[:, part.rows, heads], all_lse[:, :, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+            if out is not place:
+                self._put(self.dq()[:, :, heads], 1, part, out)
+            self._put(narrow(heads, 1, self._all_lse())[0], 2, part, lse)
             # before memory for the next part's is allocated
             del out, lse
 
@@ -172,7 +155,7 @@ class Computation:
         return grads[0], grads[1]
 
     def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
-        """Computes a part, adds its dq to that of all and returns (dk, dv)."""
+        """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
         dout, out, lse, dlse = self.rest
         if self.of.is_one:
             self._out, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks)
@@ -181,12 +164,8 @@ class Computation:
         dout, q, out = narrow(heads, 2, dout, self.q, out)
         lse, dlse = narrow(heads, 1, lse)[0], None if dlse is None else narrow(heads, 1, dlse)[0]
         dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, *into))
-        if dq is place:
-            return dk, dv
-        if self._is_first(part):
+        if dq is not place:
             self._put(self.dq()[:, :, heads], 1, part, dq)
-        else:
-            self.dq()[:, part.rows, heads].add_(dq)
         return dk, dv
 
 

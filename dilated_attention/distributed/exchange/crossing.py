@@ -48,7 +48,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     pattern, H = problem.pattern, problem.num_heads
     if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None
-    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window or problem.exchange != "all_gather":
+    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window:
         return None
     if pattern.tail != "mask" and not problem.is_causal:
         return None
@@ -74,7 +74,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
         DilatedPattern(lengths, rates, rows, "all", pattern.tail),
         ((0, N // step),),
         tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
-        *(H, problem.num_kv_heads, problem.is_causal, None, problem.exchange, problem.head_steps),
+        *(H, problem.num_kv_heads, problem.is_causal),
     )
     home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
     return Crossing(home, sparse, step, firsts, tuple(first))
@@ -82,10 +82,9 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
 
 def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSettings, rank: int, first_head: int) -> tuple[QueryPart, ...]:
     """Returns what a rank computes on its own rows: each of its ranges is a sequence of its own."""
-    heads = (0, problem.num_heads)
-    alone = replace(problem, pattern=home, window=None, exchange="all_gather", head_steps=())
-    common: dict[str, Any] = {"problem": alone, "settings": settings, "heads": heads, "first_head": first_head}
+    alone = replace(problem, pattern=home, window=None)
+    common: dict[str, Any] = {"problem": alone, "settings": settings, "heads": (0, problem.num_heads), "first_head": first_head}
     return tuple(
-        QueryPart(rows=rows, queries=span, keys=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
+        QueryPart(rows=rows, queries=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
         for rows, span in rows_of(problem.shards[rank])
     )

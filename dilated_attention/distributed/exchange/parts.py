@@ -1,7 +1,7 @@
 """Computes a rank's queries on the keys of each step, with the engine of a single process.
 
-A range of queries is a call with ``query_offset`` on the keys at hand: all of them (all_gather), or those of one rank (ring), whose
-result is a part that is merged. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
+A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. Block-sparse attention has parts of
+its own (``block_exchange/parts.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, hull, sees_keys
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call, Into
@@ -69,10 +69,9 @@ class Part(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QueryPart(Part):
-    """Queries at positions ``queries`` on keys at positions ``keys``.
+    """Queries at positions ``queries`` on the keys of ``span``, which are a sequence of their own.
 
     Args:
-        span: the keys as a sequence of their own, if the pattern allows it; None if ``keys`` are a part of the whole sequence.
         first_head: the first of this rank's heads, counted over the whole model.
     """
 
@@ -80,8 +79,7 @@ class QueryPart(Part):
     problem: RingProblem
     settings: CallSettings
     queries: Range
-    keys: Range
-    span: KeySpan | None
+    span: KeySpan
     first_head: int
     writes_keys = True
 
@@ -112,22 +110,16 @@ class QueryPart(Part):
 
     def _padding(self, masks: Masks) -> torch.Tensor | None:
         """Returns the padding mask of the positions that the call counts."""
-        return masks.padding if masks.padding is None or self.span is None else masks.padding[:, slice(*self.keys)]
+        return masks.padding if masks.padding is None else masks.padding[:, self.span.start : self.span.end]
 
     def _choose(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
-        problem, origin = self.problem, 0 if self.span is None else self.keys[0]
-        documents = problem.documents if self.span is None else self.span.documents
-        num_keys = problem.seq_len if self.span is None else self.keys[1] - origin
-        is_backward = len(views) > 3
+        span, pattern, is_backward = self.span, self.pattern, len(views) > 3
         q, k, v = views[1:4] if is_backward else views
-        pattern = self.pattern
         given = (q, k, v, views[0]) if is_backward else views
-        settings = self.settings._replace(query_offset=self.queries[0] - origin, seq_len=-1)
-        shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), documents, None, num_keys)
-        if self.span is None:
-            shape = replace(shape, keys=self.keys)
-        call = replace(call, first_head=self.first_head + self.heads[0], position_offset=origin, key_offset=shape.keys[0])
-        call = replace(call, host_ms=HOST_MS[is_backward])
+        settings = self.settings._replace(query_offset=self.queries[0] - span.start, seq_len=-1)
+        num_keys = span.end - span.start
+        shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), span.documents, None, num_keys)
+        call = replace(call, first_head=self.first_head + self.heads[0], position_offset=span.start, host_ms=HOST_MS[is_backward])
         # the mask of this call must not stay in memory
         return choose(pattern, shape, views, call), replace(call, padding=None)
 
@@ -138,25 +130,19 @@ class QueryPart(Part):
 
 
 def parts_of(
-    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan | None, first_head: int = 0
+    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan, first_head: int = 0
 ) -> tuple[QueryPart, ...]:
-    """Returns what a rank computes in a step, the largest part first. ``span``: of an all_gather, else None."""
+    """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
     ratio = problem.num_heads // problem.num_kv_heads
-    common: dict[str, Any] = {"problem": problem, "settings": settings, "first_head": first_head}
-    common["heads"] = (step.kv_heads[0] * ratio, step.kv_heads[1] * ratio)
+    heads = step.kv_heads[0] * ratio, step.kv_heads[1] * ratio
     found = []
     for rows, queries in rows_of(problem.shards[rank]):
-        if span is not None:
-            mine = span.around(queries)
-            mine = mine.before(queries[1]) if problem.is_causal else mine
-            key_rows, keys = slice(mine.start - span.start, mine.end - span.start), (mine.start, mine.end)
-            found.append(QueryPart(rows=rows, queries=queries, keys=keys, key_rows=key_rows, span=mine, **common))
-            continue
-        low, high = hull(problem, (queries,))
-        for key_rows, keys in rows_of(step.keys):
-            if keys[0] < high and keys[1] > low and sees_keys(problem, queries, keys):
-                found.append(QueryPart(rows=rows, queries=queries, keys=keys, key_rows=key_rows, span=None, **common))
-    return tuple(sorted(found, key=lambda part: part.keys[0] - part.keys[1])) if span is not None else tuple(found)
+        mine = span.around(queries)
+        mine = mine.before(queries[1]) if problem.is_causal else mine
+        key_rows = slice(mine.start - span.start, mine.end - span.start)
+        found.append(QueryPart(rows=rows, heads=heads, key_rows=key_rows, problem=problem, settings=settings, queries=queries, span=mine,
+                               first_head=first_head))  # fmt: skip
+    return tuple(sorted(found, key=lambda part: part.span.start - part.span.end))
 
 
 def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:

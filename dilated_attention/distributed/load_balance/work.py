@@ -22,8 +22,8 @@ from typing import Protocol
 
 import torch
 
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, entries_of
-from dilated_attention.distributed.exchange.plan import RingProblem, keys_beyond
+from dilated_attention.distributed.block_exchange.plan import entries_of
+from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, keys_beyond
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.base import Entries
@@ -101,7 +101,7 @@ class BranchWork:
         heads = self.num_heads
         if not any(cut):
             return [0.0] * len(shards)
-        problem = RingProblem(self.pattern, documents, cut, heads, heads, self.is_causal, None, "all_gather", ())
+        problem = RingProblem(self.pattern, documents, cut, heads, heads, self.is_causal)
         found = []
         for mine, of_cut in zip(shards, cut, strict=True):
             ends = list(itertools.accumulate((end - start for start, end in mine), initial=0))

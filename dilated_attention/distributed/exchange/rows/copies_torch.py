@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.rows import copy_tables
 from dilated_attention.distributed.exchange.rows.messages import StepPlan
 
@@ -43,3 +44,29 @@ def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Ten
             part.copy_(x[:, row : row + count].permute(1, 2, 0, 3))
     if len(arrived):
         flat[arrived] = came[units]
+
+
+def add(
+    step: StepPlan,
+    grads: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor] | None,
+    came: torch.Tensor,
+    places: torch.Tensor,
+    returned: torch.Tensor,
+) -> None:
+    """See ``copies_triton.add``; ``own`` is None for zeros."""
+
+    def contributions() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [((units >= 0).nonzero()[:, 0], units[units >= 0].long()) for units in returned]
+
+    for grad, share, others in zip(grads, own or (None, None), came.chunk(2, -1), strict=True):
+        index = ... if step.sparse is None else sparse_index(step, grad)
+        before = grad[index]
+        B, n, heads, D = before.shape
+        total = torch.zeros(n * heads, B, D, dtype=accumulation_dtype(grad.dtype), device=grad.device)
+        if share is not None:
+            total.view(n, heads, B, D).copy_(share[:, places.long()].permute(1, 2, 0, 3))
+        for to, units in copy_tables.once(step, "contributions", contributions):
+            total.index_add_(0, to, others[units].to(total.dtype))
+        sums = total.view(n, heads, B, D).permute(2, 0, 1, 3)
+        grad[index] = (sums if step.sparse is None else before.to(sums.dtype) + sums).to(grad.dtype)

@@ -27,7 +27,7 @@ class RowMessage:
     """What one rank sends another in a step, by ascending row of the rank that holds it.
 
     Args:
-        peer: the other rank, among those that exchange keys; in a call's steps, its rank in the group.
+        peer: the other rank.
         runs: runs of rows of the memory, all heads; empty if ``units`` is given.
         units: int64, the rows of the memory, or row · heads + head of each unit; None if ``runs`` is given.
         whole_rows: units are rows with all heads.
@@ -85,11 +85,6 @@ class StepPlan:
         """Whether 32 bits number all units, as the kernels of ``copies_triton.py`` need it."""
         return 2 * self.rows * self.num_kv_heads * (1 if self.sparse is None else self.sparse[0]) < 2**31
 
-    def among(self, ranks: tuple[int, ...]) -> StepPlan:
-        """Returns the step with every peer's rank in the group, ``ranks[peer]``."""
-        sends, receives, owed = (tuple(replace(m, peer=ranks[m.peer]) for m in some) for some in (self.sends, self.receives, self.owed))
-        return replace(self, sends=sends, receives=receives, owed=owed)
-
     def on_sparse_rows(self, step: int, offsets: tuple[int, ...]) -> StepPlan:
         """Returns the step for tensors of which its own rows are every ``step``-th. They are copied to the memory in any case."""
         fills = ((0, 0, self.rows),) if self.in_place else self.fills
@@ -129,21 +124,6 @@ def gathering(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv
     full = held + arriving == rows and (wanted.shape[0] == 1 or bool((wanted == wanted[:1]).all()))
     in_place = whole and not receives
     return StepPlan(what, kv_heads, (span,), tuple(fills), tuple(sends), tuple(receives), tuple(owed), in_place, in_place, full)
-
-
-def hop(shards: Sequence[tuple[Range, ...]], rank: int, needed: Needed, kv_heads: Range, distance: int) -> StepPlan:
-    """Plans a ring's step: memory rows are those of the rank ``distance`` places before; for 0, the rank's own."""
-    size, mine = len(shards), shards[rank]
-    if not distance:
-        return StepPlan("own keys", kv_heads, mine, (), (), (), (), True, True, True)
-    source, reader = (rank - distance) % size, (rank + distance) % size
-    receives: list[RowMessage] = []
-    sends: list[RowMessage] = []
-    wanted = _of_heads(needed(rank), kv_heads)
-    _add(wanted, shards[source], kv_heads, source, (receives, _stacked(shards[source])))
-    _add(_of_heads(needed(reader), kv_heads), mine, kv_heads, reader, (sends, _stacked(mine)))
-    full = bool(_held(wanted, shards[source]).all())
-    return StepPlan(f"hop {distance}", kv_heads, shards[source], (), tuple(sends), tuple(receives), tuple(sends), True, False, full)
 
 
 def _of_heads(mask: torch.Tensor, kv_heads: Range) -> torch.Tensor:

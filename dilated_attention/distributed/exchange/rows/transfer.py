@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed.comm.p2p import Transfer, Wire
 from dilated_attention.distributed.exchange.rows import copies_torch, copy_tables
@@ -132,12 +131,9 @@ class Returning:
             grads: of the step's memory, (B, rows, heads, D); None for zeros.
             k: this rank's keys (B, n, Hk, D).
         """
-        self.plan, self._copies, self._buffers = plan, _, buffers = _begin(step, return_plan, k)
-        self.step = step
-        self.sums_at_once = self._copies is not copies_torch
+        plan, self._copies, buffers = _begin(step, return_plan, k)
+        self._step, self._own, self._came = step, grads, buffers.came
         self._transfer: Transfer | None = None
-        # (units, B, 2·D): the units of ``step.owed``, one message after the other
-        self.came = buffers.came
         if not buffers.outgoing and not buffers.incoming:
             return
         assert wire is not None, "one process has nobody to exchange with"
@@ -147,64 +143,18 @@ class Returning:
             self._copies.gather(step, buffers.sent, *grads, plan.numbers)
         self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"backward, {step.what}: dK and dV")
 
-    def wait(self) -> None:
+    def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Sums all contributions once they have come, in float32 (float64), and writes the sums to the step's heads of dk and dv.
+
+        ``dk``, ``dv``: (B, n, Hk, D). The sums of a step on sparse rows are added to what they hold.
+        """
         if self._transfer is not None:
             self._transfer.wait()
-
-    def write(self, grads: Pair, own: Pair) -> None:
-        """Writes the sum of all contributions, once they have come, to ``grads`` (B, n, heads, D). ``own``: of the step's memory.
-
-        On a step of sparse rows it is added to what ``grads`` hold. Only where ``sums_at_once``.
-        """
-        step, device = self.step, self.came.device
-        rows = sum(count for _, _, count in step.fills) or step.rows
+        step, device = self._step, self._came.device
+        if step.num_kv_heads < dk.shape[2]:
+            dk, dv = (x[:, :, slice(*step.kv_heads)] for x in (dk, dv))
+        rows = dk.shape[1] // (1 if step.sparse is None else step.sparse[0])
         places, returned = copy_tables.own_places(step, rows, device), copy_tables.returned_units(step, rows, device)
-        self._copies.add(step, grads, own, self.came, places, returned)
-
-
-class KeyGradients:
-    """The gradients of the rank's own keys of some heads, summed over all steps that have these heads."""
-
-    def __init__(self, step: StepPlan, k: torch.Tensor) -> None:
-        self._step, every = step, 1 if step.sparse is None else step.sparse[0]
-        shape = (k.shape[1] // every, step.num_kv_heads, k.shape[0], 2 * k.shape[3])
-        self._total = torch.empty(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
-        self._is_empty = True
-
-    def add_own(self, step: StepPlan, grads: Pair | None) -> None:
-        """Adds what this rank's queries contribute to its own rows. ``grads``: of the step's memory, dk and dv (B, rows, heads, D)."""
-        first, self._is_empty = self._is_empty, False
-        fills = ((0, 0, self._total.shape[0]),) if step.in_place else step.fills
-        if first and (grads is None or not fills):
-            self._total.zero_()
-        if grads is None:
-            return
-        for row, place, count in fills:
-            for part, share in zip(self._total[row : row + count].chunk(2, -1), grads, strict=True):
-                own = share[:, place : place + count].permute(1, 2, 0, 3)
-                # the fills of a step are all of the rank's rows
-                (part.copy_ if first else part.add_)(own)
-
-    def add(self, back: Returning) -> None:
-        """Adds what other ranks contribute."""
-        for message, (_, _, start, end) in zip(back.step.owed, back.plan.incoming, strict=True):
-            part = back.came[start:end]
-            if message.units is not None:
-                total = message.flat(self._total)
-                part = part.view(message.units.shape[0], *total.shape[1:]).to(total.dtype)
-                total.index_add_(0, message.units, part)
-                continue
-            rows = part.view(-1, *self._total.shape[1:])
-            for first, last in message.runs:
-                self._total[first:last] += rows[: last - first]
-                rows = rows[last - first :]
-
-    def write(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Rounds the sums into dk and dv (B, n, heads, D); those of a step on sparse rows are added to what they hold."""
-        for grad, total in zip((dk, dv), self._total.chunk(2, -1), strict=True):
-            sums = total.permute(2, 0, 1, 3)
-            if self._step.sparse is None:
-                grad.copy_(sums)
-            else:
-                index = copies_torch.sparse_index(self._step, grad)
-                grad[index] = (grad[index].to(sums.dtype) + sums).to(grad.dtype)
+        # kernels read gradients of the step's own queries, which a rank without rows does not have
+        copies = copies_torch if self._own is None else self._copies
+        copies.add(step, (dk, dv), self._own, self._came, places, returned)
