@@ -77,7 +77,6 @@ def dense(world: int) -> list[Expected]:
         for exchange, window, steps in (
             ("all_gather", None, False),
             ("all_gather", None, True),
-            ("ring", None, False),
             ("all_gather", (5, 2), False),
             ("all_gather", (0, None), False),
             ("all_gather", (30, 30), True),
@@ -134,8 +133,8 @@ def of_layouts(world: int) -> list[Expected]:
         options: dict[str, Any] = {"layout": random_layout(96, world, seed).name}
         options |= {} if bounds is None else {"bounds": bounds, "batch": 1}
         for is_causal in (False, True):
-            for exchange, window in (("all_gather", None), ("ring", None), ("all_gather", (5, 2))):
-                found.append(Expected(spread_of(WHOLE, 96, exchange=exchange, is_causal=is_causal, window=window, **options), "dense"))
+            for window in (None, (5, 2)):
+                found.append(Expected(spread_of(WHOLE, 96, exchange="all_gather", is_causal=is_causal, window=window, **options), "dense"))
             for lengths, rates in (((12, 24), (1, 4)), ((24, 48, 96), (1, 2, 4)), ((91, 17), (3, 1))):
                 spread = spread_of(DilatedPattern(lengths, rates), 96, is_causal=is_causal, exchange="all_gather", **options)
                 found.append(Expected(spread, "dilated", (lengths, rates)))
