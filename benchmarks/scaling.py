@@ -23,7 +23,7 @@ from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, captured, counted, loop, new_and_again, release
 from benchmarks.truth import wrong
 from dilated_attention.distributed import Layout
-from dilated_attention.distributed.comm.comm_stats import traffic
+from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
 

@@ -16,13 +16,13 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
-from dilated_attention.distributed.block_exchange.setup import make_block_setup
+from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Lanes, Wire, wires_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.parts import Masks, Pair, Tensors
+from dilated_attention.distributed.exchange.computation import Masks, Pair, Tensors
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard

@@ -9,10 +9,9 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.block_exchange import cost as block_cost
+from dilated_attention.distributed.block_exchange import plan as block_plan
 from dilated_attention.distributed.block_exchange.plan import ascending_runs, columns_of, needs_of
 from dilated_attention.distributed.block_exchange.plan import key_span as block_span
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, key_span, needed_keys
@@ -25,6 +24,16 @@ from dilated_attention.planning.problem import Problem
 
 # the most positions, of all heads and ranks, that are marked one by one to count what ranks need, and the most blocks that are listed
 _MOST_MASKED, _MOST_LISTED = 2**20, 2**16
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes that one rank exchanges."""
+
+    forward_sent: int
+    forward_received: int
+    backward_sent: int
+    backward_received: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +105,8 @@ def _of_branches(problem: Problem) -> Exchange:
     if name == "all_to_all":
         if reason := why_no_heads(H, Hk, W, pattern.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
-        sizes = CommSizes(H, Hk, problem.head_dim, problem.batch_size, problem.itemsize, wide)
-        most = _most([heads_bytes(N, W, rank, problem.layout, sizes) for rank in _ranks(problem)])
+        sizes = H, Hk, problem.head_dim, problem.batch_size, problem.itemsize, wide
+        most = _most([heads_bytes(N, W, local_length(N, rank, W, problem.layout), sizes) for rank in _ranks(problem)])
         return Exchange(name=name, bytes=most, steps=1, held=(0, 0))
     # what crosses ranks keeps its proportions where all lengths are divided alike
     scale = 1
@@ -184,17 +193,42 @@ def _of_listed(problem: Problem) -> Exchange:
     shards = tuple(ascending_runs(spans(N, rank, W, problem.layout)) for rank in range(W))
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
     needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
-    load = block_cost.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
-    way = block_cost.choose(load, _memory_of_ranks(problem))
+    load = block_plan.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
+    way, _ = block_plan.choose_steps(load, _memory_of_ranks(problem))
     # rows (holder, block)
     counts = torch.stack([columns.of_position[held].bincount(minlength=len(columns.starts)) for held in columns.positions])
     row, seen, first = 2 * problem.batch_size * problem.head_dim * problem.itemsize, torch.zeros((W, W), dtype=torch.int64), 0
-    for heads in way.steps:
+    for heads in way:
         seen += (needs.of_heads((first, first + heads)).long() @ counts.T).fill_diagonal_(0) * heads
         first += heads
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_span(ring_problem, needs, rank) for rank in range(W))])
     spanned = lengths * (seen.sum(1) > 0) * Hk
-    steps, keys, shares = len(way.steps), int(spanned.max()), int((2 * spanned + seen.sum(0)).max())
+    steps, keys, shares = len(way), int(spanned.max()), int((2 * spanned + seen.sum(0)).max())
     most = _most_of_keys(seen.tolist(), row, range(W))
     return Exchange(name="blocks", bytes=most, steps=steps, held=_held([keys * row // steps] * steps, [shares * row // steps] * steps))
+
+
+def heads_bytes(seq_len: int, size: int, held: int, sizes: tuple[int, ...], *, lse_grad: bool = False) -> Bytes:
+    """Returns the bytes of an all_to_all, forward: q, k, v of others' rows for some heads, and out and lse of its rows' other heads back.
+
+    Args:
+        held: positions of the rank.
+        sizes: numbers of heads, of key/value heads, head dim, batch size, and bytes of an element and of an element of a sum.
+        lse_grad: whether the call returned lse; then its gradient is exchanged, as zeros where a rank has none.
+    """
+    num_heads, num_kv_heads, head_dim, batch, itemsize, sum_itemsize = sizes
+    heads, kv_heads, element = num_heads // size, max(1, num_kv_heads // size), head_dim * itemsize
+    # bytes per row of one rank that another rank computes
+    inputs, outputs = (heads + 2 * kv_heads) * element, heads * (element + sum_itemsize)
+    # dout, out, lse, and the gradient of lse
+    more = heads * (2 * element + (1 + lse_grad) * sum_itemsize)
+    # ranks that share a key/value head each return a contribution to its gradients
+    back = heads * element + 2 * kv_heads * (head_dim * sum_itemsize if num_kv_heads < size else element)
+    away, here = held * (size - 1) * batch, (seq_len - held) * batch
+    return Bytes(
+        away * inputs + here * outputs,
+        here * inputs + away * outputs,
+        away * (inputs + more) + here * back,
+        here * (inputs + more) + away * back,
+    )

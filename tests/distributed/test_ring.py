@@ -15,9 +15,8 @@ from dilated_attention import DilatedPattern, attention, balanced_layout, dilate
 from dilated_attention.backends import registry
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed import LAYOUTS, Layout
-from dilated_attention.distributed.exchange import crossing, setup
+from dilated_attention.distributed.exchange import crossing, run, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
-from dilated_attention.distributed.exchange.rows import sparse_rows, transfer
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     Result,
@@ -148,7 +147,7 @@ def test_balanced_layouts(pool: Pool) -> None:
 def other_ways(rank: int, world: int, nbytes: int, fused: bool) -> None:
     """From now on, branches across ranks are computed apart from this size on; ``fused``: kernels copy rows, as on GPUs."""
     crossing.SMALL_BYTES = nbytes
-    transfer.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    run.has_kernels = crossing.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     registry.cached.clear()
     setup._setups.clear()
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.block_exchange.cost import even
-from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
+from dilated_attention.distributed.block_exchange.plan import even
+from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
+from dilated_attention.planning.ring import Bytes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
 from tests.functional.test_block_sparse import inputs as block_inputs
-from tests.helpers.comm_volume import block_bytes, dense_bytes, dilated_bytes
+from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
 from tests.helpers.ring_chosen import spread_of
@@ -151,7 +151,8 @@ def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
     if one.formula == "dilated":
         options = {"is_causal": case.is_causal, "layout": one.spread.layout, "documents": documents}
         return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, **options)
-    return heads_bytes(case.num_keys, world, rank, one.spread.layout, sizes, lse_grad=True)
+    held = len(positions(case.num_keys, rank, world, one.spread.layout))
+    return heads_bytes(case.num_keys, world, held, sizes, lse_grad=True)
 
 
 @pytest.mark.parametrize("make", [dense, dilated, by_heads, of_layouts])
@@ -194,7 +195,7 @@ def test_formulas_by_hand() -> None:
     assert dilated_bytes(32, 4, 0, (8, 32), (1, 4), sizes, is_causal=True).forward_received == 0
     assert dilated_bytes(32, 4, 2, (8, 4), (1, 4), sizes, is_causal=True) == Bytes(0, 0, 0, 0)
     # one query head and one key/value head of 24 rows come (3 · 16 bytes a row), three heads of 8 rows of out and lse (20 bytes) go back
-    assert heads_bytes(32, 4, 0, "zigzag", sizes).forward_received == 24 * 48 + 24 * 20
+    assert heads_bytes(32, 4, 8, sizes).forward_received == 24 * 48 + 24 * 20
 
 
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------

@@ -215,7 +215,14 @@ def test_what_differs_between_ranks_is_refused_alike_on_all() -> None:
 
 def own_choices(rank: int, world: int) -> list[str]:
     """Calls in which ranks differ in what each may choose, one call after the other of the same kind otherwise."""
-    choices = [{}, {"timeout": 10.0}, {"backend": "math"}, {"timeout": 15.0, "backend": "sdpa_cpu"}, {"exchange": "2d"}, {"exchange": "ring"}]
+    choices = [
+        {},
+        {"timeout": 10.0},
+        {"backend": "math"},
+        {"timeout": 15.0, "backend": "sdpa_cpu"},
+        {"exchange": "2d"},
+        {"exchange": "ring"},
+    ]
     return [call_of(rank, tensors() | {"seq_len": 8 * world} | (choice if rank == 1 else {})) for choice in choices]
 
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.distributed.comm.call_order import CallForm
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.comm.session import session_of
+from dilated_attention.distributed.comm.session import CallForm, session_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length

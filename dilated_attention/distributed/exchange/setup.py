@@ -13,12 +13,10 @@ from dilated_attention.distributed.comm.call_consistency import RingCall
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.p2p import Lanes
 from dilated_attention.distributed.exchange import cost
-from dilated_attention.distributed.exchange.computation import Computation, StepParts
-from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
-from dilated_attention.distributed.exchange.parts import Tensors, parts_of
+from dilated_attention.distributed.exchange.computation import Computation, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
+from dilated_attention.distributed.exchange.messages import StepPlan, gathering
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
-from dilated_attention.distributed.exchange.rows.sparse_rows import SparseRows
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
 from dilated_attention.engine.branches.plan import Range
 from dilated_attention.engine.ops.settings import CallSettings
@@ -60,24 +58,18 @@ class RingSetup:
         return self.home is None and len(self.steps) == 1 and self.steps[0].in_place and not self.steps[0].sends
 
 
-# in order of use
 _setups: dict[Hashable, RingSetup] = {}
 
 
 def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
-    """Returns the setup of calls of this kind, and forgets the oldest ones: packed batches differ, so theirs are not used again."""
-    setup = _setups.pop(kind, None)
+    """Returns the setup of calls of this kind; forgets all others where they are too many: those of packed batches are not used again."""
+    setup = _setups.get(kind)
     if setup is None:
         setup = make()
-        # a copy, since threads of other groups may add theirs meanwhile: a dictionary's is made at once, a list of its items is not
-        kept = list(_setups.copy().items())
-        count, nbytes = len(kept), setup.nbytes + sum(one.nbytes for _, one in kept)
-        for oldest, one in kept:
-            if count < MOST_SETUPS and nbytes <= MAX_CACHED_BYTES:
-                break
-            _setups.pop(oldest, None)
-            count, nbytes = count - 1, nbytes - one.nbytes
-    _setups[kind] = setup
+        # a copy, since threads of other groups may add theirs meanwhile
+        if len(_setups) >= MOST_SETUPS or setup.nbytes + sum(one.nbytes for one in _setups.copy().values()) > MAX_CACHED_BYTES:
+            _setups.clear()
+        _setups[kind] = setup
     return setup
 
 
