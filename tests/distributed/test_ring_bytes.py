@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.block_exchange.plan import even
+from dilated_attention.distributed.block_exchange.plan import even_steps
 from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.planning.ring import Bytes, heads_bytes
@@ -231,7 +231,7 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
             "is_causal": case.is_causal,
-            "head_steps": even(case.kv_heads, spread.head_steps or 1),
+            "head_steps": even_steps(case.kv_heads, spread.head_steps or 1),
             "branches": beside,
         }
         for rank in range(world):
