@@ -35,13 +35,11 @@ class Traffic:
 
     Args:
         sent, received: number of bytes.
-        exchanges: number of exchanges with at least one tensor.
         sent_to: bytes sent to each peer, by its rank within the group.
     """
 
     sent: int = 0
     received: int = 0
-    exchanges: int = 0
     sent_to: Counter[int] = field(default_factory=Counter)
 
 
@@ -62,14 +60,11 @@ def traffic() -> Iterator[Traffic]:
 
 def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
     for one in counting:
-        one.exchanges += bool(outgoing or incoming)
         one.received += sum(tensor.nbytes for _, tensor in incoming)
         for peer, tensor in outgoing:
             one.sent += tensor.nbytes
             one.sent_to[peer] += tensor.nbytes
 
-
-__all__ = ["Message", "RingError", "Traffic", "Transfer", "Wire", "traffic", "wire_of"]
 
 # (rank within the group, contiguous tensor); an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]

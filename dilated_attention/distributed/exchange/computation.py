@@ -21,6 +21,7 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
+from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call, Into
 from dilated_attention.engine.branches.plan import Range
@@ -190,13 +191,7 @@ def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
     holders = [[i for i, (start, end) in enumerate(parts) if start <= a and b <= end] for a, b in pieces]
 
     def where(keep: Any) -> tuple[Range, ...]:
-        found: list[Range] = []
-        for (start, end), held in zip(pieces, holders, strict=True):
-            if keep(held) and found and found[-1][1] == start:
-                found[-1] = (found[-1][0], end)
-            elif keep(held):
-                found.append((start, end))
-        return tuple(found)
+        return joined(piece for piece, held in zip(pieces, holders, strict=True) if keep(held))
 
     new = tuple(where(lambda held, i=i: held[:1] == [i]) for i in range(len(parts)))
     known = tuple(where(lambda held, i=i: i in held[1:]) for i in range(len(parts)))
