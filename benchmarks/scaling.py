@@ -39,7 +39,7 @@ from benchmarks.timing import NEW, WARM, Call, Refused, attempt, captured, host_
 from benchmarks.truth import wrong
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
-from dilated_attention.distributed.comm.comm_stats import traffic
+from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity

@@ -16,13 +16,13 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
-from dilated_attention.distributed.block_exchange.setup import make_block_setup
+from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Lanes, Wire, wires_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.parts import Masks, Pair, Tensors
+from dilated_attention.distributed.exchange.computation import Masks, Pair, Tensors
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
@@ -248,13 +248,13 @@ class RingPass:
             if setup.is_local:
                 work.forward(0, k, v)
             else:
-                run.forward(work, setup.steps, k, v, wire, setup.depth)
+                run.forward(work, setup.steps, k, v, wire)
             out, lse = work.results()
         else:
-            own, work = setup.home(masks, q), setup.compute(masks, sparse.of([q])[0][0])
-            run.forward(work, setup.steps, k, v, wire, setup.depth, lambda: own.forward(0, k, v))
+            own, work = setup.home(masks, q), setup.compute(masks, sparse.of(q))
+            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, k, v))
             out, lse = own.results()
-            lse = sparse.merge(out, lse, *work.results())
+            sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -262,23 +262,7 @@ class RingPass:
 
     def backward(self, lse: torch.Tensor, dlse: Optional) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
-        if not self.setup.by_branch:
-            dout, out = self.of_backward
-            return self._backward(dout, out, lse, dlse)
-        # the mixing weights are constants, so each branch's δ is computed from its own output; weights stay exp(s − merged lse)
-        settings, H = self.call.settings, self.tensors[0].shape[2]
-        total: list[torch.Tensor] = []
-        for branch in range(settings.pattern.num_branches):
-            alone = settings.pattern.with_branches([branch], H)
-            branches = alone.segment_lengths, alone.dilation_rates, alone.head_offsets, alone.branch_heads, alone.tail
-            of_branch = settings._replace(branches=branches)
-            self.setup = self._find_setup(of_branch, replace(self.ring, exchange="ring"))
-            branch_out, _ = self.forward()
-            shares = self._backward(self.of_backward[0], branch_out, lse, None)
-            total = [x.to(lse.dtype) for x in shares] if not total else [a.add_(b) for a, b in zip(total, shares, strict=True)]
-        return tuple(x.to(self.tensors[0].dtype) for x in total)
-
-    def _backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: Optional) -> Tensors:
+        dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
         (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
@@ -296,24 +280,23 @@ class RingPass:
             if setup.is_local:
                 dk, dv = work.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
             else:
-                dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth)
+                dk, dv = run.backward(work, setup.steps, k, v, wires)
             dq = work.dq()
         else:
             own = setup.home(self.masks, q, (dout, out, lse, dlse))
-            (some_q, some_dout, some_out), stats = sparse.of([q, dout, out], [x for x in (lse, dlse) if x is not None])
-            some_lse, some_dlse = [*stats, None][:2]
-            work = setup.compute(self.masks, some_q, (some_dout, some_out, some_lse, some_dlse))
+            some_q, *rest = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
+            work = setup.compute(self.masks, some_q, tuple(rest))
 
             def at_home() -> Pair:
                 # a rank without rows has no parts
                 return own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
 
-            dk, dv = run.backward(work, setup.steps, k, v, wires, setup.depth, at_home)
+            dk, dv = run.backward(work, setup.steps, k, v, wires, at_home)
             dq = own.dq()
             sparse.add(dq, work.dq())
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
-            shared = self.num_kv_heads < setup.sharding.inner
+            shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()

@@ -5,7 +5,6 @@ A call like an earlier one is recognized by its arguments and not checked again,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable
 from typing import Any
 
@@ -58,12 +57,8 @@ def attend(
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
-    if op is not None:
-        if isinstance(fixed["layout"], Layout):
-            fixed["layout"] = fixed["layout"].name
-        if fixed["exchange"] == "2d" and fixed["ranks_per_node"] is None:
-            # of the launcher
-            fixed["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+    if op is not None and isinstance(fixed["layout"], Layout):
+        fixed["layout"] = fixed["layout"].name
     key, known = None, None
     has_masks = padding is not None or cu_seqlens is not None or sinks is not None
     eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None]] if has_masks else [q, k, v])
@@ -214,21 +209,15 @@ def checked_sharding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
     layout_name(options.layout)
     exchange = options.exchange
     one_of("exchange", exchange, ("auto", *EXCHANGES))
-    if exchange == "2d" and options.ranks_per_node is None:
-        raise ValueError("exchange='2d' without ranks_per_node, and LOCAL_WORLD_SIZE is not set: give ranks_per_node")
-    per_node = 0 if options.ranks_per_node is None else as_int("ranks_per_node", options.ranks_per_node, minimum=1)
+    if options.ranks_per_node is not None:
+        as_int("ranks_per_node", options.ranks_per_node, minimum=1)
     steps = 0 if options.head_steps is None else as_int("head_steps", options.head_steps, minimum=1)
     lse_grad = options.return_lse and options.mixture_grad == "exact"
-    sharding = options.group, options.layout, exchange, per_node, check.check_timeout(options.timeout), lse_grad, steps
+    sharding = options.group, options.layout, exchange, check.check_timeout(options.timeout), lse_grad, steps
     seq_len = -1 if options.seq_len is None else as_int("seq_len", options.seq_len, minimum=0)
-    if options.window and exchange == "ring":
-        raise ValueError("exchange='ring' with a window: the keys that a window reaches come in one exchange; use exchange='all_gather'")
-    if exchange in ("all_to_all", "2d"):
+    if exchange == "all_to_all":
         check.check_tensors(q, k, v)
-        _, size = place_in(options.group)
-        if exchange == "2d" and size % per_node:
-            raise ValueError(f"ranks_per_node is {per_node} for a group of {size} processes; expected a divisor of {size}")
-        reason = why_no_heads(q.shape[2], k.shape[2], per_node if exchange == "2d" else size, options.branch_heads)
+        reason = why_no_heads(q.shape[2], k.shape[2], place_in(options.group)[1], options.branch_heads)
         if reason is not None:
             raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
     return sharding, seq_len

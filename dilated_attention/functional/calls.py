@@ -153,11 +153,10 @@ def ring_dilated_attention(
             needs an additional exchange to reorder it, and another to restore its order. ``balanced_layout`` returns a ``Layout`` that
             gives all processes equal work, of packed documents, too.
         exchange: ``"auto"``: chosen by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``:
-            remote keys arrive in one exchange · ``"ring"``: they arrive in W − 1 exchanges, one shard at a time, to save memory ·
-            ``"all_to_all"``: each process computes some heads of the whole sequence · ``"2d"``: heads are exchanged within a node, keys
-            between nodes.
+            remote keys arrive in one exchange, or of some heads at a time · ``"all_to_all"``: each process computes some heads of the
+            whole sequence · ``"ring"``, ``"2d"``: run as ``"auto"``, and the log says so once.
         mixture_grad: see ``dilated_attention``.
-        ranks_per_node: number of consecutive ranks of the group that share heads in ``"2d"``; None for LOCAL_WORLD_SIZE.
+        ranks_per_node: accepted and not used any more: of ``"2d"``.
         options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, dropout_p, return_lse,
             deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and ``BranchOptions``.
 
@@ -193,7 +192,6 @@ def ring_attention(
             e.g. of ``balanced_layout``, which balances packed documents.
         exchange: as in ``ring_dilated_attention``. ``"all_gather"`` gathers the keys head by head: one group of heads is computed
             while the next group's keys are in transit, and nothing is merged. A process receives only the keys that its queries see.
-            A window's keys arrive in one exchange, so ``"ring"`` accepts no window.
         window: (left, right) as in ``attention``.
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.

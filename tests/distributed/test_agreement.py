@@ -198,7 +198,7 @@ def call(
 # (what all call first, what the last rank calls in its place, what the message says beside which ranks)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "is_causal": ({}, CAUSAL, "ring_attention: ranks disagree on is_causal: "),
-    "exchange": ({"exchange": "ring"}, {"exchange": "all_gather"}, "ring_attention: ranks disagree on exchange: "),
+    "exchange": ({"exchange": "all_to_all"}, {"exchange": "all_gather"}, "ring_attention: ranks disagree on exchange: "),
     "requires_grad": ({}, {"grad": True}, "ring_attention: ranks disagree on requires_grad: "),
     "return_lse": ({"grad": True}, {"grad": True, "return_lse": True}, "ring_attention: ranks disagree on return_lse: "),
     "seq_len asked for": ({}, {"seq_len": None}, "ring_attention: ranks disagree on seq_len: "),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.load_balance.work import DENSE, BlockWork, BranchWork, Documents, works_of
+from dilated_attention.distributed.load_balance import DENSE, BlockWork, BranchWork, Documents
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
 
 CPU = torch.device("cpu")
@@ -218,6 +218,6 @@ def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], w
 
 
 def test_a_pattern_of_no_pairs_is_even() -> None:
-    works = works_of([DilatedPattern((8,), (8,), ((7,),))], ((0, 5),), 1, is_causal=True, device=CPU)
-    assert float(works[0].pairs_before(torch.tensor([5]))) == 0
+    work = BranchWork(DilatedPattern((8,), (8,), ((7,),)), Documents(((0, 5),)), 1, is_causal=True)
+    assert float(work.pairs_before(torch.tensor([5]))) == 0
     assert balanced_layout(DilatedPattern((8,), (8,), ((7,),)), 5, 2).imbalance == 1.0

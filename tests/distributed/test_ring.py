@@ -15,9 +15,8 @@ from dilated_attention import DilatedPattern, attention, balanced_layout, dilate
 from dilated_attention.backends import registry
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed import LAYOUTS, Layout
-from dilated_attention.distributed.exchange import crossing, setup
+from dilated_attention.distributed.exchange import crossing, run, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
-from dilated_attention.distributed.exchange.rows import sparse_rows, transfer
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     Result,
@@ -85,7 +84,7 @@ def test_random_calls_reach_everything() -> None:
     every = [spread for world in spreads for spread in spreads[world]]
     cases = [spread.case for spread in every]
     dilated = [case for case in cases if case.pattern != WHOLE]
-    ways = ("auto", "all_gather", "ring", "all_to_all", "2d")
+    ways = ("auto", "all_gather", "ring", "all_to_all")
     assert {(s.layout, s.exchange) for s in every} == {(a, b) for a in LAYOUTS for b in ways}
     assert {(case.heads, case.kv_heads) for case in cases} >= set(HEADS)
     assert {case.padding for case in cases} == {"none", "some", "row", "all"}
@@ -141,14 +140,14 @@ def test_balanced_layouts(pool: Pool) -> None:
     for is_causal in (False, True):
         layout = balanced_layout([None, patterns[1]], 128, pool.world, 4, is_causal=is_causal, cu_seqlens=bounds).name
         options = {"bounds": bounds, "batch": 1, "is_causal": is_causal, "layout": layout}
-        spreads += [spread_of(pattern, 128, exchange=way, **options) for pattern in patterns for way in ("auto", "ring")]
+        spreads += [spread_of(pattern, 128, exchange=way, **options) for pattern in patterns for way in ("auto", "all_gather")]
     check(pool, spreads)
 
 
 def other_ways(rank: int, world: int, nbytes: int, fused: bool) -> None:
     """From now on, branches across ranks are computed apart from this size on; ``fused``: kernels copy rows, as on GPUs."""
     crossing.SMALL_BYTES = nbytes
-    transfer.has_kernels = sparse_rows.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    run.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     registry.cached.clear()
     setup._setups.clear()
 
@@ -180,7 +179,7 @@ def test_branches_that_cross_ranks_and_rows_copied_by_kernels(world: int, fused:
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
-    for spread in (spread_of(DilatedPattern((8, 48), (1, 3))), spread_of(is_causal=True), spread_of(exchange="ring", layout="striped")):
+    for spread in (spread_of(DilatedPattern((8, 48), (1, 3))), spread_of(is_causal=True), spread_of(exchange="2d", layout="striped")):
         x = inputs(spread.case, torch.float32)
         truth = results(call, spread.case, x)
         # torch.distributed is not initialised in this process
@@ -192,7 +191,7 @@ def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("pool", worlds(2, 4, gpus=(2, 4)))
 def test_deterministic_runs_repeat_bit_for_bit(pool: Pool) -> None:
-    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_chosen.repeated(pool.world)]
+    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_chosen.repeated()]
     for rank in pool.run(ring_cases.run, spreads, torch.bfloat16 if pool.on_gpus else torch.float32, 3, pool.on_gpus):
         for first, *others in rank:
             assert all(torch.equal(first[name], other[name]) for other in others for name in first)
@@ -201,7 +200,7 @@ def test_deterministic_runs_repeat_bit_for_bit(pool: Pool) -> None:
 @pytest.mark.parametrize("pool", worlds(2, 4, gpus=(2, 3, 4)))
 def test_errors_in_low_precision_are_those_of_plain_attention(pool: Pool) -> None:
     spreads = ring_chosen.segments_and_ranks(pool.world)
-    spreads += [spread_of(WHOLE, 90, exchange=way, layout=layout) for way in ("all_gather", "ring") for layout in LAYOUTS]
+    spreads += [spread_of(WHOLE, 90, exchange=way, layout=layout) for way in ("all_gather", "2d") for layout in LAYOUTS]
     spreads = [with_changes(x, head_dim=48, backend="sdpa_flash" if pool.on_gpus else "auto") for x in spreads]
     check(pool, spreads[:: 1 + (not pool.on_gpus)], torch.bfloat16)
 
@@ -265,13 +264,11 @@ def test_autocast_and_a_loss_that_is_a_sum(pool: Pool) -> None:
         assert_close(found, whole.cpu(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize(("at", "window"), [(11, None), (15, None), (5, 3)])
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
 def test_nan_stays_with_the_queries_that_see_it(pool: Pool, exchange: str, at: int, window: int | None) -> None:
     """On a GPU it may reach the rest of the tile, see docs/meaning.md; another batch entry nowhere."""
-    if exchange == "ring" and window is not None:
-        pytest.skip("a window's keys come in one exchange, which docs/ring.md says")
     found = [row for rows in pool.run(ring_cases.rows_with_nan, at, exchange, window) for row in rows]
     reached = list(range(at, 16 if window is None else at + window + 1))
     assert set(reached) <= set(found) if pool.on_gpus else found == reached

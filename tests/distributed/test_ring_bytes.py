@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.block_exchange.cost import even
-from dilated_attention.distributed.comm.comm_stats import traffic
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes, heads_bytes
+from dilated_attention.distributed.block_exchange.plan import even_steps
+from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
+from dilated_attention.planning.ring import Bytes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
 from tests.functional.test_block_sparse import inputs as block_inputs
-from tests.helpers.comm_volume import block_bytes, dense_bytes, dilated_bytes
+from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
 from tests.helpers.ring_chosen import spread_of
@@ -77,7 +77,6 @@ def dense(world: int) -> list[Expected]:
         for exchange, window, steps in (
             ("all_gather", None, False),
             ("all_gather", None, True),
-            ("ring", None, False),
             ("all_gather", (5, 2), False),
             ("all_gather", (0, None), False),
             ("all_gather", (30, 30), True),
@@ -134,8 +133,8 @@ def of_layouts(world: int) -> list[Expected]:
         options: dict[str, Any] = {"layout": random_layout(96, world, seed).name}
         options |= {} if bounds is None else {"bounds": bounds, "batch": 1}
         for is_causal in (False, True):
-            for exchange, window in (("all_gather", None), ("ring", None), ("all_gather", (5, 2))):
-                found.append(Expected(spread_of(WHOLE, 96, exchange=exchange, is_causal=is_causal, window=window, **options), "dense"))
+            for window in (None, (5, 2)):
+                found.append(Expected(spread_of(WHOLE, 96, exchange="all_gather", is_causal=is_causal, window=window, **options), "dense"))
             for lengths, rates in (((12, 24), (1, 4)), ((24, 48, 96), (1, 2, 4)), ((91, 17), (3, 1))):
                 spread = spread_of(DilatedPattern(lengths, rates), 96, is_causal=is_causal, exchange="all_gather", **options)
                 found.append(Expected(spread, "dilated", (lengths, rates)))
@@ -152,7 +151,8 @@ def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
     if one.formula == "dilated":
         options = {"is_causal": case.is_causal, "layout": one.spread.layout, "documents": documents}
         return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, **options)
-    return heads_bytes(case.num_keys, world, rank, one.spread.layout, sizes, lse_grad=True)
+    held = len(positions(case.num_keys, rank, world, one.spread.layout))
+    return heads_bytes(case.num_keys, world, held, sizes, lse_grad=True)
 
 
 @pytest.mark.parametrize("make", [dense, dilated, by_heads, of_layouts])
@@ -195,7 +195,7 @@ def test_formulas_by_hand() -> None:
     assert dilated_bytes(32, 4, 0, (8, 32), (1, 4), sizes, is_causal=True).forward_received == 0
     assert dilated_bytes(32, 4, 2, (8, 4), (1, 4), sizes, is_causal=True) == Bytes(0, 0, 0, 0)
     # one query head and one key/value head of 24 rows come (3 · 16 bytes a row), three heads of 8 rows of out and lse (20 bytes) go back
-    assert heads_bytes(32, 4, 0, "zigzag", sizes).forward_received == 24 * 48 + 24 * 20
+    assert heads_bytes(32, 4, 8, sizes).forward_received == 24 * 48 + 24 * 20
 
 
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
             "is_causal": case.is_causal,
-            "head_steps": even(case.kv_heads, spread.head_steps or 1),
+            "head_steps": even_steps(case.kv_heads, spread.head_steps or 1),
             "branches": beside,
         }
         for rank in range(world):

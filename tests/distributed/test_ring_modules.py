@@ -25,8 +25,10 @@ from dilated_attention import (
     RingMultiheadBlockSparseDilatedAttention,
     balanced_layout,
     create_attention,
+    ring_attention,
     shard_sequence,
 )
+from dilated_attention.backends import registry
 from dilated_attention.distributed import Layout, explain_exchange
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
 from dilated_attention.modules import set_layout
@@ -310,3 +312,13 @@ def test_the_cost_model_takes_a_layout_to_be_balanced() -> None:
     assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)
     with pytest.raises(ValueError, match="layout is 'diagonal'"):
         explain_exchange(4096, 2, layout="diagonal", **sizes)
+
+
+def test_former_exchanges_run_as_auto_and_say_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_told", set())
+    q = torch.randn(1, 8, 2, 8)
+    with caplog.at_level("INFO", "dilated_attention"):
+        outs = [ring_attention(q, q, q, exchange=way, window=window) for way in ("auto", "ring", "2d") for window in (None, 3, 4)]
+    told = [line for line in caplog.messages if "runs as 'auto'" in line]
+    assert [line.split(" runs")[0] for line in told] == ["ring: exchange='ring'", "ring: exchange='2d'"]
+    assert all(torch.equal(a, b) for a, b in zip(outs, outs[:3] * 3, strict=True))

@@ -94,7 +94,7 @@ def cpu_and_gpu(rank: int, world: int, spreads: Sequence[Spread]) -> list[Result
 
 @pytest.mark.parametrize("pool", worlds(gpus=(2,)))
 def test_a_group_of_gloo_and_nccl_carries_tensors_of_both(pool: Pool) -> None:
-    spreads = [spread_of(is_causal=True, layout="zigzag"), spread_of(is_causal=True, exchange="ring"), spread_of(layout="striped")]
+    spreads = [spread_of(is_causal=True, layout="zigzag"), spread_of(is_causal=True, exchange="all_gather"), spread_of(layout="striped")]
     ranks = pool.run(cpu_and_gpu, spreads)
     for index, spread in enumerate([spread for spread in spreads for _ in range(2)]):
         judge(spread, [rank[index] for rank in ranks], device=pool.device)
@@ -158,7 +158,7 @@ def replayed(rank: int, world: int, spread: Spread) -> tuple[bool, Result]:
     return equal, dict(zip(("out", "dq", "dk", "dv"), (x.cpu() for x in found), strict=True))
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("kind", ["dense", "dilated"])
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 4)))
 def test_both_passes_in_one_cuda_graph(pool: Pool, kind: str, exchange: str) -> None:
@@ -205,7 +205,7 @@ def interleaved(rank: int, world: int, spreads: tuple[Spread, Spread], repeats: 
 
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 4)))
 def test_interleaved_rings_equal_serial_ones(pool: Pool) -> None:
-    dense = spread_of(n=512, head_dim=64, heads=4, kv_heads=4, is_causal=True, layout="zigzag", exchange="ring")
+    dense = spread_of(n=512, head_dim=64, heads=4, kv_heads=4, is_causal=True, layout="zigzag", exchange="all_to_all")
     pattern = replace(ring_chosen.of_parts()[-1].case.pattern, segment_lengths=(64, 512))
     dilated = spread_of(pattern, 512, head_dim=64, heads=4, kv_heads=4, exchange="all_gather")
     repeats = share(200)
@@ -229,7 +229,7 @@ def distance_from_one_gpu(rank: int, world: int, spread: Spread, repeats: int) -
     return worst
 
 
-@pytest.mark.parametrize(("exchange", "layout"), [("all_gather", "zigzag"), ("ring", "zigzag"), ("all_to_all", "contiguous")])
+@pytest.mark.parametrize(("exchange", "layout"), [("all_gather", "zigzag"), ("all_to_all", "contiguous")])
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 4)))
 def test_long_sequences_equal_one_gpu(pool: Pool, exchange: str, layout: str) -> None:
     """Exchanges of megabytes beside kernels of milliseconds, time and again: nothing is read before it has come."""

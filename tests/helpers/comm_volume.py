@@ -15,21 +15,33 @@ that rank r's queries see, a rank receives
     blocks, dilated    the rows of either, in one softmax; a row that both need counts once
 
 A backward receives the keys and values again, and sends a contribution to dK and dV, as large, for each. Those of all_to_all are in
-``dilated_attention/distributed/comm/comm_volume.py``.
+``dilated_attention/planning/ring.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.comm.comm_volume import Bytes, CommSizes
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.pattern import BlockPattern
+from dilated_attention.planning.ring import Bytes
 from tests.helpers.ring_cases import positions
 
 Documents = Sequence[tuple[int, int]]
+
+
+class CommSizes(NamedTuple):
+    """The sizes that bytes depend on. ``itemsize`` and ``sum_itemsize`` are the bytes of an element and of an element of a sum."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    itemsize: int
+    sum_itemsize: int
 
 
 def dense_bytes(

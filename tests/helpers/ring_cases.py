@@ -63,7 +63,6 @@ class Spread:
     case: Case
     layout: str = "contiguous"
     exchange: str = "auto"
-    ranks_per_node: int | None = None
     seq_len_given: bool = True
     steps: bool = False
     memory: str = "rows"
@@ -74,9 +73,9 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
     """A random call of ``world`` ranks."""
     rng = random.Random(world * 100_003 + seed)
     of_shape = random.Random(world * 100_003 + seed // 100 * 100 + seed % kernel.shapes) if kernel.shapes else rng
-    exchange = rng.choice(["auto", "all_gather", "all_gather", "ring", "ring", "all_to_all", "2d"])
-    per_node = rng.choice([p for p in range(1, world + 1) if world % p == 0]) if exchange == "2d" else None
-    parts = world if exchange == "all_to_all" else per_node or 1
+    # "ring" stands for the two names that run as "auto"
+    exchange = rng.choice(["auto", "all_gather", "all_gather", "all_gather", "all_to_all", "ring"])
+    parts = world if exchange == "all_to_all" else 1
     choices = list(kernel.heads or (*HEADS, (world, world), (2 * world, world), (world, 1)))
     heads, kv_heads = rng.choice([pair for pair in choices if why_no_heads(*pair, parts, "all") is None])
     n = of_shape.choice(
@@ -91,9 +90,9 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
     n = n * kernel.stretch + (of_shape.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
     dense = rng.random() < 0.35
     window = None
-    if dense and exchange != "ring" and rng.random() < 0.5:
+    if dense and rng.random() < 0.5:
         window = (rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]), rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]))
-    pattern = WHOLE if dense else _pattern(of_shape, n, world, heads, exchange not in ("all_to_all", "2d"))
+    pattern = WHOLE if dense else _pattern(of_shape, n, world, heads, exchange != "all_to_all")
     bounds = None
     if rng.random() < 0.25:
         bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 4))), n)
@@ -121,7 +120,6 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         case=case,
         layout=rng.choice(LAYOUTS),
         exchange=exchange,
-        ranks_per_node=per_node,
         seq_len_given=rng.random() < 0.7,
         steps=rng.random() < 0.4,
         memory=rng.choice(["rows", "rows", "heads", "slice"]),
@@ -184,7 +182,6 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
             "layout": spread.layout,
             "exchange": spread.exchange,
             "seq_len": case.num_keys if spread.seq_len_given else None,
-            "ranks_per_node": spread.ranks_per_node,
             "is_causal": case.is_causal,
             "scale": case.scale,
             "cu_seqlens": x.cu_seqlens,
@@ -209,14 +206,14 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 
 @contextmanager
 def byte_limits_of_one() -> Iterator[None]:
-    before = cost.STEP_BYTES, cost.PREFETCH_BYTES
+    before = cost.STEP_BYTES
     # calls of a kind share their preparation, which depends on the limits
     setup._setups.clear()
-    cost.STEP_BYTES = cost.PREFETCH_BYTES = 1
+    cost.STEP_BYTES = 1
     try:
         yield
     finally:
-        cost.STEP_BYTES, cost.PREFETCH_BYTES = before
+        cost.STEP_BYTES = before
         setup._setups.clear()
 
 

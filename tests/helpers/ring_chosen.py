@@ -46,7 +46,7 @@ def segments_and_ranks(world: int) -> list[Spread]:
         for exchange, layout, is_causal in (
             ("all_gather", "contiguous", False),
             ("all_gather", "contiguous", True),
-            ("ring", "zigzag", True),
+            ("all_gather", "zigzag", True),
             ("auto", "striped", False),
         )
     ]
@@ -59,21 +59,20 @@ def ranks_without_rows(world: int) -> list[Spread]:
         spread_of(which, n, exchange=exchange, layout=layout, padding=padding, seq_len_given=bool(n % 2))
         for which in (pattern, WHOLE)
         for n in (0, 1, 2, world - 1)
-        for exchange, layout in (("auto", "zigzag"), ("all_gather", "contiguous"), ("ring", "contiguous"), ("ring", "striped"))
+        for exchange, layout in (("auto", "zigzag"), ("all_gather", "contiguous"), ("all_gather", "striped"))
         for padding in ("none", "all")
     ]
     return [*spreads, *(spread_of(pattern, 9, bounds=(0, 0, 1, 1, 9), batch=1, layout=layout) for layout in LAYOUTS)]
 
 
-def repeated(world: int) -> list[Spread]:
+def repeated() -> list[Spread]:
     """Of every exchange and layout one dense call and one dilated, to be made several times."""
-    spreads = [
+    return [
         spread_of(pattern, 61, exchange=exchange, layout=layout, is_causal=True, steps=True)
         for pattern in (WHOLE, DilatedPattern((8, 40, 61), (1, 2, 3)))
-        for exchange in ("all_gather", "ring", "all_to_all" if world == 2 else "2d")
+        for exchange in ("all_gather", "all_to_all")
         for layout in LAYOUTS
     ]
-    return [with_changes(spread, ranks_per_node=2 if spread.exchange == "2d" else None) for spread in spreads]
 
 
 def of_parts() -> list[Spread]:
@@ -81,7 +80,7 @@ def of_parts() -> list[Spread]:
     return [
         spread_of(pattern, 37, exchange=exchange, layout=layout, is_causal=True, steps=True)
         for pattern in (WHOLE, DilatedPattern((8, 37), (1, 3)))
-        for exchange in ("all_gather", "ring", "all_to_all")
+        for exchange in ("all_gather", "all_to_all")
         for layout in LAYOUTS
     ]
 
@@ -103,11 +102,11 @@ def of_layouts(world: int) -> list[Spread]:
         DilatedPattern((31, 70), (3, 5), "blocked", tail="zero_keys"),
         DilatedPattern((24, 96), (1, 2), branch_heads="split"),
     )
-    # one world has every pair with one exchange, the next one with the other
     spreads = [
-        spread_of(pattern, 96, exchange=("all_gather", "ring")[(row + index + world) % 2], **some)
+        spread_of(pattern, 96, exchange="all_gather", **some)
         for row, pattern in enumerate(patterns)
         for index, some in enumerate(options)
+        if (row + index + world) % 2
     ]
     spreads += [
         spread_of(WHOLE, 96, window=window, exchange="all_gather", **some)

@@ -1,12 +1,16 @@
-"""Computes a rank's query blocks on the keys of a step, with the lists of blocks of a single process.
+"""Block lists of one rank: its query blocks, some of their heads, and key blocks renumbered to their place in a buffer.
+
+Computes a rank's query blocks on the keys of a step, with the lists of blocks of a single process.
 
 A rank may hold a part of a query block: the launch then has whole blocks, and rows that the rank does not hold count for nothing.
+
+The setup of block-sparse attention over a sharded sequence, alone or with dilated branches: steps, parts and their backends.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,21 +18,131 @@ import torch
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.distributed.block_exchange.lists import RankLists, lists_of_buffer, lists_of_heads, rank_lists
-from dilated_attention.distributed.block_exchange.plan import RingBlockProblem, columns_of, key_span, needed_keys, needs_of
-from dilated_attention.distributed.exchange.computation import Computation, StepParts
-from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, Tensors
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, aligned_span
+from dilated_attention.distributed.block_exchange.plan import (
+    ascending_runs,
+    choose_steps,
+    columns_of,
+    key_span,
+    load_of,
+    needed_keys,
+    needs_of,
+)
+from dilated_attention.distributed.comm.call_consistency import RingCall
+from dilated_attention.distributed.comm.group import Members
+from dilated_attention.distributed.exchange.computation import Computation, Masks, Pair, Part, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.cost import device_memory
+from dilated_attention.distributed.exchange.messages import StepPlan, gathering
+from dilated_attention.distributed.exchange.plan import KeySpan, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
-from dilated_attention.distributed.exchange.rows.messages import StepPlan, gathering
+from dilated_attention.distributed.exchange.setup import LANES, RingSetup
+from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
+from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
 from dilated_attention.engine.branches.launch_views import Into
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.ops.prepare import select_backend
+from dilated_attention.engine.ops.prepare import prepare, select_backend
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+
+@dataclass(frozen=True, eq=False)
+class RankLists:
+    """The query blocks of a document of which a rank holds rows.
+
+    Args:
+        positions: (L,) positions of all rows of these blocks, counted from the start of the document; includes rows the rank does not hold.
+        lists: lists of the document's key blocks.
+    """
+
+    document: int
+    positions: torch.Tensor
+    lists: BlockLists
+
+
+def rank_lists(ring_problem: RingBlockProblem, rank: int, device: torch.device) -> list[RankLists]:
+    found = []
+    block = ring_problem.pattern.q_block
+    for index, (start, end) in enumerate(ring_problem.documents):
+        length = end - start
+        runs: list[Range] = []
+        for low, high in ring_problem.shards[rank]:
+            low, high = max(low, start) - start, min(high, end) - start
+            if low >= high:
+                continue
+            rows = (low // block, -(-high // block))
+            # two runs that meet inside a block share this block
+            if runs and rows[0] <= runs[-1][1]:
+                runs[-1] = (runs[-1][0], rows[1])
+            else:
+                runs.append(rows)
+        if not runs:
+            continue
+        positions = torch.cat([torch.arange(first * block, min(last * block, length)) for first, last in runs])
+        first, last = runs[0][0], runs[-1][1]
+        lists = block_lists(
+            ring_problem.pattern, length, ring_problem.num_heads, first_query=first * block,
+            num_queries=min(last * block, length) - first * block, is_causal=ring_problem.is_causal, device=device,
+        )  # fmt: skip
+        if len(runs) > 1:
+            lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]) - first)
+        found.append(RankLists(index, positions, lists))
+    return found
+
+
+def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
+    """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
+    if lists.num_heads == 1:
+        return lists
+    assert lists.num_batch == 1
+    first, last = heads[0] * lists.num_rows, heads[1] * lists.num_rows
+    starts = lists.row_starts[first : last + 1]
+    low, high = (int(x) for x in starts[[0, -1]].tolist())
+    masks = None if lists.masks is None else lists.masks[low:high]
+    found = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
+    return _without_unused_masks(found)
+
+
+def _without_unused_masks(lists: BlockLists) -> BlockLists:
+    """Drops masks that only other rows or heads have, because more kernels support lists without masks."""
+    if lists.masks is None or bool((lists.masks >= 0).any()):
+        return lists
+    return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
+
+
+def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
+    """Same as ``renumber_columns``, but keeps the interval, in rows of the buffer, if it still describes the masks."""
+    mapping = mapping.to(lists.columns.device)
+    moved = _without_unused_masks(renumber_columns(lists, mapping, num_keys))
+    return moved if moved.masks is None else replace(moved, interval=moved_interval(lists, mapping))
+
+
+def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns (low, high) of each query in rows of a buffer that stores key block c as its block ``mapping[c]``; None if there is none.
+
+    Each masked block determines the first and the last of its keys that a query keeps. The interval is the intersection over all masked
+    blocks of the row. Then the function checks whether the interval reproduces the mask of every block. It does if the masked blocks of a
+    row are stored in the buffer in the order of their positions.
+    """
+    if lists.interval is None or lists.masks is None:
+        return None
+    size, R, n = lists.k_block, lists.num_rows, lists.num_queries
+    masked = (lists.masks >= 0).nonzero()[:, 0]
+    row, column = lists.row_of_entry[masked] % R, lists.columns[masked].long()
+    first = (mapping[column] * size)[:, None]
+    low, high = (torch.nn.functional.pad(x.long(), (0, R * lists.q_block - n)).view(R, -1) for x in lists.interval)
+    from_key, to_key = ((x[row] - column[:, None] * size).clamp(0, size) for x in (low, high))
+    index = row[:, None].expand_as(from_key)
+    end = len(mapping) * size
+    new_low = torch.zeros_like(low).scatter_reduce(0, index, torch.where(from_key > 0, first + from_key, 0), "amax")
+    new_high = torch.full_like(high, end).scatter_reduce(0, index, torch.where(to_key < size, first + to_key, end), "amin")
+    got_from, got_to = ((x[row] - first).clamp(0, size) for x in (new_low, new_high))
+    equal = ((from_key == got_from) & (to_key == got_to)) | ((from_key >= to_key) & (got_from >= got_to))
+    if not bool(equal.all()):
+        return None
+    return new_low.flatten()[:n].to(torch.int32), new_high.flatten()[:n].to(torch.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -199,3 +313,53 @@ class BlocksAndBranches:
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Returns the sum, rounded once."""
     return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)
+
+
+def make_block_setup(
+    members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
+) -> RingSetup:
+    """Makes the setup of calls like this one.
+
+    Raises:
+        BackendUnavailable: if this rank has no kernels for some pass.
+    """
+    q, k, _ = tensors
+    me, device = members.rank, q.device
+    held = tuple(ascending_runs(spans(ring.seq_len, rank, members.size, ring.layout)) for rank in range(members.size))
+    heads = q.shape[2], k.shape[2]
+    ring_problem = RingBlockProblem(pattern_from_spec(settings.blocks), documents, held, *heads, settings.is_causal)
+    needs = needs_of(ring_problem, device)
+    branches: RingProblem | None = None
+    if settings.branches is not None:
+        for is_backward in (False, True) if settings.needs_grad else (False,):
+            prepare(is_backward, (*tensors, q) if is_backward else tensors, settings.pattern, settings, padding, num_keys=ring.seq_len)
+        branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal)
+    load = load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
+    # heads that run different branches are not divided
+    forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else settings.sharding[-1]
+    way, lane = choose_steps(load, device_memory(device), forced)
+    steps, parts, span = make_block_steps(ring_problem, me, way, device, branches, settings)
+    for step, some in zip(steps, parts, strict=True):
+        for part in some:
+            _check_backends(part, step, q, k, padding is not None)
+    compute: Any = functools.partial(Computation, StepParts(parts, q))
+    if branches is not None:
+        of_branches = tuple(parts_of(branches, settings, step, me, span) for step in steps)
+        compute = functools.partial(BlocksAndBranches, StepParts(parts, q), StepParts(of_branches, q))
+    return RingSetup(
+        steps=steps,
+        nbytes=sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values()),
+        lanes=LANES[lane.is_few] if load.brought else None,
+        compute=compute,
+        digest=needs.digest,
+    )
+
+
+def _check_backends(part: BlockPart, step: StepPlan, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
+    """Chooses the backends of a part before any rank sends anything."""
+    keys, (B, _, _, D) = k[:, :, slice(*step.kv_heads)], k.shape
+    if not step.in_place:
+        memory = torch.empty((step.rows, step.num_kv_heads, B, 2 * D), dtype=k.dtype, device="meta")
+        keys = memory.permute(2, 0, 1, 3)[..., :D]
+    for is_backward in (False, True) if part.settings.needs_grad else (False,):
+        part.backend(q[:, :, slice(*part.heads)], keys[:, part.key_rows], has_padding, is_backward)

@@ -3,6 +3,11 @@
 A rank needs a key block if one of its query blocks keeps it for one of a step's heads, and then it needs all rows of the block. A step
 is a group of key/value heads. It brings all keys that its heads need into one buffer, so that a row's softmax is computed in one launch
 and nothing has to be merged. Blocks are counted from the first position of each document; they need not end where a rank's rows end.
+
+Chooses how many heads' keys are sent at a time, using a model of a forward's time.
+
+In the model the first step's keys are waited for, the others are transferred while earlier steps are computed, and each step has a
+launch of its own. All ranks must come to the same answer without asking each other, so it depends only on what all of them know.
 """
 
 from __future__ import annotations
@@ -10,22 +15,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.exchange.plan import ShardedProblem
+from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, SHARE
+from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem
+from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.plan import Range
-from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
-
-
-@dataclass(frozen=True)
-class RingBlockProblem(ShardedProblem[BlockPattern]):
-    """A problem of block-sparse attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +50,6 @@ class Columns:
     rank_of_position: torch.Tensor
     row_of_position: torch.Tensor
     positions: tuple[torch.Tensor, ...]
-
-    def holders(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (C,) the lowest and the highest rank that holds rows of each block."""
-        shape = self.starts.shape
-        low = torch.full(shape, 2**31 - 1).scatter_reduce(0, self.of_position, self.rank_of_position, "amin")
-        high = torch.full(shape, -1).scatter_reduce(0, self.of_position, self.rank_of_position, "amax")
-        return low, high
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,3 +190,115 @@ def ascending_runs(spans: tuple[Span, ...]) -> tuple[Range, ...]:
     assert all(step == 1 for start, stop, step in spans if start < stop), "runs of positions"
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(runs)), "ascending"
     return joined(runs)
+
+
+MOST_STEPS = 8
+# the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200
+LAUNCH, PROCESSORS = 20e-6, 132
+
+
+class TransferLane(NamedTuple):
+    """A way to send keys.
+
+    Args:
+        is_few: whether NCCL uses few multiprocessors.
+        takes: how many it uses.
+        rate: bytes/s received.
+    """
+
+    is_few: bool
+    takes: int
+    rate: float
+
+
+# seconds until the host has issued a forward, and for each step of it: measured on H100s, in 3 steps of 16 heads 3.0 ms, and 0.5 of a ring
+# without them (bench scaling, random blocks)
+HOST, HOST_STEP = 0.5e-3, 0.7e-3
+# measured on four H200s; with few multiprocessors each brings about 15 GB/s
+LANES = (TransferLane(False, 24, 235e9), TransferLane(True, FEW_CTAS, 60e9))
+
+
+@dataclass(frozen=True)
+class TransferLoad:
+    """What one key/value head costs the slowest rank.
+
+    Args:
+        heads: the number of key/value heads.
+        compute, launch: seconds of arithmetic, and the additional cost of a step's launch in seconds.
+        brought, held: bytes of the keys it receives, and of these together with its own.
+    """
+
+    heads: int
+    compute: float
+    launch: float
+    brought: int
+    held: int
+
+
+def load_of(
+    ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, head_dim: int, itemsize: int, branches: RingProblem | None = None
+) -> TransferLoad:
+    """Returns the load of a call's blocks, and of ``branches`` on the same keys. Keys that both need count twice."""
+    columns, row = columns_of(ring_problem), 2 * batch * head_dim * itemsize
+    sizes = (columns.ends - columns.starts).double()
+    brought = held = 0.0
+    for rank, kept in enumerate(needs.kept.double()):
+        elsewhere = columns.of_position[columns.rank_of_position != rank].bincount(minlength=len(sizes)).double()
+        more = 0.0 if branches is None else float(branch_keys(branches, rank, needs.kept.device).sum(1).double().mean())
+        brought, held = max(brought, float((kept @ elsewhere).mean()) + more), max(held, float((kept @ sizes).mean()) + more)
+    pairs = float(needs.pairs.mean(1).max())
+    if branches is not None:
+        lengths = (end - start for start, end in branches.documents)
+        whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
+        pairs += whole / ring_problem.size / ring_problem.num_kv_heads
+    flops = 4 * batch * head_dim * pairs
+    rows_of_queries = max(1, max(len(x) for x in columns.positions)) * ring_problem.num_heads // ring_problem.num_kv_heads
+    # the last wave of query blocks fills half of the multiprocessors on average
+    tail = flops / (FLOPS / PROCESSORS) * ring_problem.pattern.q_block / rows_of_queries / 2
+    return TransferLoad(ring_problem.num_kv_heads, flops / FLOPS, LAUNCH + tail, math.ceil(brought * row), math.ceil(held * row))
+
+
+def choose_steps(load: TransferLoad, memory: int, forced: int = 0) -> tuple[tuple[int, ...], TransferLane]:
+    """Returns the number of key/value heads in each step, and the lane: the fastest way according to the model.
+
+    Args:
+        memory: bytes of memory of each device; the keys of two steps may take the fraction ``SHARE`` of it.
+        forced: the number of steps, of sizes as equal as possible; 0 for any.
+    """
+    if not load.brought:
+        return even_steps(load.heads, forced or 1), LANES[0]
+    counts = range(1, load.heads + 1)
+    ways = [(even_steps(load.heads, n), lane) for lane in LANES for n in ([forced] if forced else counts)]
+    if not forced:
+        ways += [(_grown(load, lane, first), lane) for lane in LANES for first in counts]
+    most = max(len(steps) for steps, _ in ways)
+    room = [way for way in ways if 2 * max(way[0]) * load.held <= SHARE * memory] or [way for way in ways if len(way[0]) == most]
+    return min(room, key=lambda way: seconds(load, *way))
+
+
+def even_steps(heads: int, steps: int) -> tuple[int, ...]:
+    """Splits the heads into this many steps, the larger ones first; no step is empty."""
+    size, larger = divmod(heads, min(steps, heads))
+    return tuple(size + (index < larger) for index in range(min(steps, heads)))
+
+
+def _grown(load: TransferLoad, lane: TransferLane, first: int) -> tuple[int, ...]:
+    """Returns steps that grow as fast as their keys can be transferred during the computation before them."""
+    steps, done, wire = [first], first, load.brought / lane.rate
+    while done < load.heads:
+        left = load.heads - done
+        fits = int((wire * first + load.compute * done) / wire) - done
+        steps.append(left if len(steps) == MOST_STEPS - 1 else min(left, max(1, fits)))
+        done += steps[-1]
+    return tuple(steps)
+
+
+def seconds(load: TransferLoad, steps: tuple[int, ...], lane: TransferLane) -> float:
+    """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it.
+
+    Short calls last until the host has issued them.
+    """
+    wire, end = load.brought / lane.rate, 0.0
+    for count, total in zip(steps, itertools.accumulate(steps), strict=True):
+        end = max(end, LATENCY + wire * total) + load.compute * count + load.launch
+    return max(end + wire * (load.heads - steps[0]) * lane.takes / PROCESSORS, HOST + HOST_STEP * len(steps))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.distributed.comm.call_order import CallForm
+from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.comm.session import session_of
+from dilated_attention.distributed.comm.session import CallForm, session_of
 from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
@@ -32,15 +32,19 @@ class RingCall:
     layout: str
     exchange: str
     seq_len: int
-    ranks_per_node: int
     timeout: float
     lse_grad: bool
 
 
-def ring_call(settings: CallSettings, seq_len: int | None = None) -> RingCall:
-    """Returns the distributed part of a record; ``seq_len``: N, where it is known by now."""
-    group_name, layout, exchange, ranks_per_node, timeout, lse_grad, _ = settings.sharding
-    return RingCall(group_name, layout, exchange, settings.seq_len if seq_len is None else seq_len, ranks_per_node, timeout, lse_grad)
+def ring_call(settings: CallSettings) -> RingCall:
+    """Returns the distributed part of a record."""
+    group_name, layout, exchange, timeout, lse_grad, _ = settings.sharding
+    if exchange in ("ring", "2d"):
+        registry.tell_once(
+            f"ring: exchange={exchange!r} runs as 'auto', which moves the same keys in one exchange for some heads at a time"
+        )
+        exchange = "auto"
+    return RingCall(group_name, layout, exchange, settings.seq_len, timeout, lse_grad)
 
 
 class Agreed(NamedTuple):
@@ -77,7 +81,7 @@ def agreed_call(
     """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same call.
 
     The ranks perform a handshake at the first call of a kind, or at every call if N is not given. If ranks make different calls of
-    kinds they agreed on earlier, ``compare_calls.py`` finds out during these calls or soon after.
+    kinds they agreed on earlier, ``handshake.py`` finds out during these calls or soon after.
 
     Args:
         inputs: q, k, v, key_padding_mask, …
@@ -115,7 +119,6 @@ def agreed_call(
             "requires_grad": settings.needs_grad,
             "layout": short_name(ring.layout),
             "exchange": ring.exchange,
-            "ranks_per_node": ring.ranks_per_node or "None",
             "head_steps": settings.sharding[-1] or "None",
             "return_lse": ring.lse_grad,
             **({} if kernels is None else {"kernels": kernels()}),

@@ -1,4 +1,6 @@
-"""Sends tensors from rank to rank without waiting, and raises an error that names the hop and the peer if one does not arrive.
+"""Counts how much this process has exchanged, for tests and documentation.
+
+Sends tensors from rank to rank without waiting, and raises an error that names the hop and the peer if one does not arrive.
 
 On NCCL an exchange is one launch, watched by a thread (watchdog.py); on gloo it is one message per tensor, and waiting blocks.
 """
@@ -10,24 +12,59 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dilated_attention.distributed.comm.comm_stats import Traffic, count, counting, traffic
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.handshake import gather
+from dilated_attention.distributed.comm.handshake import Wait, explain, gather
 from dilated_attention.distributed.comm.session import name, names, session_of
 from dilated_attention.distributed.comm.side_communicators import close, communicator, has_nccl
-from dilated_attention.distributed.comm.stall_diagnosis import Wait, explain
 from dilated_attention.distributed.comm.watchdog import COLLECT, Exchange, Queue, watch
 from dilated_attention.distributed.errors import RingError, first_line
 
-__all__ = ["Message", "RingError", "Traffic", "Transfer", "Wire", "traffic", "wire_of"]
+
+@dataclass
+class Traffic:
+    """What this process has exchanged.
+
+    Args:
+        sent, received: number of bytes.
+        sent_to: bytes sent to each peer, by its rank within the group.
+    """
+
+    sent: int = 0
+    received: int = 0
+    sent_to: Counter[int] = field(default_factory=Counter)
+
+
+counting: list[Traffic] = []
+
+
+@contextlib.contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Counts what this process exchanges inside the ``with`` block, over all groups."""
+    mine = Traffic()
+    counting.append(mine)
+    try:
+        yield mine
+    finally:
+        # compared by identity, because dataclasses with equal counts are equal
+        counting[:] = [other for other in counting if other is not mine]
+
+
+def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]) -> None:
+    for one in counting:
+        one.received += sum(tensor.nbytes for _, tensor in incoming)
+        for peer, tensor in outgoing:
+            one.sent += tensor.nbytes
+            one.sent_to[peer] += tensor.nbytes
+
 
 # (rank within the group, contiguous tensor); an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]

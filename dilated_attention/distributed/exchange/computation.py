@@ -1,4 +1,9 @@
-"""What a pass over the steps of an exchange computes: the parts of each step, and where their results go.
+"""Computes a rank's queries on the keys of each step, with the engine of a single process.
+
+A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. Block-sparse attention has parts of
+its own (``block_exchange/parts.py``).
+
+What a pass over the steps of an exchange computes: the parts of each step, and where their results go.
 
 A part writes its rows of out and dq where they belong, and the gradients of keys that no part before it had; what remains is added.
 """
@@ -6,17 +11,161 @@ A part writes its rows of out and dq where they belong, and the gradients of key
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.merge import merge_onto
-from dilated_attention.distributed.exchange.parts import Masks, Pair, Part, narrow
-from dilated_attention.engine.branches.launch_views import Into
+from dilated_attention.distributed.exchange.messages import StepPlan
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
+from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.engine.branches import strategy
+from dilated_attention.engine.branches.launch_views import Call, Into
 from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.ops.prepare import prepare
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import DilatedPattern
+
+Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
+# host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
+# (bench scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
+HOST_MS = {False: 0.6, True: 1.7}
+
+
+class Masks(NamedTuple):
+    """What differs from call to call: padding of all keys (B, N) bool or None, and the seed of dropout."""
+
+    padding: torch.Tensor | None
+    seed: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part(ABC):
+    """Some of a rank's query rows and heads on some rows of a step's memory.
+
+    Args:
+        rows: the rows, a slice or their indices.
+        heads: the query heads, counted on this rank.
+        key_rows: the rows of the memory.
+        passes: how each pass runs, by the strides of the tensors it reads.
+    """
+
+    rows: slice | torch.Tensor
+    heads: Range
+    key_rows: slice
+    passes: dict[Any, Any] = field(default_factory=dict)
+    # whether it writes dk and dv where it is asked to, in the keys' dtype
+    writes_keys: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's.
+
+        Args:
+            into: where out goes, if the part can write there; otherwise it returns another tensor.
+        """
+
+    @abstractmethod
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``; ``into`` as in ``forward``."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QueryPart(Part):
+    """Queries at positions ``queries`` on the keys of ``span``, which are a sequence of their own.
+
+    Args:
+        first_head: the first of this rank's heads, counted over the whole model.
+    """
+
+    rows: slice
+    problem: RingProblem
+    settings: CallSettings
+    queries: Range
+    span: KeySpan
+    first_head: int
+    writes_keys = True
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+        views = narrow(self.rows, 1, q)[0], *narrow(self.key_rows, 1, k, v)
+        run, call = self._resolved(views, masks, strategy.choose_forward)
+        out, lse = run(*views, call, None, into)
+        return out, lse
+
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+        dout, q, k, v, out, lse = tensors
+        dout, q, out = narrow(self.rows, 1, dout, q, out)
+        views = dout, q, *narrow(self.key_rows, 1, k, v), out
+        lse = lse[:, :, self.rows].contiguous()
+        dlse = None if dlse is None else dlse[:, :, self.rows].contiguous()
+        run, call = self._resolved(views, masks, strategy.choose_backward)
+        return run((*views, lse), call, dlse, None, into)  # type: ignore[no-any-return]
+
+    def _resolved(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
+        kind = (masks.padding is None, *[x.stride() for x in views])
+        known = self.passes.get(kind)
+        if known is None:
+            known = self.passes[kind] = self._choose(views, masks, choose)
+        run, call = known
+        if masks.padding is None and not call.dropout_p:
+            return run, call
+        return run, replace(call, padding=self._padding(masks), seed=masks.seed)
+
+    def _padding(self, masks: Masks) -> torch.Tensor | None:
+        """Returns the padding mask of the positions that the call counts."""
+        return masks.padding if masks.padding is None else masks.padding[:, self.span.start : self.span.end]
+
+    def _choose(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
+        span, pattern, is_backward = self.span, self.pattern, len(views) > 3
+        q, k, v = views[1:4] if is_backward else views
+        given = (q, k, v, views[0]) if is_backward else views
+        settings = self.settings._replace(query_offset=self.queries[0] - span.start, seq_len=-1)
+        num_keys = span.end - span.start
+        shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), span.documents, None, num_keys)
+        call = replace(call, first_head=self.first_head + self.heads[0], position_offset=span.start, host_ms=HOST_MS[is_backward])
+        # the mask of this call must not stay in memory
+        return choose(pattern, shape, views, call), replace(call, padding=None)
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        pattern = self.problem.pattern
+        return pattern.with_heads(*self.heads, self.problem.num_heads) if pattern.branch_heads == "all" else pattern
+
+
+def parts_of(
+    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan, first_head: int = 0
+) -> tuple[QueryPart, ...]:
+    """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
+    ratio = problem.num_heads // problem.num_kv_heads
+    heads = step.kv_heads[0] * ratio, step.kv_heads[1] * ratio
+    found = []
+    for rows, queries in rows_of(problem.shards[rank]):
+        mine = span.around(queries)
+        mine = mine.before(queries[1]) if problem.is_causal else mine
+        key_rows = slice(mine.start - span.start, mine.end - span.start)
+        found.append(QueryPart(rows=rows, heads=heads, key_rows=key_rows, problem=problem, settings=settings, queries=queries, span=mine,
+                               first_head=first_head))  # fmt: skip
+    return tuple(sorted(found, key=lambda part: part.span.start - part.span.end))
+
+
+def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
+    """Returns views of a range along a dimension; the tensors themselves if it is all of it, since a view takes the host time."""
+    if where == slice(0, tensors[0].shape[dim]):
+        return tensors
+    return tuple([x.narrow(dim, where.start, where.stop - where.start) for x in tensors])
+
+
+def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
+    """Yields (rows, positions) of ranges that are stored one after the other."""
+    row = 0
+    for start, end in spans:
+        if start < end:
+            yield slice(row, row + end - start), (start, end)
+        row += end - start
 
 
 @dataclass(frozen=True)
@@ -42,13 +191,7 @@ def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
     holders = [[i for i, (start, end) in enumerate(parts) if start <= a and b <= end] for a, b in pieces]
 
     def where(keep: Any) -> tuple[Range, ...]:
-        found: list[Range] = []
-        for (start, end), held in zip(pieces, holders, strict=True):
-            if keep(held) and found and found[-1][1] == start:
-                found[-1] = (found[-1][0], end)
-            elif keep(held):
-                found.append((start, end))
-        return tuple(found)
+        return joined(piece for piece, held in zip(pieces, holders, strict=True) if keep(held))
 
     new = tuple(where(lambda held, i=i: held[:1] == [i]) for i in range(len(parts)))
     known = tuple(where(lambda held, i=i: i in held[1:]) for i in range(len(parts)))
@@ -59,14 +202,13 @@ class StepParts:
     """What a rank computes in each step, for calls alike.
 
     Args:
-        parts: of each step.
-        merges: a row's parts come from several steps: they are merged, and their dq summed, in float32 (float64).
+        parts: of each step. No two of them have a row of a head in common.
         q: the queries of a call, (B, n, H, D).
     """
 
-    def __init__(self, parts: Sequence[Sequence[Part]], merges: bool, q: torch.Tensor) -> None:
-        self.parts, self.merges, self.acc = parts, merges, accumulation_dtype(q.dtype)
-        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 and not merges else None
+    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor) -> None:
+        self.parts, self.acc = parts, accumulation_dtype(q.dtype)
+        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         self._shares: dict[tuple[int, int], KeyShares] = {}
@@ -89,18 +231,17 @@ class Computation:
 
     def __init__(self, of: StepParts, masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
         self.of, self.masks, self.q, self.rest = of, masks, q, rest
-        self._done: set[tuple[int, int]] = set()
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
     def dq(self) -> torch.Tensor:
         """Returns dq of all parts, or in a forward out."""
         if self._out is None:
-            self._out = torch.empty(self.q.shape, dtype=self.of.acc if self.of.merges else self.q.dtype, device=self.q.device)
+            self._out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
         return self._out
 
     def results(self) -> Pair:
-        return self.dq().to(self.q.dtype), self._all_lse()
+        return self.dq(), self._all_lse()
 
     def _all_lse(self) -> torch.Tensor:
         if self._lse is None:
@@ -110,7 +251,7 @@ class Computation:
 
     def _place(self, part: Part) -> torch.Tensor | None:
         """Returns where a part may write its rows of out or dq; None if they must be put there."""
-        if self.of.merges or not isinstance(part.rows, slice):
+        if not isinstance(part.rows, slice):
             return None
         return narrow(part.rows, 1, *narrow(slice(*part.heads), 2, self.dq()))[0]
 
@@ -119,16 +260,6 @@ class Computation:
             to.narrow(dim, part.rows.start, x.shape[dim]).copy_(x)
         else:
             to.index_copy_(dim, part.rows, x.to(to.dtype))
-
-    def _is_first(self, part: Part) -> bool:
-        """Whether no earlier step had these rows."""
-        if not self.of.merges:
-            return True
-        assert isinstance(part.rows, slice)
-        key = (part.rows.start, part.heads[0])
-        first = key not in self._done
-        self._done.add(key)
-        return first
 
     def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
@@ -139,13 +270,9 @@ class Computation:
         for part in parts:
             heads, place = slice(*part.heads), self._place(part)
             out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
-            all_lse = narrow(heads, 1, self._all_lse())[0]
-            if self._is_first(part):
-                if out is not place:
-                    self._put(self.dq()[:, :, heads], 1, part, out)
-                self._put(all_lse, 2, part, lse)
-            else:
-                merge_onto(self.dq()[:, part.rows, heads], all_lse[:, :, part.rows].transpose(1, 2), out, lse.transpose(1, 2))
+            if out is not place:
+                self._put(self.dq()[:, :, heads], 1, part, out)
+            self._put(narrow(heads, 1, self._all_lse())[0], 2, part, lse)
             # before memory for the next part's is allocated
             del out, lse
 
@@ -172,7 +299,7 @@ class Computation:
         return grads[0], grads[1]
 
     def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
-        """Computes a part, adds its dq to that of all and returns (dk, dv)."""
+        """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
         dout, out, lse, dlse = self.rest
         if self.of.is_one:
             self._out, dk, dv = part.backward((dout, self.q, keys, values, out, lse), dlse, self.masks)
@@ -181,12 +308,8 @@ class Computation:
         dout, q, out = narrow(heads, 2, dout, self.q, out)
         lse, dlse = narrow(heads, 1, lse)[0], None if dlse is None else narrow(heads, 1, dlse)[0]
         dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, *into))
-        if dq is place:
-            return dk, dv
-        if self._is_first(part):
+        if dq is not place:
             self._put(self.dq()[:, :, heads], 1, part, dq)
-        else:
-            self.dq()[:, part.rows, heads].add_(dq)
         return dk, dv
 
 

@@ -6,19 +6,17 @@ All ranks must come to the same answer without asking each other, so it depends 
 from __future__ import annotations
 
 import functools
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.backends import registry
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
 from dilated_attention.distributed.sharding.custom_layout import Layout, is_dealt, layout_name
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_counts
-
-logger = logging.getLogger("dilated_attention")
 
 # for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
 # an exchange, bytes/s of device memory
@@ -34,8 +32,6 @@ STEP_SHARE, STEP_BYTES, MOST_STEPS = 0.06, 16 * 2**20, 4
 STEP_SECONDS = 0.3e-3
 # multiprocessors for exchanges that are small compared with the computation they overlap with
 FEW_CTAS = 4
-# bytes that keys in flight may take, or two steps if that is more
-PREFETCH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class ExchangeRequest:
     is_causal: bool
     is_dense: bool
     branch_heads: str
-    has_window: bool
     needs_grad: bool
     memory: int
 
@@ -77,37 +72,22 @@ class ExchangeEstimate:
 def exchange_estimates(question: ExchangeRequest) -> tuple[ExchangeEstimate, ...]:
     """Returns all exchanges within one node, best first."""
     x = question
-    n = -(-x.seq_len // x.size)
+    n, steps, mean = -(-x.seq_len // x.size), head_steps(x), _mean_seconds(x)
     row = x.batch * x.head_dim * x.itemsize
-    mean = _mean_seconds(x)
     compute = mean * (_imbalance(x) if x.is_causal else 1.0)
-    keys = 2 * (x.seq_len - n) * x.num_kv_heads * row
-    steps = head_steps(x)
-    wire = keys / WIRE
+    wire = 2 * (x.seq_len - n) * x.num_kv_heads * row / WIRE
     relayout = 0.0 if x.layout != "striped" else _all_to_all(x, n)
-    # each hop reads a part, and reads and writes the result in float32; the result is also converted at the start and rounded at the end
-    merges = (x.size + 1) * n * x.num_heads * (row + 8 * x.batch * x.head_dim) / MEMORY
-    found = []
-    held = _held(x, steps)
-    found.append(ExchangeEstimate("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, _too_much(held, x.memory)))
-    held = 2 * 2 * n * x.num_kv_heads * row * (2 if x.needs_grad else 1)
-    reason = "a window's keys come in one exchange" if x.has_window else None
-    seconds = max(compute, wire) + merges + x.size * LATENCY + relayout
-    found.append(ExchangeEstimate("ring", seconds, held, reason, possible=reason is None))
-    held = int(2 * n * (x.num_heads + x.num_kv_heads) * row)
-    reason = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
-    found.append(ExchangeEstimate("all_to_all", mean + _all_to_all(x, n), held, reason, possible=reason is None))
-    if not x.is_dense:
-        # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
-        found = [replace(offer, reason=offer.reason or "moves more bytes") for offer in found]
-        found[0] = ExchangeEstimate("all_gather", found[0].seconds, found[0].bytes_held, None)
+    held, all_held = _held(x, steps), int(2 * n * (x.num_heads + x.num_kv_heads) * row)
+    too_much = f"holds {held / 2**30:.1f} GiB, more than {SHARE:.0%} of the device's memory" if held > SHARE * x.memory else None
+    why_not = why_no_heads(x.num_heads, x.num_kv_heads, x.size, x.branch_heads)
+    # a dilated call moves only a fraction of its keys, while it computes what needs none; no other exchange comes close
+    found = [
+        ExchangeEstimate("all_gather", max(compute, wire) + wire / steps + LATENCY + relayout, held, too_much if x.is_dense else None),
+        ExchangeEstimate(
+            "all_to_all", mean + _all_to_all(x, n), all_held, why_not or (None if x.is_dense else "moves more bytes"), not why_not
+        ),
+    ]
     return tuple(sorted(found, key=lambda offer: (not offer.possible, offer.reason is not None, offer.seconds)))
-
-
-def _too_much(held: int, memory: int) -> str | None:
-    if held <= SHARE * memory:
-        return None
-    return f"holds {held / 2**30:.1f} GiB, more than {SHARE:.0%} of the device's memory"
 
 
 def _all_to_all(x: ExchangeRequest, n: int) -> float:
@@ -153,7 +133,7 @@ def _needed(x: ExchangeRequest, steps: int) -> int:
     rows, e = -(-x.seq_len // x.size) * x.batch, x.itemsize
     lse, out = 4 * rows * x.num_heads, rows * x.num_heads * x.head_dim
     step = 2 * x.seq_len * x.num_kv_heads * x.batch * x.head_dim // steps
-    held = step * e * min(steps, choose_prefetch_depth(step * e))
+    held = step * e * min(steps, 2)
     own = (out + 2 * rows * x.num_kv_heads * x.head_dim) * e
     if not x.needs_grad:
         return own + out * e + lse + held + (out * e + lse) // steps
@@ -168,24 +148,15 @@ def _mean_seconds(x: ExchangeRequest) -> float:
     return 4 * pairs / x.size * x.num_heads * x.head_dim * x.batch / FLOPS
 
 
-def choose_prefetch_depth(step_bytes: int) -> int:
-    """Returns how many steps' keys may be in memory at once: two, or all that fit into a small budget.
-
-    With the budget, no step waits for memory to be freed.
-    """
-    return max(2, PREFETCH_BYTES // max(1, step_bytes))
-
-
 def exchange_request(
     q: torch.Tensor,
     k: torch.Tensor,
     pattern: DilatedPattern,
+    seq_len: int,
     *,
     size: int,
     layout: str,
-    seq_len: int,
     is_causal: bool,
-    has_window: bool = False,
     needs_grad: bool = False,
 ) -> ExchangeRequest:
     return ExchangeRequest(
@@ -200,7 +171,6 @@ def exchange_request(
         is_causal=is_causal,
         is_dense=pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= seq_len,
         branch_heads=pattern.branch_heads,
-        has_window=has_window,
         needs_grad=needs_grad,
         memory=device_memory(q.device),
     )
@@ -236,7 +206,7 @@ def explain_exchange(
     memory = as_int("memory", memory, minimum=1)
     shapes = {"num_heads": num_heads, "num_kv_heads": heads, "head_dim": head_dim, "batch": batch, "itemsize": itemsize}
     question = ExchangeRequest(
-        size=size, layout=layout_name(layout), seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all", has_window=False,
+        size=size, layout=layout_name(layout), seq_len=seq_len, is_causal=is_causal, is_dense=True, branch_heads="all",
         needs_grad=needs_grad, memory=memory, **shapes,
     )  # fmt: skip
     return table(question)
@@ -244,14 +214,9 @@ def explain_exchange(
 
 def choose(question: ExchangeRequest) -> str:
     """Returns the best exchange and logs it, once for each kind of call."""
-    best = exchange_estimates(question)[0]
-    _tell(question, best.exchange)
-    return best.exchange
-
-
-@functools.lru_cache(maxsize=256)
-def _tell(question: ExchangeRequest, exchange: str) -> None:
-    logger.info("ring: exchange %r for %s over %d processes\n%s", exchange, f"N = {question.seq_len}", question.size, table(question))
+    best = exchange_estimates(question)[0].exchange
+    registry.tell_once(f"ring: exchange {best!r} for N = {question.seq_len} over {question.size} processes\n{table(question)}")
+    return best
 
 
 def table(question: ExchangeRequest) -> str:

@@ -3,6 +3,8 @@
 A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. Branches that cross ranks are
 usually the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions, which is
 computed as a ring of its own, on rows gathered by head, and merged into the rest.
+
+Every g-th row of each head of a rank's tensors: the rows of the branches that cross ranks (``crossing.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilated_attention.distributed.exchange.parts import QueryPart, rows_of
+import torch
+
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
+from dilated_attention.distributed.exchange.computation import QueryPart, rows_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
@@ -48,7 +54,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     pattern, H = problem.pattern, problem.num_heads
     if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None
-    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window or problem.exchange != "all_gather":
+    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window:
         return None
     if pattern.tail != "mask" and not problem.is_causal:
         return None
@@ -74,7 +80,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
         DilatedPattern(lengths, rates, rows, "all", pattern.tail),
         ((0, N // step),),
         tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
-        *(H, problem.num_kv_heads, problem.is_causal, None, problem.exchange, problem.head_steps),
+        *(H, problem.num_kv_heads, problem.is_causal),
     )
     home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
     return Crossing(home, sparse, step, firsts, tuple(first))
@@ -82,10 +88,34 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
 
 def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSettings, rank: int, first_head: int) -> tuple[QueryPart, ...]:
     """Returns what a rank computes on its own rows: each of its ranges is a sequence of its own."""
-    heads = (0, problem.num_heads)
-    alone = replace(problem, pattern=home, window=None, exchange="all_gather", head_steps=())
-    common: dict[str, Any] = {"problem": alone, "settings": settings, "heads": heads, "first_head": first_head}
+    alone = replace(problem, pattern=home, window=None)
+    common: dict[str, Any] = {"problem": alone, "settings": settings, "heads": (0, problem.num_heads), "first_head": first_head}
     return tuple(
-        QueryPart(rows=rows, queries=span, keys=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
+        QueryPart(rows=rows, queries=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
         for rows, span in rows_of(problem.shards[rank])
     )
+
+
+class SparseRows:
+    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
+
+    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
+        """``rows``: n of the tensors."""
+        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
+        head = torch.arange(len(offsets), device=device)
+        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
+        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the rows: (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
+        return x[self._index if x.dim() == 4 else self._of_stats]
+
+    def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds (B, n/g, heads, D) to the rows of x; each sum is rounded once."""
+        x[self._index] = (self.of(x).to(accumulation_dtype(x.dtype)) + part).to(x.dtype)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, heads, n/g), into out (B, n, heads, D) and lse."""
+        own, own_lse = self.of(out), self.of(lse)
+        merge_onto(own, own_lse.transpose(1, 2), part, part_lse.transpose(1, 2))
+        out[self._index], lse[self._of_stats] = own, own_lse

@@ -27,6 +27,7 @@ class ShardedProblem(Generic[P]):
     Args:
         documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
         shards: the position ranges that each rank holds, in the order of its rows; of a block pattern they ascend.
+        window: of dense attention, None for unbounded.
     """
 
     pattern: P
@@ -35,6 +36,7 @@ class ShardedProblem(Generic[P]):
     num_heads: int
     num_kv_heads: int
     is_causal: bool
+    window: tuple[int | None, int | None] | None = None
 
     @property
     def size(self) -> int:
@@ -44,24 +46,15 @@ class ShardedProblem(Generic[P]):
     def seq_len(self) -> int:
         return self.documents[-1][1] if self.documents else 0
 
-
-@dataclass(frozen=True)
-class RingProblem(ShardedProblem[DilatedPattern]):
-    """A problem of dilated or dense attention.
-
-    Args:
-        exchange: ``"all_gather"`` (each step brings all keys of some heads) or ``"ring"`` (each step brings the keys of one rank).
-        head_steps: the number of key/value heads in each step of an all_gather; a ring's steps have all heads.
-    """
-
-    window: tuple[int | None, int | None] | None
-    exchange: str
-    head_steps: tuple[int, ...]
-
     @property
     def is_dense(self) -> bool:
         """Whether there is one branch with a single segment and dilation rate 1."""
-        return self.pattern.dilation_rates == (1,) and self.pattern.segment_lengths[0] >= self.seq_len
+        pattern = self.pattern
+        return isinstance(pattern, DilatedPattern) and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= self.seq_len
+
+
+RingProblem = ShardedProblem[DilatedPattern]
+RingBlockProblem = ShardedProblem[BlockPattern]
 
 
 def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.Tensor:
@@ -217,14 +210,3 @@ def aligned_span(problem: RingProblem, span: Range, block: int) -> Range:
     # a segment that holds the whole span need not begin with it, but its offsets must be the same
     step = math.lcm(block, *(length if length < high - start else rate for length, rate in problem.pattern.branches))
     return low - (low - start) % step, high
-
-
-def sees_keys(problem: RingProblem, queries: Range, keys: Range) -> bool:
-    """Whether some query may see some key; False is certain."""
-    if queries[0] >= queries[1] or keys[0] >= keys[1] or (problem.is_causal and keys[0] >= queries[1]):
-        return False
-    for length, _ in problem.pattern.branches:
-        first, last = (_segment(problem.documents, length, x) for x in (queries[0], queries[1] - 1))
-        if first[0] < keys[1] and keys[0] < last[1]:
-            return True
-    return False

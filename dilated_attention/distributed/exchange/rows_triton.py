@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.tiles.launch import KernelLaunch
-from dilated_attention.distributed.exchange.rows import copy_tables as tables
-from dilated_attention.distributed.exchange.rows.messages import StepPlan
+from dilated_attention.distributed.exchange.messages import StepPlan, offsets
 
 # numbers of one program
 _BLOCK = 4096
@@ -156,5 +155,5 @@ def add(
     peers, units = returned.shape
     strides = [stride for x in (*grads, *own) for stride in x.stride()[:3]]
     numbers = (*strides, units * B, peers, heads, B, 1 if step.sparse is None else step.sparse[0])
-    tensors = (*grads, *own, came, places, returned, tables.offsets(step, returned.device))
+    tensors = (*grads, *own, came, places, returned, offsets(step, returned.device))
     launch(step.remembered, _add_kernel, tensors, numbers, units * B, D, ONTO=step.sparse is not None)

@@ -1,1 +1,0 @@
-"""How rows of keys and their gradients travel between the ranks: what moves in a step, and the copies on both ends."""

@@ -1,1 +1,0 @@
-"""Layouts whose processes have equal work: how work is counted, and how positions are dealt out."""
