@@ -141,7 +141,4 @@ def _of_ring(problem: Problem) -> MemoryEstimate:
         more = "dk, dv of all keys in memory", (received - 2 * K) * (a + e * (a != e))
         return _estimate(problem, [*local.forward, keys], [*local.backward, keys, more])
     local = _of_engine(problem, rows, exchange.home)
-    is_wide = exchange.name == "ring" and e != a
-    forward = [*local.forward, keys, ("out in the dtype of sums", Q * a * is_wide)]
-    backward = [*local.backward, ("keys from elsewhere, shares of gradients", exchange.held[1])]
-    return _estimate(problem, forward, [*backward, ("dq, dk, dv in the dtype of sums", (Q + 2 * K) * a * is_wide)])
+    return _estimate(problem, [*local.forward, keys], [*local.backward, ("keys from elsewhere, shares of gradients", exchange.held[1])])

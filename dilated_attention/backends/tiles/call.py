@@ -194,7 +194,7 @@ class Prepared:
                 starts += [walk.documents[-1][1]] * (2**walk.steps + 1 - len(starts))
                 starts += sorted(range(len(walk.documents)), key=lambda i: walk.documents[i][0] - walk.documents[i][1])
                 # from pinned memory, so that nothing waits for the copy
-                pinned = torch.tensor(starts, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+                pinned = torch.tensor(starts, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
                 self._starts = pinned.to(self.device, non_blocking=True)
         return self._starts
 

@@ -64,7 +64,6 @@ class Call:
         request: what the backend was chosen for; ``named``: the caller named the backend.
         needs_grad: a backward will follow, or this is one.
         position_offset, first_head: what to add to positions and heads to get those of the whole sequence and model, which decide dropout.
-        key_offset: position of the first key row.
         host_ms: host time in ms that what surrounds the pass takes, for the choice of how it runs.
     """
 
@@ -82,16 +81,11 @@ class Call:
     strategy: str = "auto"
     position_offset: int = 0
     first_head: int = 0
-    key_offset: int = 0
     host_ms: float = 0.0
 
     def positions(self, q: Tensor, k: Tensor) -> torch.Size:
         """Returns (B, N): the positions that masks are indexed by, up to the last query or key."""
-        return torch.Size((k.shape[0], max(self.query_offset + q.shape[1], self.key_offset + k.shape[1])))
-
-    def padding_of(self, k: Tensor) -> Tensor | None:
-        """Returns the padding mask of the rows of k."""
-        return None if self.padding is None else self.padding[:, self.key_offset : self.key_offset + k.shape[1]]
+        return torch.Size((k.shape[0], max(self.query_offset + q.shape[1], k.shape[1])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +96,13 @@ class Layout:
         rows: a letter for each tensor: "q" rows of queries · "k" rows of keys · "Q" and "K" results that go to the branch's buffer, if it
             has one · "p" rows of the branch's own output. After these tensors come the flat buffers of results with a capital letter, the
             own outputs of the branches, if there is a "p", and what ``masks_of`` returns.
-        query_offset, key_offset: positions of row 0.
+        query_offset: position of the first query row.
         padding, dropout: whether there are such masks.
         buffers, first: the branches' buffers, and which of them is that of the plan's first branch.
     """
 
     rows: str
     query_offset: int = 0
-    key_offset: int = 0
     padding: bool = False
     dropout: bool = False
     buffers: BranchBuffers | None = None
@@ -134,7 +127,7 @@ class Layout:
                 found.append((index, of_problem(problem, part)))
             else:
                 is_key = letter in "kK"
-                found.append((index, key_rows(problem, self.key_offset, x) if is_key else query_rows(problem, self.query_offset, x)))
+                found.append((index, key_rows(problem, 0, x) if is_key else query_rows(problem, self.query_offset, x)))
         return found + mask_views(problem, tensors, self.padding, self.dropout)
 
 

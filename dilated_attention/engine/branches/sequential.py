@@ -81,7 +81,7 @@ def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tupl
     else:
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
-    k, v = without_padding(k, v, call.padding_of(k))
+    k, v = without_padding(k, v, call.padding)
     tensors = [q, k, v, out, lse, *masks_of(call, q, k)]
     for launch in itertools.chain.from_iterable(launches_of(plan, _layout("qkkqq", call), tensors, call)):
         q_, k_, v_, out_, lse_, *masks = launch.of(tensors)
@@ -106,7 +106,7 @@ def run_backward(
     dq = make(q.shape, dtype=acc, device=q.device)
     dk = torch.zeros(k.shape, dtype=acc, device=k.device)
     dv = torch.zeros(v.shape, dtype=acc, device=v.device)
-    k_, v_ = without_padding(k, v, call.padding_of(k))
+    k_, v_ = without_padding(k, v, call.padding)
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if call.detached and not plan.single:
@@ -138,7 +138,7 @@ def _add_shares(plan: Plan, grads: tuple[Tensor, Tensor, Tensor], tensors: tuple
 
 
 def _layout(rows: str, call: Call) -> Layout:
-    return Layout(rows, call.query_offset, call.key_offset, call.padding is not None, call.dropout_p > 0)
+    return Layout(rows, call.query_offset, call.padding is not None, call.dropout_p > 0)
 
 
 def shares(backend: Backend, tensors: tuple[Tensor, ...], options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
