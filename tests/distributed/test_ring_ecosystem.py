@@ -221,24 +221,6 @@ def compiled_model_at_two_lengths(mesh: Any) -> None:
 
 
 @on_processes
-def autocast(mesh: Any) -> None:
-    layer = layer_of(RingMultiheadDilatedAttention, mesh=mesh["cp"], dtype=torch.float32)
-    (x,) = shard_sequence(mesh["cp"], [draw(2, N, 16, dtype=torch.float32)], [1])
-    wide, *expected = step_of(layer, x, lambda x: layer(x, is_causal=True, seq_len=N)[0])
-
-    def narrow(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(here().type, torch.bfloat16):
-            return layer(x, is_causal=True, seq_len=N)[0]
-
-    out, *grads = step_of(layer, x, narrow)
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), wide, atol=0.05, rtol=0.05)
-    for got, want in zip(grads, expected, strict=True):
-        assert got.dtype is torch.float32
-        assert (got - want).norm() <= 0.05 * want.norm() + 0.05
-
-
-@on_processes
 def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
     tokens, _ = batch(0)
     alone = language_model()
