@@ -218,9 +218,13 @@ def compare_with_eager(module: nn.Module, backend: str, inputs: list[torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["causal", "padding", "documents"])
-def test_the_multihead_module_compiles_to_one_graph(call: str) -> None:
-    layer = make_layer(rotary=True, qk_norm=True, num_kv_heads=2, dropout=0.3)
+@pytest.mark.parametrize(
+    ("call", "base"),
+    # of XPOS; with the last one the documents' lengths are read, and scores that the causal mask hides are infinite
+    [("causal", None), ("causal", 6.0), ("padding", None), ("documents", 6.0), ("documents", 0.01)],
+)
+def test_the_multihead_module_compiles_to_one_graph(call: str, base: float | None) -> None:
+    layer = make_layer(rotary=True, qk_norm=True, num_kv_heads=2, dropout=0.3, xpos_scale_base=base)
     x = make_x(1 if call == "documents" else 2).requires_grad_()
     assert compare_with_eager(layer, "aot_eager", [x], **CALLS[call]) == 1
 
