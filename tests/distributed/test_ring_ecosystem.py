@@ -221,24 +221,6 @@ def compiled_model_at_two_lengths(mesh: Any) -> None:
 
 
 @on_processes
-def autocast(mesh: Any) -> None:
-    layer = layer_of(RingMultiheadDilatedAttention, mesh=mesh["cp"], dtype=torch.float32)
-    (x,) = shard_sequence(mesh["cp"], [draw(2, N, 16, dtype=torch.float32)], [1])
-    wide, *expected = step_of(layer, x, lambda x: layer(x, is_causal=True, seq_len=N)[0])
-
-    def narrow(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(here().type, torch.bfloat16):
-            return layer(x, is_causal=True, seq_len=N)[0]
-
-    out, *grads = step_of(layer, x, narrow)
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), wide, atol=0.05, rtol=0.05)
-    for got, want in zip(grads, expected, strict=True):
-        assert got.dtype is torch.float32
-        assert (got - want).norm() <= 0.05 * want.norm() + 0.05
-
-
-@on_processes
 def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
     tokens, _ = batch(0)
     alone = language_model()
@@ -342,10 +324,6 @@ def groups_are_checked(mesh: Any) -> None:
     size = mesh["cp"].size()
     with pytest.raises(ValueError, match=f"spread over {size} processes, and generate runs on one"):
         language_model(mesh=mesh["cp"]).generate(torch.zeros(1, 3, dtype=torch.long, device=here()), 2)
-    layer = layer_of(RingMultiheadDilatedAttention, mesh=mesh["cp"])
-    # rows that are no shard of seq_len: refused on every process, none waits
-    with pytest.raises(ValueError, match=f"a contiguous sequence of {N + size} has"):
-        layer(shard_sequence(mesh["cp"], [draw(1, N, 16)], [1])[0], seq_len=N + size)
     early = RingMultiheadDilatedAttention(**SHAPE).to(here())
     object.__setattr__(early.attention.ring, "before_init", True)
     with pytest.raises(RuntimeError, match=r"built before torch\.distributed\.init_process_group"):

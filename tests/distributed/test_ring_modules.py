@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from torch import nn
 
 from dilated_attention import (
     DilatedAttention,
-    MultiheadBlockSparseDilatedAttention,
     RingAttention,
     RingDilatedAttention,
-    RingMultiheadBlockSparseDilatedAttention,
     balanced_layout,
     create_attention,
     ring_attention,
@@ -32,7 +29,7 @@ from dilated_attention.backends import registry
 from dilated_attention.distributed import Layout, explain_exchange
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
 from dilated_attention.modules import set_layout
-from dilated_attention.pattern import BigBird, LocalWindow, TopBlocks
+from dilated_attention.pattern import BigBird, LocalWindow
 from dilated_attention.testing import largest, max_error
 from tests.helpers.machine import worlds
 from tests.helpers.pool import Pool, here, patience, pool_of
@@ -207,34 +204,15 @@ def test_weights_copies_compilation_and_refusals(pool: Pool, kind: str) -> None:
 
 # --- construction -----------------------------------------------------------------------------------------------------------------
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"layout": "diagonal"}, "layout is 'diagonal'", "ring"),
-    ({"layout": "striped"}, "layout is 'striped'", "block"),
-    ({"exchange": "pigeon"}, "exchange is 'pigeon'", "dense or dilated"),
-    ({"ranks_per_node": 0}, "ranks_per_node is 0", "dense or dilated"),
-    ({"timeout": 0}, "timeout is 0", "ring"),
-    ({"group": object()}, "torch.distributed is not initialised", "ring"),
-    ({"pattern": TopBlocks(1)}, "chosen by content", "block"),
-    ({"pattern": None}, "neither given", "block"),
-    ({"head_steps": 0}, "head_steps is 0", "block"),
-    ({"num_kv_heads": 3}, "num_kv_heads is 3", "multihead"),
-    ({"xpos_scale_base": 512.0}, "use rotary=True", "multihead"),
-]
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_work_is_refused_at_construction(kind: str) -> None:
-    size = {"embed_dim": 16, "num_heads": 4} if "multihead" in kind else {}
-    for settings, text, whose in REFUSED:
-        if whose in kind or (whose == "dense or dilated" and "block" not in kind):
-            with pytest.raises(ValueError, match=re.escape(text)):
-                create_attention(kind, **{**size, **KINDS[kind], **settings})
-
-
-def test_offsets_of_branches_are_one_for_each_head() -> None:
-    for kind in (MultiheadBlockSparseDilatedAttention, RingMultiheadBlockSparseDilatedAttention):
-        with pytest.raises(ValueError, match="2 integers per branch for 4 heads"):
-            kind(16, 4, [16], [1], WINDOW, head_offsets=[[0, 0]])
+    """Options: functional/test_bad_input.py."""
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        make(kind, group=object())
+    if "block" in kind:
+        with pytest.raises(ValueError, match="neither given"):
+            make(kind, pattern=None)
 
 
 def test_reprs_say_where_the_sequence_lies() -> None:

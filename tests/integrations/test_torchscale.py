@@ -445,16 +445,6 @@ def test_weights_are_copied_and_trainable() -> None:
         assert torch.equal(value, before[name])
 
 
-def test_a_loaded_model_saves_itself(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model = load_torchscale(slide_weights().weights, **SLIDE)
-    model.save_pretrained(tmp_path)
-    tiles, coords = slide(9, 1)
-    again = SlideEncoder.from_pretrained(tmp_path)
-    assert again.config == model.config
-    assert torch.equal(again(tiles[None], coords[None]), model(tiles[None], coords[None]))
-
-
 def test_where_torchscale_shifts_its_segments_a_warning_says_that_ours_differs() -> None:
     weights, exact = attention_of(4)
     shape = Shape(4, (9, 64), (2, 4))

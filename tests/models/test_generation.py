@@ -111,9 +111,8 @@ def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_to
 def test_sampling_follows_its_generator_and_top_k() -> None:
     lm, prompt = model(), torch.randint(50, (1, 5))
 
-    def draw(seed: int, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = lm.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **options)
-        return made
+    def draw(seed: int, **options: Any) -> Any:
+        return lm.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **options)
 
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
     assert torch.equal(draw(1, top_k=1), lm.generate(prompt, 20, temperature=0.0))

@@ -17,7 +17,7 @@ from dilated_attention import block_sparse_attention, dilated_attention, profile
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model, ring
-from dilated_attention.planning.attention import MOST_POSITIONS, search
+from dilated_attention.planning.attention import MOST_POSITIONS
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.plans import plans_table, seconds_text
 from tests.helpers.comm_volume import CommSizes, dense_bytes
@@ -72,6 +72,13 @@ def test_every_gpu_is_found_by_its_own_name_and_has_figures_that_make_sense() ->
         # bfloat16 came with compute capability 8.0, fp8 with 8.9
         assert ("bfloat16" in gpu.peaks) == (gpu.capability >= (8, 0)), name
         assert ("fp8" in gpu.peaks) == (gpu.capability >= (8, 9)), name
+        # tensor cores: bfloat16 at float16's rate, fp8 at twice that
+        if "bfloat16" in gpu.peaks:
+            assert gpu.peaks["bfloat16"] == gpu.peaks["float16"]
+        if "fp8" in gpu.peaks:
+            assert gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)
+        # Pascal's fast float16 sums in float16, which no attention here does
+        assert "P100" not in name or gpu.peaks["float16"] == gpu.peaks["float32"]
 
 
 def test_a_gpu_of_unknown_name_is_refused_with_the_names_there_are() -> None:
@@ -157,20 +164,6 @@ def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memor
         assert there.fits and there.peak <= USABLE * memory
     if longest < MOST_POSITIONS:
         assert not plan(kind, max(4, longest + 1), training=training, memory=memory, num_heads=heads).fits
-
-
-@given(high=st.integers(2, 2**31), slope=st.integers(1, 10**6), bend=st.sampled_from([0, 1, 7]), budget=st.integers(0, 2**60))
-def test_the_search_finds_what_trying_all_would(high: int, slope: int, bend: int, budget: int) -> None:
-    calls = []
-
-    def excess(x: int) -> int:
-        calls.append(x)
-        return slope * x + bend * x * x - budget
-
-    found = search(excess, 1, high)
-    assert found == 0 or excess(found) <= 0
-    assert found == high or excess(max(found + 1, 1)) > 0
-    assert len(calls) < 120
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -448,20 +441,3 @@ def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
 )
 def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -> None:
     assert seconds_text(seconds) == told
-
-
-def test_a_cpu_can_be_asked_for_by_name() -> None:
-    found = plan("dense", gpu="cpu")
-    assert found.device == "this machine's CPU" and found.dtype == "float32"
-
-
-def test_sums_of_half_precision_products_are_float32_sums() -> None:
-    # Pascal's fast float16 sums in float16, which no attention here does
-    for name in ("P100 PCIe", "P100 SXM2"):
-        assert GPUS[name].peaks["float16"] == GPUS[name].peaks["float32"]
-    # tensor cores: bfloat16 at float16's rate, fp8 at twice that
-    for gpu in GPUS.values():
-        if "bfloat16" in gpu.peaks:
-            assert gpu.peaks["bfloat16"] == gpu.peaks["float16"]
-        if "fp8" in gpu.peaks:
-            assert gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)

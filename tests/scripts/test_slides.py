@@ -76,6 +76,26 @@ def script(*arguments: str, quick: bool = True) -> subprocess.CompletedProcess[s
     return run_script(EXAMPLES / "slide_features.py", *arguments, quick=quick)
 
 
+def predict(features: Path, checkpoint: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["--features", str(features), "--checkpoint", str(checkpoint), "--out", str(out), *options]
+    return run_script(EXAMPLES / "slide_predict.py", *arguments, quick=True)
+
+
+def gigapath(folder: Path) -> tuple[Path, Maker]:
+    """A file of weights of Prov-GigaPath's family."""
+    maker = Maker(32)
+    maker.slide_encoder(12, 1, ffn=64)
+    torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, folder / "slide_encoder.pth")
+    return folder / "slide_encoder.pth", maker
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The modules beside the script."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
 def auc_of(result: subprocess.CompletedProcess[str]) -> float:
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
@@ -203,8 +223,7 @@ def test_what_is_wrong_is_said_in_one_line(
     folder = make_folder(tmp_path / "features")
     spoil, text = REFUSALS[case]
     spoil(folder)
-    arguments = [*inputs(folder), "--out", str(tmp_path / "out")]
-    code, error = main_of(arguments, monkeypatch, capsys)
+    code, error = main_of([*inputs(folder), "--out", str(tmp_path / "out")], monkeypatch, capsys)
     assert code == 2
     assert error.startswith("slide_features.py: ") and text in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
@@ -246,10 +265,9 @@ def test_a_patient_is_trained_on_or_held_out(folds: bool, tmp_path: Path) -> Non
         assert refused.returncode == 2 and "holds the folds of a run" in refused.stderr
 
 
-def test_the_interval_of_an_auc_holds_its_true_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interval_of_an_auc_holds_its_true_value(part: Callable[[str], Any]) -> None:
     """Of few patients, in about 95 of 100 samples; also where the AUC is 1, and more patients make it narrower."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    results, files = importlib.import_module("_slide_results"), importlib.import_module("_slides")
+    results, files = part("_slide_results"), part("_slides")
     random, true, holds = np.random.default_rng(0), 0.9, 0
 
     def tested(scores: np.ndarray, slides_of_each: int = 1) -> Any:
@@ -293,7 +311,7 @@ def test_the_val_part_chooses_the_weights(tuned: bool, tmp_path: Path) -> None:
     assert list(csv.DictReader((out / "predictions.csv").open())) == rows
 
 
-def apart(folder: Path, steps: Callable[[int], int], form: str = "") -> Path:
+def apart(folder: Path, steps: Callable[[int], int], form: str = "", tiles: int | None = None) -> Path:
     """The slides as .h5 with tiles so many pixels apart, and attributes of tiles of 512 pixels as a tool writes them."""
     attributes: dict[str, dict[str, Any]] = {
         "": {},
@@ -305,7 +323,7 @@ def apart(folder: Path, steps: Callable[[int], int], form: str = "") -> Path:
             file.unlink()
         features, coords = tissue(index, shift=float(index % 2))
         with h5py.File(folder / f"s{index:02d}.h5", "w") as h5:
-            h5["features"], h5["coords"] = features, coords // 256 * steps(index)
+            h5["features"], h5["coords"] = features[:tiles], coords[:tiles] // 256 * steps(index)
             h5["coords"].attrs.update(attributes[form])
     return folder
 
@@ -328,12 +346,10 @@ def test_the_pixels_between_tiles_are_read_or_compared(
     tile_size: str | None,
     text: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    part: Callable[[str], Any],
 ) -> None:
-    folder = apart(make_folder(tmp_path / "features"), steps, form)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    labels, files = importlib.import_module("_slide_labels"), importlib.import_module("_slides")
-    slides = labels.find_slides(folder, folder / "labels.csv")
+    folder, files = apart(make_folder(tmp_path / "features"), steps, form), part("_slides")
+    slides = part("_slide_labels").find_slides(folder, folder / "labels.csv")
     if tile_size is not None:
         with pytest.raises(files.Refused, match=f"--tile-size is {tile_size}, and {text}"):
             files.check(slides, tile_size=int(tile_size), cells=1000)
@@ -345,19 +361,10 @@ def test_the_pixels_between_tiles_are_read_or_compared(
 
 
 @pytest.mark.parametrize(("form", "step"), [("CLAM", 512), ("TRIDENT", 512), ("", 256)])
-def test_attributes_count_where_coords_say_nothing(form: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_count_where_coords_say_nothing(form: str, step: int, tmp_path: Path, part: Callable[[str], Any]) -> None:
     """Slides of one tile."""
-    folder = apart(make_folder(tmp_path / "features"), lambda _: 512, form)
-    for path in folder.glob("*.h5"):
-        with h5py.File(path, "a") as file:
-            attributes = dict(file["coords"].attrs)
-            features, coords = file["features"][:1], file["coords"][:1]
-            del file["features"], file["coords"]
-            file["features"], file["coords"] = features, coords
-            file["coords"].attrs.update(attributes)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    labels, files = importlib.import_module("_slide_labels"), importlib.import_module("_slides")
-    assert files.check(labels.find_slides(folder, None), tile_size=None, cells=1000).tile_size == step
+    folder = apart(make_folder(tmp_path / "features"), lambda _: 512, form, tiles=1)
+    assert part("_slides").check(part("_slide_labels").find_slides(folder, None), tile_size=None, cells=1000).tile_size == step
 
 
 def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
@@ -368,10 +375,7 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     assert SlideEncoder.from_pretrained(out / "checkpoint").config.class_names == ("class0", "class1")
     shutil.copytree(folder, new)
     apart(new, lambda i: 512 if i < 10 else 256)
-    predict = EXAMPLES / "slide_predict.py"
-    result = run_script(
-        predict, "--features", str(new), "--checkpoint", str(out), "--out", str(tmp_path / "by-run"), "--heatmaps", quick=True
-    )
+    result = predict(new, out, tmp_path / "by-run", "--heatmaps")
     assert result.returncode == 0, result.stderr
     assert "coords of 10 slides with tiles 512 pixels apart are resized to 256" in result.stdout
     assert result.stdout.splitlines()[-1] == f"done: 24 slides in {tmp_path / 'by-run'}"
@@ -386,12 +390,12 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     # its checkpoint folder, with labels of which some have no file
     labels = (folder / "labels.csv").read_text() + "x00,class1\n"
     (new / "labels.csv").write_text(labels)
-    arguments = [*inputs(new), "--checkpoint", str(out / "checkpoint"), "--out", str(tmp_path / "by-checkpoint")]
-    assert run_script(predict, *arguments).returncode == 2
-    result = run_script(predict, *arguments, "--skip-missing")
+    arguments = (new, out / "checkpoint", tmp_path / "by-checkpoint", "--labels", str(new / "labels.csv"))
+    assert predict(*arguments).returncode == 2
+    result = predict(*arguments, "--skip-missing")
     assert "AUC 1.0000 (95 %: 0." in result.stdout and "left out: 1 of 25 rows of" in result.stdout, result.stderr
     (new / "labels.csv").write_text(labels.replace("class1", "tumour"))
-    result = run_script(predict, *arguments, "--skip-missing")
+    result = predict(*arguments, "--skip-missing")
     assert result.returncode == 2 and "has the label tumour, and the checkpoint the classes class0, class1" in result.stderr
     # further training of a run's model, with its head
     (new / "labels.csv").write_text((folder / "labels.csv").read_text())
@@ -403,18 +407,14 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
 
 def test_a_file_of_weights_embeds_without_labels(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "features")
-    weights = tmp_path / "slide_encoder.pth"
-    maker = Maker(32)
-    maker.slide_encoder(12, 1, ffn=64)
-    torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, weights)
-    arguments = ["--features", str(folder), "--checkpoint", str(weights), "--out", str(tmp_path / "out")]
-    result = run_script(EXAMPLES / "slide_predict.py", *arguments)
+    weights, _ = gigapath(tmp_path)
+    result = predict(folder, weights, tmp_path / "out")
     assert result.returncode == 0, result.stderr
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"embeddings.npz"}
     features, coords = (torch.tensor(x)[None] for x in tissue(0))
     with np.load(tmp_path / "out" / "embeddings.npz") as stored, torch.no_grad():
         np.testing.assert_allclose(load_slide_encoder(weights).eval()(features, coords)[0], stored["vector"][0], atol=1e-5)
-    result = run_script(EXAMPLES / "slide_predict.py", *arguments, "--labels", str(folder / "labels.csv"))
+    result = predict(folder, weights, tmp_path / "out", "--labels", str(folder / "labels.csv"))
     assert result.returncode == 2 and "has no classes" in result.stderr
 
 
@@ -456,9 +456,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None
     assert expected["steps"] == 18
 
 
-def test_epochs_are_shuffled_and_hold_each_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    shuffled = importlib.import_module("_slides").shuffled
+def test_epochs_are_shuffled_and_hold_each_slide_once(part: Callable[[str], Any]) -> None:
+    shuffled = part("_slides").shuffled
     orders = [shuffled(18, 0, epoch) for epoch in range(5)]
     assert all(sorted(order) == list(range(18)) for order in orders)
     assert len(set(map(tuple, [*orders, shuffled(18, 1, 0)]))) == 6
@@ -510,12 +509,8 @@ def test_the_public_picture_of_tissue(tmp_path: Path) -> None:
 def test_weights_of_prov_gigapaths_family(tmp_path: Path) -> None:
     """They keep the segments that they were trained with, whatever the pixels of a tile."""
     folder = apart(make_folder(tmp_path / "features"), lambda _: 512)
-    maker = Maker(32)
-    maker.slide_encoder(12, 1, ffn=64)
-    torch.save({"model": {name: weight.float() for name, weight in maker.weights.items()}}, tmp_path / "slide_encoder.pth")
-    arguments = [*inputs(folder), "--checkpoint", str(tmp_path / "slide_encoder.pth")]
-    result = script(*arguments, "--epochs", "2", "--out", str(tmp_path / "out"))
-    auc_of(result)
+    weights, maker = gigapath(tmp_path)
+    auc_of(script(*inputs(folder), "--checkpoint", str(weights), "--epochs", "2", "--out", str(tmp_path / "out")))
     model = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint")
     assert model.config.tile_size == 512 and model.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
     assert torch.equal(model.class_token.detach(), maker.weights["cls_token"].float().flatten())
