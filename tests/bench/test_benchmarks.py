@@ -254,7 +254,6 @@ def test_suites_of_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch, c
 
 
 PROCESSES = """
-import sys
 import torch
 from benchmarks.__main__ import main
 from benchmarks.scaling import Ranks
@@ -278,7 +277,8 @@ sys.exit(main(["scaling", "--cases", "gigapath-195", "--heads", "2", "2", "16", 
 @pytest.mark.distributed
 def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
     file = tmp_path / "both.py"
-    file.write_text(PROCESSES)
+    # benchmarks are not installed: the script finds them in the repository
+    file.write_text(f"import sys\nsys.path.insert(1, {str(Path(__file__).parents[2])!r})\n{PROCESSES}")
     result = run_script(file, str(tmp_path), processes=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Refused: process 1: no") == 2 and result.stdout.count("RuntimeError: process 1: KeyError: 'bug'") == 2
