@@ -251,10 +251,10 @@ class RingPass:
                 run.forward(work, setup.steps, k, v, wire)
             out, lse = work.results()
         else:
-            own, work = setup.home(masks, q), setup.compute(masks, sparse.of([q])[0][0])
+            own, work = setup.home(masks, q), setup.compute(masks, sparse.of(q))
             run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, k, v))
             out, lse = own.results()
-            lse = sparse.merge(out, lse, *work.results())
+            sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -284,9 +284,8 @@ class RingPass:
             dq = work.dq()
         else:
             own = setup.home(self.masks, q, (dout, out, lse, dlse))
-            (some_q, some_dout, some_out), stats = sparse.of([q, dout, out], [x for x in (lse, dlse) if x is not None])
-            some_lse, some_dlse = [*stats, None][:2]
-            work = setup.compute(self.masks, some_q, (some_dout, some_out, some_lse, some_dlse))
+            some_q, *rest = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
+            work = setup.compute(self.masks, some_q, tuple(rest))
 
             def at_home() -> Pair:
                 # a rank without rows has no parts

@@ -147,7 +147,7 @@ def test_balanced_layouts(pool: Pool) -> None:
 def other_ways(rank: int, world: int, nbytes: int, fused: bool) -> None:
     """From now on, branches across ranks are computed apart from this size on; ``fused``: kernels copy rows, as on GPUs."""
     crossing.SMALL_BYTES = nbytes
-    run.has_kernels = crossing.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
+    run.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     registry.cached.clear()
     setup._setups.clear()
 

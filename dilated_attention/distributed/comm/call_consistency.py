@@ -81,7 +81,7 @@ def agreed_call(
     """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same call.
 
     The ranks perform a handshake at the first call of a kind, or at every call if N is not given. If ranks make different calls of
-    kinds they agreed on earlier, ``compare_calls.py`` finds out during these calls or soon after.
+    kinds they agreed on earlier, ``handshake.py`` finds out during these calls or soon after.
 
     Args:
         inputs: q, k, v, key_padding_mask, …

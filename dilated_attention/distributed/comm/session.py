@@ -1,7 +1,7 @@
 """Records the calls that a rank has made on a group, in order, so that ranks can find out whether they have made the same ones.
 
 A call of a kind that the ranks have agreed on begins without asking the others. It leaves a number and a checksum of all calls so far.
-Messages on gloo carry the checksum as their tag, so that messages of different calls never match, and ``compare_calls.py`` compares it.
+Messages on gloo carry the checksum as their tag, so that messages of different calls never match, and ``handshake.py`` compares it.
 
 Exchange of small messages between the ranks of a group through the store of torch.distributed, apart from any tensor.
 

@@ -16,7 +16,7 @@ A thread that went on issuing work behind an exchange that never ends would fill
 answers nobody else meanwhile: the watching thread could not even query an event. Therefore it stays at most AHEAD exchanges ahead of the
 GPU (``Queue.wait_for_gpu``).
 
-The same thread compares the calls that ranks make (compare_calls.py). If they differ, everything that waits for a message on the group
+The same thread compares the calls that ranks make (handshake.py). If they differ, everything that waits for a message on the group
 is ended in the same way, also on a CPU.
 """
 

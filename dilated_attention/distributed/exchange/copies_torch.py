@@ -1,4 +1,4 @@
-"""The copies of ``copies_triton.py`` by torch's operations, from the same tables, which live as long as the step: their ids name them."""
+"""The copies of ``rows_triton.py`` by torch's operations, from the same tables, which live as long as the step: their ids name them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add(
     places: torch.Tensor,
     returned: torch.Tensor,
 ) -> None:
-    """See ``copies_triton.add``; ``own`` is None for zeros."""
+    """See ``rows_triton.add``; ``own`` is None for zeros."""
 
     def contributions() -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [((units >= 0).nonzero()[:, 0], units[units >= 0].long()) for units in returned]

@@ -10,14 +10,12 @@ Every g-th row of each head of a rank's tensors: the rows of the branches that c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.computation import QueryPart, rows_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
@@ -101,51 +99,23 @@ def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSetting
 class SparseRows:
     """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
 
-    def __init__(self, step: int, offsets: tuple[int, ...], device: torch.device) -> None:
-        self.step, heads = step, len(offsets)
-        # of the kernels: with the launches of earlier calls
-        self._rows: tuple[int, torch.Tensor, dict[Any, Any]] = step, torch.tensor(offsets, dtype=torch.int32, device=device), {}
-        self._index = torch.tensor([offset * heads + head for head, offset in enumerate(offsets)], device=device)
+    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
+        """``rows``: n of the tensors."""
+        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
+        head = torch.arange(len(offsets), device=device)
+        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
+        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
 
-    def of(self, tensors: Sequence[torch.Tensor], stats: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns copies of the rows: of tensors (B, n, heads, D) as (B, n/g, heads, D), of ``stats`` (B, heads, n) as (B, heads, n/g)."""
-        if has_kernels(tensors[0]):
-            from dilated_attention.distributed.exchange.rows_triton import Rows, take_rows
-
-            return take_rows(Rows(*self._rows), tensors, stats)
-        return [self._of(x) for x in tensors], [self._of(x.transpose(1, 2)).transpose(1, 2).contiguous() for x in stats]
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the rows: (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
+        return x[self._index if x.dim() == 4 else self._of_stats]
 
     def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """Adds (B, n/g, heads, …) to the rows of a contiguous x; each sum is rounded once."""
-        if has_kernels(x):
-            from dilated_attention.distributed.exchange.rows_triton import Rows, add_rows
+        """Adds (B, n/g, heads, D) to the rows of x; each sum is rounded once."""
+        x[self._index] = (self.of(x).to(accumulation_dtype(x.dtype)) + part).to(x.dtype)
 
-            add_rows(Rows(*self._rows), x, part.contiguous())
-            return
-        acc = accumulation_dtype(x.dtype)
-        self._flat(x).index_copy_(2, self._index, (self._of(x).to(acc) + part.to(acc)).to(x.dtype))
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
-        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, heads, n/g), into contiguous out (B, n, heads, D).
-
-        Returns the merged lse (B, heads, n), in which ``lse`` is changed or not.
-        """
-        if has_kernels(out):
-            from dilated_attention.distributed.exchange.rows_triton import Rows, merge_rows
-
-            merge_rows(Rows(*self._rows), out, lse, part.contiguous(), part_lse.contiguous())
-            return lse
-        rows = lse.transpose(1, 2).contiguous()
-        own, own_lse = self._of(out), self._of(rows)
-        merge_onto(own, own_lse, part, part_lse.transpose(1, 2))
-        self._flat(out).index_copy_(2, self._index, own)
-        self._flat(rows).index_copy_(2, self._index, own_lse)
-        return rows.transpose(1, 2)
-
-    def _of(self, x: torch.Tensor) -> torch.Tensor:
-        return self._flat(x).index_select(2, self._index)
-
-    def _flat(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns (B, n/g, g · heads, …), a view of a contiguous x."""
-        B, n, heads = x.shape[:3]
-        return x.reshape(B, n // self.step, self.step * heads, *x.shape[3:])
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, heads, n/g), into out (B, n, heads, D) and lse."""
+        own, own_lse = self.of(out), self.of(lse)
+        merge_onto(own, own_lse.transpose(1, 2), part, part_lse.transpose(1, 2))
+        out[self._index], lse[self._of_stats] = own, own_lse

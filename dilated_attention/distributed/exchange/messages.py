@@ -79,7 +79,7 @@ class StepPlan:
 
     @cached_property
     def is_numbered(self) -> bool:
-        """Whether 32 bits number all units, as the kernels of ``copies_triton.py`` need it."""
+        """Whether 32 bits number all units, as the kernels of ``rows_triton.py`` need it."""
         return 2 * self.rows * self.num_kv_heads * (1 if self.sparse is None else self.sparse[0]) < 2**31
 
     def on_sparse_rows(self, step: int, offsets: tuple[int, ...]) -> StepPlan:
@@ -90,7 +90,7 @@ class StepPlan:
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:
-        """Tables and launches of the kernels that copy this step's rows (``copies_triton.py``), which are made once."""
+        """Tables and launches of the kernels that copy this step's rows (``rows_triton.py``), which are made once."""
         return {}
 
 

@@ -1,7 +1,7 @@
 """Moves keys to the ranks that need them and the gradients of keys back to the ranks that hold them, as the plan of a step says.
 
 Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. Kernels
-pack, fill and sum (``copies_triton.py``); torch's operations do on a CPU and in float64 (``copies_torch.py``), and sum what several steps
+pack, fill and sum (``rows_triton.py``); torch's operations do on a CPU and in float64 (``copies_torch.py``), and sum what several steps
 contribute to the same heads.
 
 What calls alike have in common is made once for the kernels: the memory of a step, what it sends and receives, and the views of both.

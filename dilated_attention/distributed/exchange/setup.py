@@ -102,7 +102,7 @@ def make_setup(
     if crossing is not None:
         own = home_parts(problem, crossing.home, settings, place, first)
         home, problem = functools.partial(Computation, StepParts((own,), q)), crossing.problem
-        query_rows = SparseRows(crossing.step, crossing.offsets, device)
+        query_rows = SparseRows(crossing.step, crossing.offsets, q.shape[1], device)
         q = q[:, :: crossing.step]
     count = cost.head_steps(ask(q, k, problem.pattern, problem.seq_len)) if len(ranks) > 1 else 1
 
