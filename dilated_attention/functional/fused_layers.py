@@ -195,47 +195,67 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: tuple[Any, ...], x: torch.Tensor, gate: Any, scale: Any, shift: Any, *parameters: Any) -> Any:
         *_, dtype, narrows = ctx.recipe = recipe
-        ctx.wide = x.dtype
+        ctx.wide, ctx.parameters = x.dtype, [None if p is None else (p.shape[0], p.dtype) for p in parameters]
         count = len(parameters) // 2
-        cast_parameters = [None if p is None else p.to(dtype) for p in parameters]
         with without_autocast(x):
             prepare = _prepare if is_eager([x]) else _prepare_op
             z, stats, normal = prepare(_rows(x), None if gate is None else _rows(gate), scale, shift, *recipe)
-            ys = [F.linear(z, cast(torch.Tensor, cast_parameters[i]), cast_parameters[count + i]) for i in range(count)]
-        ctx.save_for_backward(normal if narrows else x, gate, scale, shift, stats, *parameters)
+            weights, biases = parameters[:count], parameters[count:]
+            saved: Sequence[torch.Tensor] = weights
+            if any(w.dtype is not dtype for w in weights):
+                # cast weights are saved for the backward, as autocast saves them; others are not copied, since FSDP frees them in between
+                saved = (_joined(weights, dtype),)
+                weights = saved[0].split([w.shape[0] for w in weights])
+            ys = [F.linear(z, w, None if b is None else b.to(dtype)) for w, b in zip(weights, biases, strict=True)]
+        ctx.save_for_backward(normal if narrows else x, gate, scale, shift, stats, *saved)
         # no views: autograd refuses in-place changes of a view of a function's output, and FSDP2's hooks would be lost
         return tuple(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) for y in ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        x, gate, scale, shift, stats, *parameters = ctx.saved_tensors
+        x, gate, scale, shift, stats, *weights = ctx.saved_tensors
         activation, norm, _, dtype, narrows = ctx.recipe
         count, shape = len(dys), dys[0].shape[:-1]
-        weights = parameters[:count]
+        kinds = ctx.parameters[:count]
+        sizes = [size for size, _ in kinds]
         _, of_x, of_gate, of_scale, of_shift, *of_parameters = ctx.needs_input_grad
         of_weights, of_biases = any(of_parameters[:count]), any(of_parameters[count:])
         with without_autocast(x):
             # one product over all layers sums their contributions to dz in its accumulator
-            joined = weights[0].to(dtype) if count == 1 else torch.cat([w.to(dtype) for w in weights])
-            dy = _rows(dys[0]).to(dtype) if count == 1 else torch.cat([_rows(one).to(dtype) for one in dys], dim=-1)
-            dz = dy @ joined if of_x or of_gate or of_scale or of_shift else None
+            dy = _joined([_rows(one) for one in dys], dtype, dim=-1)
+            dz = dy @ _joined(weights, dtype) if of_x or of_gate or of_scale or of_shift else None
             prepare = _prepare_backward if is_eager([x, *dys]) else _prepare_backward_op
             z, dx, dgate, dnorm = prepare(
                 _rows(x), None if gate is None else _rows(gate), scale, shift, stats, dz, activation, norm, dtype, ctx.wide, of_weights,
                 narrows,
             )  # fmt: skip
             dx = dz if dz is not None and dz.dtype is ctx.wide else dx
-            dweights = (dy.t() @ z).split([w.shape[0] for w in weights]) if of_weights else [None] * count
+            dweights = _product(dy.t(), z, kinds[0][1]).split(sizes) if of_weights else [None] * count
             del z, dz
-            dbiases = dy.sum(0, dtype=stats.dtype).split([w.shape[0] for w in weights]) if of_biases else [None] * count
+            dbiases = dy.sum(0, dtype=stats.dtype).split(sizes) if of_biases else [None] * count
         grads = [
-            None if d is None or p is None else d.to(p.dtype, copy=count > 1)
-            for d, p in zip((*dweights, *dbiases), parameters, strict=True)
+            None if d is None or kind is None else d.to(kind[1]) for d, kind in zip((*dweights, *dbiases), ctx.parameters, strict=True)
         ]
         norms = zip(dnorm, (scale, shift), (of_scale, of_shift), strict=True)
-        dscale, dshift = (d.to(p.dtype, copy=True) if is_needed else None for d, p, is_needed in norms)
+        dscale, dshift = (d.to(p.dtype) if is_needed else None for d, p, is_needed in norms)
         return None, dx.view(*shape, x.shape[-1]) if of_x else None, dgate.view(gate.shape) if of_gate else None, dscale, dshift, *grads
+
+
+def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype, dim: int = 0) -> torch.Tensor:
+    """Concatenates tensors in ``dtype``, in one call."""
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    if all(x.dtype is dtype for x in tensors):
+        return torch.cat(list(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    return torch.cat(list(tensors), dim, out=tensors[0].new_empty(shape, dtype=dtype))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b, on a GPU from the accumulators to float32 without a rounding in between."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and dtype is torch.float32 and a.dtype is not dtype else a @ b
 
 
 class _AddDropped(torch.autograd.Function):

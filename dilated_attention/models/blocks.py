@@ -105,7 +105,7 @@ class DropPath(nn.Module):
         if self.p == 0 or not self.training:
             return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kept = torch.rand(samples, device=x.device).ge(self.p).float() / (1 - self.p)
+        kept = nn.functional.dropout(torch.ones(samples, device=x.device), self.p)
         if self.ring is not None:
             kept = first_of_group(kept, self.ring.group_name)
         if cu_seqlens is None:
