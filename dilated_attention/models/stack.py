@@ -92,6 +92,8 @@ class LongNetStack(nn.Module):
             Block(config, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth in range(config.num_layers)
         )
         self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
+        # dtypes and modes in which the kernels of a block are compiled or being compiled
+        self._started: set[tuple[Any, ...]] = set()
 
     def forward(
         self,
@@ -126,6 +128,13 @@ class LongNetStack(nn.Module):
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
             cu_seqlens = own_bounds(cu_seqlens, eager=is_eager([x, cu_seqlens]), on_host=False)
+        if (
+            x.is_cuda
+            and (kind := (x.dtype, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled())) not in self._started
+            and is_eager([x])
+        ):
+            self._started.add(kind)
+            self.blocks[0].compile_ahead(x)
         for block in self.blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)

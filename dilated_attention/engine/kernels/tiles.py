@@ -84,7 +84,8 @@ def compile_ahead(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call:
     *dout, q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta") for x in tensors[: 3 + is_backward])
     if call.padding is not None:
         call = replace(call, padding=call.padding.to("meta"))
-    shares, saved = make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved), q.new_empty(0) if is_saved else None
+    shares = make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
+    saved = q.new_empty(0) if is_saved else None
     with on_device(device):
         if is_backward:
             out = torch.empty(q.shape, dtype=dtype, device="meta")
