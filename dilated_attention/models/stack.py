@@ -128,13 +128,13 @@ class LongNetStack(nn.Module):
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
             cu_seqlens = own_bounds(cu_seqlens, eager=is_eager([x, cu_seqlens]), on_host=False)
-        if (
-            x.is_cuda
-            and (kind := (x.dtype, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled())) not in self._started
-            and is_eager([x])
-        ):
-            self._started.add(kind)
-            self.blocks[0].compile_ahead(x)
+        if is_eager([x]) and x.is_cuda:
+            kind = x.dtype, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(), self.training
+            if kind not in self._started:
+                self._started.add(kind)
+                # the first block has no stochastic depth
+                for block in (self.blocks[0], self.blocks[-1]):
+                    cast(Block, block).compile_ahead(x)
         for block in self.blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)
