@@ -71,12 +71,13 @@ def _run_call(args: argparse.Namespace, pattern: Any) -> None:
         torch.randn(1, args.length, count, args.head_dim or 64, device="cuda", dtype=common.dtype_of(args), requires_grad=True)
         for count in (heads, args.kv_heads or heads, args.kv_heads or heads)
     )
-    causal = {"is_causal": bool(args.causal)}
-    if isinstance(pattern, DilatedPattern):
-        options = {name: getattr(pattern, name) for name in ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail")}
-        out = dilated_attention(q, k, v, **options, **causal)
+    causal = bool(args.causal)
+    if pattern is None:
+        out = attention(q, k, v, is_causal=causal)
+    elif isinstance(pattern, DilatedPattern):
+        out = dilated_attention(q, k, v, is_causal=causal, **{name: getattr(pattern, name) for name in common.OF_KIND["dilated"]})
     else:
-        out = attention(q, k, v, **causal) if pattern is None else block_sparse_attention(q, k, v, pattern, **causal)
+        out = block_sparse_attention(q, k, v, pattern, is_causal=causal)
     out.sum().backward()
 
 

@@ -215,7 +215,7 @@ class Block(nn.Module):
         compile_layers(attended, (attention.out_proj,), attention.inner_attn_ln)
         compile_layers(x, (ffn.up,), self.ffn_norm)
         compile_layers(inner, (ffn.down,), ffn.norm, ffn.activation)
-        if is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath) and self.training:
+        if self.training:
             compile_dropped(x, attended, self.dropout.p, self.drop_path.p > 0)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None) -> torch.Tensor:

@@ -91,7 +91,7 @@ class KernelLaunch:
     def _start(self, tensors: Sequence[Any], device: int) -> None:
         """Starts compiling the kernel for aligned tensors of these dtypes, unless that is done or under way."""
         variant = self._variant(len(tensors), device)
-        if self.dtypes is not None and variant not in _compiled and triton.__version__.startswith(_KNOWN):
+        if variant is not None and variant not in _compiled and triton.__version__.startswith(_KNOWN):
             arguments = *(None if x is None else x.dtype for x in tensors), *self.numbers
             _compiled[variant] = ahead.submit(self.kernel, arguments, self.constants | self.options, device)
 
