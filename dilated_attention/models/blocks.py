@@ -209,8 +209,10 @@ class Block(nn.Module):
     def compile_ahead(self, x: torch.Tensor) -> None:
         """Starts compiling the kernels of all layers for x on a GPU. The attention starts its own, but only after the first layer."""
         attention, ffn = self.attention, self.ffn
-        dtype = compute_dtype(x, ffn.up.weight)
-        attended, inner = (x.new_empty(1, dtype=dtype).expand(*x.shape[:-1], y.in_features) for y in (attention.out_proj, ffn.down))
+        if not (is_lean(attention, *_LAYERS) and is_lean(ffn, FeedForward) and is_lean(ffn.down, nn.Linear)):
+            return
+        dtype = compute_dtype(x, x)
+        attended, inner = (x.new_empty(1, dtype=dtype).expand(*x.shape[:-1], width) for width in (x.shape[-1], ffn.down.in_features))
         compile_layers(x, (attention.q_proj,), self.attention_norm)
         compile_layers(attended, (attention.out_proj,), attention.inner_attn_ln)
         compile_layers(x, (ffn.up,), self.ffn_norm)

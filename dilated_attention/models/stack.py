@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.functional.fused_layers import is_lean
 from dilated_attention.functional.options import check_names
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
@@ -134,7 +135,8 @@ class LongNetStack(nn.Module):
                 self._started.add(kind)
                 # the first block has no stochastic depth
                 for block in (self.blocks[0], self.blocks[-1]):
-                    cast(Block, block).compile_ahead(x)
+                    if is_lean(block, Block):
+                        cast(Block, block).compile_ahead(x)
         for block in self.blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)
