@@ -50,12 +50,11 @@ def _warmup(args: argparse.Namespace) -> int:
     def listen(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         kernels.append({"kernel": src.name, "seconds": times.total / 1e6, "cached": cache_hit})
 
-    knobs.compilation.listener, start = listen, time.perf_counter()
-    try:
+    start = time.perf_counter()
+    with knobs.compilation.scope():
+        knobs.compilation.listener = listen
         _run_call(args, pattern) if is_call else _run_model(args)
         torch.cuda.synchronize()
-    finally:
-        knobs.compilation.listener = None
     seconds, folder = time.perf_counter() - start, knobs.cache.dir
     if args.json:
         common.put_json({"folder": folder, "seconds": seconds, "kernels": kernels})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dilated_attention import attention, block_sparse_attention, create_model, dilated_attention
+from dilated_attention.cli import main
 from dilated_attention.pattern import BigBird
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -113,3 +115,11 @@ def test_a_slide_encoder_compiles_ahead_what_it_launches() -> None:
     out.float().sum().backward()
     compiled = {key[0].__name__: kernel for key, kernel in launch._compiled.items() if key not in before}
     assert compiled and not [kernel for kernel, made in compiled.items() if isinstance(made, Future)]
+
+
+def test_warmup_lists_what_it_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a head dimension that no other test uses; kernels may be cached on disk."""
+    line = "warmup dilated --heads 6 --head-dim 56 --segment-lengths 1024 8192 --dilation-rates 1 4 --json"
+    assert main(line.split()) == 0
+    kernels = {row["kernel"] for row in json.loads(capsys.readouterr().out)["kernels"]}
+    assert {"forward_kernel", "merge_kernel", "key_kernel", "query_kernel", "sum_kernel"} <= kernels
