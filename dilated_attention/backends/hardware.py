@@ -119,6 +119,11 @@ def _why_xformers_fails() -> str:
     )
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability of a GPU, for meta tensors that of the current one; None for a CPU."""
+    return None if device.type == "cpu" else torch.cuda.get_device_capability(device.index)
+
+
 @functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

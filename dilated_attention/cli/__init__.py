@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dilated_attention import __version__, interrupt
 from dilated_attention.backends import BackendUnavailable
-from dilated_attention.cli import common, info, plan, saved, show
+from dilated_attention.cli import common, info, plan, saved, show, warmup
 
 # exit code that a shell reports for a process ended by SIGINT or SIGPIPE: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -52,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Exact long-sequence attention on PyTorch.")
     parser.add_argument("--version", action="version", version=f"dilated-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (info, show, plan, saved):
+    for module in (info, show, plan, saved, warmup):
         module.add(commands)
     return parser

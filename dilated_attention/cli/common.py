@@ -98,6 +98,14 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
     return getattr(torch, args.dtype) if args.dtype else None
 
 
+def add_heads(add: Callable[..., Any]) -> None:
+    """Adds the arguments of a call that every kind has, all None unless they are given."""
+    add("--heads", type=size, help="query heads; default: 12")
+    add("--head-dim", type=size, help="default: 64")
+    add("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
+    add("--causal", action="store_true", default=None, help="a position sees only itself and earlier ones")
+
+
 def add_pattern(add: Callable[..., Any], *kinds: str) -> None:
     """Adds the arguments of these kinds of patterns, all None unless they are given; ``pattern_of`` reads them."""
     if "dilated" in kinds:

@@ -11,6 +11,7 @@ from dilated_attention.cli.common import (
     DTYPE_NAMES,
     OF_KIND,
     add_command,
+    add_heads,
     add_pattern,
     dtype_of,
     flags,
@@ -64,10 +65,7 @@ def add(commands: Any) -> None:
     add("--memory", type=gib, metavar="GIB", help="of the device, instead of its own")
     add("--world-size", type=size, default=1, help="processes that share a sequence, one GPU each; default: 1")
     add = parser.add_argument_group("of a kind of attention").add_argument
-    add("--heads", type=size, help="query heads; default: 12")
-    add("--head-dim", type=size, help="default: 64")
-    add("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
-    add("--causal", action="store_true", default=None, help="a position sees only itself and earlier ones")
+    add_heads(add)
     add("--layout", choices=("contiguous", "zigzag", "striped"), help="which rank holds what; default: the kind's usual one")
     add("--exchange", choices=("auto", "all_gather", "ring", "all_to_all"), help="of ring and ring_dilated; default: auto")
     add_pattern(add, "dilated", "block_sparse")

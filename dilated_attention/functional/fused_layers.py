@@ -73,13 +73,40 @@ def linear_layers(
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
         x = x if norm is None else norm(x)
         return [linear(x) for linear in linears]
+    parameters = [_parameter(linear, name) for name in ("weight", "bias") for linear in linears]
+    recipe = _recipe(x, linears, norm, activation)
+    return list(_NormLinear.apply(recipe, x, gate, _parameter(norm, "weight"), _parameter(norm, "bias"), *parameters))
+
+
+def _recipe(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None, activation: str | None) -> tuple[Any, ...]:
+    """Returns (activation, norm, eps, dtype of the products, narrows), as in ``_NormLinear``."""
     kind = "none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms"
     eps = 0.0 if norm is None else cast(float, norm.eps)
-    parameters = [_parameter(linear, name) for name in ("weight", "bias") for linear in linears]
-    dtype = compute_dtype(x, cast(torch.Tensor, parameters[0]))
+    dtype = compute_dtype(x, cast(torch.Tensor, _parameter(linears[0], "weight")))
     narrows = activation is None and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
-    recipe = activation or "none", kind, eps, dtype, narrows
-    return list(_NormLinear.apply(recipe, x, gate, _parameter(norm, "weight"), _parameter(norm, "bias"), *parameters))
+    return activation or "none", kind, eps, dtype, narrows
+
+
+def compile_layers(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None, activation: str | None = None) -> None:
+    """Starts compiling the kernels of ``linear_layers`` and of its backward for a tensor like x on a GPU, which is not read."""
+    if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
+        return
+    recipe = activation, kind, _, dtype, narrows = _recipe(x, linears, norm, activation)
+    rows = torch.empty((1, x.shape[-1]), dtype=x.dtype, device="meta")
+    gate, parameters = rows if activation == "swiglu" else None, (_parameter(norm, "weight"), _parameter(norm, "bias"))
+    z, stats, normal = _prepare(rows, gate, *parameters, *recipe)
+    if torch.is_grad_enabled():
+        _prepare_backward(normal if narrows else rows, gate, *parameters, stats, z, activation, kind, dtype, x.dtype, True, narrows)
+
+
+def compile_dropped(x: torch.Tensor, y: torch.Tensor, dropout: float, has_path: bool) -> None:
+    """Starts compiling the kernels of ``add_dropped`` and of its backward for tensors like these on a GPU, which are not read."""
+    if (dropout or has_path) and _takes_kernels(x, y):
+        x, y = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (x, y))
+        seed, path = x.new_empty((), dtype=torch.int64) if dropout else None, x.new_empty(x.shape[0]) if has_path else None
+        out = _add_dropped(x, y, seed, path, dropout, torch.promote_types(x.dtype, y.dtype))
+        if torch.is_grad_enabled():
+            _add_dropped(None, out, seed, path, dropout, y.dtype)
 
 
 def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:

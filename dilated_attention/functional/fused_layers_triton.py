@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.launch import KernelLaunch
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 
 
 class Sizes(NamedTuple):
@@ -225,12 +225,12 @@ def prepare_backward(
 def _run(
     kernel: Any, programs: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[float, ...], warps: int, **constants: Any
 ) -> None:
-    """Launches the kernel on the device of the first tensor."""
+    """Launches the kernel on the device of the first tensor; for meta tensors it starts compiling for the current one."""
     first = cast(torch.Tensor, tensors[0])
     dtypes = tuple(None if x is None else x.dtype for x in tensors)
     launch = _launch(kernel, programs, first.device, dtypes, numbers, tuple(constants.items()), warps)
     with on_device(first.device):
-        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, first.device.index)
+        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, NO_DEVICE if first.is_meta else first.device.index)
 
 
 @functools.lru_cache(1024)

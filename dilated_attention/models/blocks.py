@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.functional.fused_layers import add_dropped, is_lean, linear_layers
+from dilated_attention.functional.fused_layers import add_dropped, compile_dropped, compile_layers, compute_dtype, is_lean, linear_layers
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass
 from dilated_attention.models.loss import first_of_group
@@ -205,6 +205,20 @@ class Block(nn.Module):
         x = self._add(x, attended, cu_seqlens, seq_len)
         x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
         return self._add(x, self.ffn(x_in, **norm), cu_seqlens, seq_len)
+
+    def compile_ahead(self, x: torch.Tensor) -> None:
+        """Starts compiling the kernels of all layers for x on a GPU. The attention starts its own, but only after the first layer."""
+        attention, ffn = self.attention, self.ffn
+        if not (is_lean(attention, *_LAYERS) and is_lean(ffn, FeedForward) and is_lean(ffn.down, nn.Linear)):
+            return
+        dtype = compute_dtype(x, x)
+        attended, inner = (x.new_empty(1, dtype=dtype).expand(*x.shape[:-1], width) for width in (x.shape[-1], ffn.down.in_features))
+        compile_layers(x, (attention.q_proj,), self.attention_norm)
+        compile_layers(attended, (attention.out_proj,), attention.inner_attn_ln)
+        compile_layers(x, (ffn.up,), self.ffn_norm)
+        compile_layers(inner, (ffn.down,), ffn.norm, ffn.activation)
+        if self.training:
+            compile_dropped(x, attended, self.dropout.p, self.drop_path.p > 0)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None) -> torch.Tensor:
         """x + drop_path(dropout(y))."""

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.functional.fused_layers import is_lean
 from dilated_attention.functional.options import check_names
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
@@ -92,6 +93,8 @@ class LongNetStack(nn.Module):
             Block(config, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth in range(config.num_layers)
         )
         self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
+        # dtypes and modes in which the kernels of a block are compiled or being compiled
+        self._started: set[tuple[Any, ...]] = set()
 
     def forward(
         self,
@@ -126,6 +129,14 @@ class LongNetStack(nn.Module):
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
             cu_seqlens = own_bounds(cu_seqlens, eager=is_eager([x, cu_seqlens]), on_host=False)
+        if is_eager([x]) and x.is_cuda:
+            kind = x.dtype, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(), self.training
+            if kind not in self._started:
+                self._started.add(kind)
+                # the first block has no stochastic depth
+                for block in (self.blocks[0], self.blocks[-1]):
+                    if is_lean(block, Block):
+                        cast(Block, block).compile_ahead(x)
         for block in self.blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)

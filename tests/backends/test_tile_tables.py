@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.call import Prepared, TileCall
 from dilated_attention.backends.tiles.combine import _document_of, _place
-from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
 from dilated_attention.backends.tiles.table import Walk, make_spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,6 +228,47 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
     # constants in the order of the kernel's own signature
     fixed = (7, 1, 1, 101, "function", "metadata", None, None, None)
     assert second == [(*fixed, 48, 160, 5, 2, 1), (*fixed, 16, 16, 5, 2, 1)]
+
+
+class Compilable(Kernel):
+    """A kernel whose first compilation fails, like any kernel of Triton's compiler but for its result."""
+
+    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in Kernel.arg_names)
+
+    def warmup(self, *args: object, **kwargs: object) -> Compiled:
+        self.bound.append(((), args, kwargs))
+        if len(self.bound) == 1:
+            raise ValueError("the compiler says no")
+        self.compiled.append(Compiled())
+        return self.compiled[-1]
+
+
+def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meta tensors start it, in a thread, for the dtypes and numbers of the launch."""
+    driver = SimpleNamespace(launcher_cls=lambda src, metadata: None, get_current_device=lambda: 1)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(Compiled, "src", None, raising=False)
+    monkeypatch.setattr(Compiled, "metadata", None, raising=False)
+    kernel, x, y = Compilable(), torch.empty(4, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, dtypes=(x.dtype, y.dtype))
+    launch([0, 0], lambda: (x, y), NO_DEVICE)
+    launch([0, 0], lambda: (x, y), NO_DEVICE)
+    with pytest.raises(ValueError, match="the compiler says no"):
+        launch([16, 32], lambda: (x, y), 1)
+    launch([0, 0], lambda: (x, y), NO_DEVICE)
+    for rows in (16, 48):
+        # of another length, and so another launch
+        KernelLaunch(kernel, rows, [5], {"FIRST": 1, "SECOND": 2}, dtypes=(x.dtype, y.dtype))([rows, 32], lambda: (x, y), 1)
+    assert not ahead.is_compiling() and len(kernel.bound) == 2
+    options = {"FIRST": 1, "SECOND": 2, "num_warps": 4, "num_stages": 1}
+    assert all(args == (x.dtype, y.dtype, 5) and named == {"grid": (1,), **options} for _, args, named in kernel.bound)
+    assert [run[:1] + run[-5:] for run in kernel.compiled[0].runs] == [(16, 16, 32, 5, 2, 1), (48, 48, 32, 5, 2, 1)]
 
 
 def test_parts_of_a_workspace_are_apart_and_aligned() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.engine.kernels import tiles, tiles_layout
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
@@ -183,3 +186,42 @@ def test_nothing_to_attend_to(N: int, bounds: list[int] | None) -> None:
     q, k, v, _ = made(N, batch=1)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     torch.testing.assert_close(*(attention(q, k, v, cu_seqlens=cu_seqlens, backend=name) for name in ("tiles", "math")))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "cu_seqlens": torch.tensor([0, 7, 20], dtype=torch.int32)},
+        {"head_offsets": "blocked", "tail": "zero_keys", "mixture_grad": "detached"},
+        {"key_padding_mask": torch.arange(20)[None] > 15},
+    ],
+    ids=["plain", "documents", "torchscale", "padding"],
+)
+def test_what_compiles_ahead_is_what_is_launched(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes are run on meta tensors, as on a GPU: they start the launches of the pass itself, with equal dtypes and constants."""
+    started: list[Any] = []
+    launched: list[Any] = []
+    launch: Any = KernelLaunch.__call__
+    ahead: Any = tiles.compile_ahead
+
+    def recorded(self: KernelLaunch, pointers: Any, tensors: Any, device: int) -> None:
+        dtypes = [x.dtype for x in tensors()]
+        (started if device == NO_DEVICE else launched).append((self.kernel.fn.__name__, dtypes, self.constants, self.options))
+        if device != NO_DEVICE:
+            launch(self, pointers, tensors, device)
+
+    def on_gpu(pattern: Any, shape: Any, tensors: Any, call: Any, **which: bool) -> None:
+        there = [SimpleNamespace(shape=x.shape, stride=x.stride, dtype=x.dtype, device=torch.device("cuda")) for x in tensors]
+        ahead(pattern, shape, there, call, **which)
+
+    monkeypatch.setattr(KernelLaunch, "__call__", recorded)
+    monkeypatch.setattr(tiles, "compile_ahead", on_gpu)
+    monkeypatch.setattr(tiles, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(tiles, "_started", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3))
+    branches: dict[str, Any] = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]} | options
+    dilated_attention(q, k, v, **branches, backend="tiles").sum().backward()
+    assert len(started) > 4
+    assert all(one in launched for one in started) and all(one in started for one in launched)

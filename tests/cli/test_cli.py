@@ -218,8 +218,30 @@ def test_a_reader_that_has_gone_ends_it_without_a_traceback() -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("command", ["info", "show", "plan", "recommend", "bench", "generate", "evaluate"])
+@pytest.mark.parametrize("command", ["info", "show", "plan", "recommend", "bench", "generate", "evaluate", "warmup"])
 def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0 and f"dilated_attention {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["gigapath-12l768d --train", "dilated --segment-lengths 64 256 --dilation-rates 1 2 --heads 4", "dense"])
+def test_warmup_needs_a_gpu(what: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["warmup", *what.split()]) == 1
+    captured = capsys.readouterr()
+    assert "compiles for this machine's GPU, and torch sees none" in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("gigapath-12l768d --heads 4", "--heads given, which gigapath-12l768d does not take: drop --heads"),
+        ("dense --segment-lengths 64", "--segment-lengths given, which dense does not take"),
+        ("dilated", "a dilated pattern needs --segment-lengths and --dilation-rates"),
+    ],
+)
+def test_warmup_refuses_what_does_not_belong_together(line: str, text: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["warmup", *line.split()])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention import attention, block_sparse_attention, dilated_attention
+from dilated_attention import attention, block_sparse_attention, create_model, dilated_attention
+from dilated_attention.cli import main
 from dilated_attention.pattern import BigBird
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -88,3 +91,35 @@ def test_a_kind_of_call_has_few_variants(name: str) -> None:
         CALLS[name](q, k, v).sum().backward()
     grown = {kernel: count - before.get(kernel, 0) for kernel, count in variants().items()}
     assert max(grown.values()) <= 2, grown
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "bigbird"])
+def test_a_first_call_compiles_ahead_what_it_launches(name: str) -> None:
+    """With a number of heads and a head dimension that no other test uses. What was compiled ahead and not launched stays a future."""
+    from dilated_attention.backends.tiles import launch
+
+    before = set(launch._compiled)
+    q, k, v = (torch.randn(1, 3001, 6, 24, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+    CALLS[name](q, k, v).sum().backward()
+    compiled = {key[0].__name__: kernel for key, kernel in launch._compiled.items() if key not in before}
+    assert not [kernel for kernel, made in compiled.items() if isinstance(made, Future)]
+
+
+def test_a_slide_encoder_compiles_ahead_what_it_launches() -> None:
+    from dilated_attention.backends.tiles import launch
+
+    before = set(launch._compiled)
+    model = create_model("gigapath-12l768d", num_layers=2, embed_dim=640, device="cuda").train()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = model(torch.randn(1, 3001, 1536, device="cuda"), torch.zeros(1, 3001, 2, device="cuda"))
+    out.float().sum().backward()
+    compiled = {key[0].__name__: kernel for key, kernel in launch._compiled.items() if key not in before}
+    assert compiled and not [kernel for kernel, made in compiled.items() if isinstance(made, Future)]
+
+
+def test_warmup_lists_what_it_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a head dimension that no other test uses; kernels may be cached on disk."""
+    line = "warmup dilated --heads 6 --head-dim 56 --segment-lengths 1024 8192 --dilation-rates 1 4 --json"
+    assert main(line.split()) == 0
+    kernels = {row["kernel"] for row in json.loads(capsys.readouterr().out)["kernels"]}
+    assert {"forward_kernel", "merge_kernel", "key_kernel", "query_kernel", "sum_kernel"} <= kernels

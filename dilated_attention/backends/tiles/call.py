@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
-from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.hardware import capability, on_device
 from dilated_attention.backends.tiles import padding as pad
-from dilated_attention.backends.tiles.launch import KernelLaunch
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.scratch import Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
@@ -80,7 +80,10 @@ def constants_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int
 
 
 class Prepared:
-    """What all launches of a call on one device share: tables, constants and grids. It is built once."""
+    """What all launches of a call on one device share: tables, constants and grids. It is built once.
+
+    That of meta tensors only starts compiling what the current GPU will need.
+    """
 
     def __init__(self, call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         walk = call.walk
@@ -107,7 +110,7 @@ class Prepared:
         self._made: dict[tuple[TableKey, ...], Tables] = {}
         self._counts: dict[TableKey, int] = {}
         self._starts: Tensor | None = None
-        self._stream, self._copied = -1, None if device.type == "cpu" else torch.cuda.Event()
+        self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
         D0, D1 = head_blocks(head_dim)
         # the longest document, and the most positions that a segment takes
         self.longest_document = max(end - start for start, end in walk.documents)
@@ -119,9 +122,9 @@ class Prepared:
         # words per branch in a packed mask
         self.words = max(pad.words_of(rate, self.num_keys) for _, rate in walk.branches)
         self.columns = 1 << (head_dim - 1).bit_length()
-        self.index = device.index or 0
+        self.index = NO_DEVICE if device.type == "meta" else device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
-        self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
+        self.small = (of_gpu := capability(device)) is not None and of_gpu not in _LARGE
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ import triton
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
 # releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding
 _KNOWN = ("3.6.", "3.7.")
-# compiled kernels by all that Triton selects them by: a new length finds its kernels here
+NO_DEVICE = -1
+# compiled kernels, or those being compiled, by all that Triton selects them by: a new length finds its kernels here
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -54,10 +57,24 @@ class KernelLaunch:
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[Any]], device: int) -> None:
-        """Launches the kernel. ``pointers`` are those of ``tensors()``, on the current device; 0 for a tensor that is None."""
+        """Launches the kernel.
+
+        Args:
+            pointers: those of ``tensors()``, on the current device; 0 for a tensor that is None.
+            device: its index. ``NO_DEVICE``, for meta tensors: compiling for the current device starts, and nothing is launched.
+        """
+        if device == NO_DEVICE:
+            self._start(tensors(), torch.cuda.current_device())
+            return
         aligned, compiled = all_aligned(pointers), self._compiled
         if compiled is None and aligned and self.dtypes is not None:
-            compiled = self._keep(_compiled.get(self._variant(len(pointers), device)), len(pointers))
+            variant = self._variant(len(pointers), device)
+            compiled = _compiled.get(variant)
+            if isinstance(compiled, Future):
+                # without it, should the compiler raise an error here, the next launch compiles again
+                _compiled.pop(variant, None)
+                compiled = _compiled[variant] = compiled.result()
+            self._keep(compiled, len(pointers))
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(*self.programs, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
@@ -71,12 +88,18 @@ class KernelLaunch:
             if self.dtypes is not None:
                 _compiled[self._variant(len(pointers), device)] = compiled
 
-    def _keep(self, compiled: Any, num_tensors: int) -> Any:
+    def _start(self, tensors: Sequence[Any], device: int) -> None:
+        """Starts compiling the kernel for aligned tensors of these dtypes, unless that is done or under way."""
+        variant = self._variant(len(tensors), device)
+        if variant is not None and variant not in _compiled and triton.__version__.startswith(_KNOWN):
+            arguments = *(None if x is None else x.dtype for x in tensors), *self.numbers
+            _compiled[variant] = ahead.submit(self.kernel, arguments, self.constants | self.options, device)
+
+    def _keep(self, compiled: Any, num_tensors: int) -> None:
         if compiled is not None:
             names = self.kernel.arg_names[num_tensors + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             self._compiled = compiled
-        return compiled
 
     def _variant(self, num_tensors: int, device: int) -> Hashable:
         """Returns all that Triton selects a compiled kernel by, for aligned tensors."""

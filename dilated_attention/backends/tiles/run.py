@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Words, threshold_of
-from dilated_attention.backends.hardware import has_gluon, on_device
+from dilated_attention.backends.hardware import capability, has_gluon, on_device
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
@@ -26,7 +25,8 @@ _MERGE, _SUM = 4096, 4096
 
 def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
     """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
-    if p.device.type != "cuda" or torch.cuda.get_device_capability(p.device)[0] != 9 or not has_gluon():
+    of_gpu = capability(p.device)
+    if of_gpu is None or of_gpu[0] != 9 or not has_gluon():
         return None
     from dilated_attention.backends.tiles.hopper import launches
 

@@ -66,6 +66,7 @@ def _choose(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call,
         from dilated_attention.engine.kernels import tiles
 
         shares = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
+        tiles.compile_ahead(pattern, shape, tensors, call, is_backward=is_backward, is_saved=is_saved)
         return functools.partial(tiles.backward if is_backward else tiles.forward, shares)
     if not is_saved and (options := _one_launch(pattern, shape, tensors, call)) is not None:
         return functools.partial(sequential.backward_at_once if is_backward else sequential.forward_at_once, options)

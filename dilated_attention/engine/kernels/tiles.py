@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.dropout_triton import dropout_words
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles import run as tiles
 from dilated_attention.backends.tiles.backend import float32_precision
 from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
@@ -20,6 +22,8 @@ from dilated_attention.engine.kernels.tiles_layout import layout_of, ranges_of
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[Tensor, ...]
+# kinds of passes whose kernels are compiled or being compiled
+_started: set[Hashable] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,30 @@ def make_shares(
         made = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
         shares.append(Share(batch, heads, len(ranges) == 1, made))
     return tuple(shares)
+
+
+def compile_ahead(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, is_backward: bool, is_saved: bool) -> None:
+    """Starts compiling all kernels of a pass over tensors like these, unless it did so for one of the kind: a run on meta tensors does."""
+    *_, dtype, device = kind = (
+        pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
+        call.padding is None, call.detached, is_backward, is_saved, tensors[0].shape[-1], tensors[0].dtype, tensors[0].device,
+    )  # fmt: skip
+    # the words of dropout are drawn by a kernel that takes no meta tensors
+    if device.type != "cuda" or call.dropout_p or kind in _started:
+        return
+    _started.add(kind)
+    *dout, q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta") for x in tensors[: 3 + is_backward])
+    if call.padding is not None:
+        call = replace(call, padding=call.padding.to("meta"))
+    shares = make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
+    saved = q.new_empty(0) if is_saved else None
+    with on_device(device):
+        if is_backward:
+            out = torch.empty(q.shape, dtype=dtype, device="meta")
+            lse = out.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+            backward(shares, (*dout, q, k, v, out, lse), call, None, saved)
+        else:
+            forward(shares, q, k, v, call, saved)
 
 
 def forward(

@@ -16,6 +16,7 @@ import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Capabilities, new_lse
+from dilated_attention.backends.tiles.ahead import is_compiling
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches import strategy
 from dilated_attention.engine.branches.launch_views import Call
@@ -285,6 +286,10 @@ class ResolvedDilated(LocalCall):
             elif self.documents is None:
                 elements = saved_elements(q, k, self.settings, None)
             run = strategy.choose_forward(pattern, shape, tensors, call, saves=elements > 0)
+            if self.settings.needs_grad and is_compiling():
+                # the first call of a kind: kernels of its backward are compiled beside those of the forward
+                like = new_like(q)
+                self.make_pass((q, k, v, like, like), padding, seed, elements > 0)
         # the mask and the seed belong to a single call, so the record holds neither
         made = ResolvedPass(replace(call, padding=None, seed=0), run, elements, call.backend.capabilities)
         self.keep_pass(tensors, made)

@@ -1,0 +1,49 @@
+"""Compiles kernels in threads, side by side: most of Triton's compiler runs outside Python's lock, or as another process.
+
+There are no threads before the first GPU kernel. So a forked process, which cannot use the GPU of its parent, needs none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+_last: Future[Any] | None = None
+
+
+def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Future[Any]:
+    """Returns the kernel that a launch with these arguments, dtypes in place of tensors, will select."""
+    global _last
+    _last = _pool().submit(_compile, kernel, arguments, options, device)
+    return _last
+
+
+def is_compiling() -> bool:
+    """Whether the kernel that was submitted last is still being compiled."""
+    return _last is not None and not _last.done()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    from triton.runtime import driver
+    from triton.runtime.cache import triton_key
+
+    # what every compilation needs is made once, not by several threads at a time
+    driver.active.get_current_device()
+    triton_key()
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "dilated_attention.compile")
+
+
+def _compile(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Any:
+    from triton.runtime import driver
+
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments, grid=(1,), **options)
+        # Triton 3.6 builds a launcher in C at a kernel's first launch, unless it is cached on disk
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
