@@ -14,13 +14,11 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import KernelLaunch
-from dilated_attention.backends.tiles.scratch import Extent
+from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
-# compute capabilities with 163 KiB of shared memory per program, or more
-_LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 # documents that a program takes at a time
 _DOCUMENTS = 512
 # a table: whether of keys, and the positions of a tile
@@ -121,7 +119,7 @@ class Prepared:
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
-        self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _LARGE
+        self.small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in LARGE_MEMORY
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: Tensor | None) -> Tensor | None:
