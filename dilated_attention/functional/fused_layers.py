@@ -312,7 +312,8 @@ def _prepare(
     eps: float, dtype: torch.dtype, narrows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (z, mean and 1/std of each row (2, M), x̂ or an empty tensor) of rows x (M, K)."""
-    z, normal = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape if narrows else (0,), dtype=dtype)
+    # not empty_like, whose meta function imports sympy: what compiles ahead comes here with meta tensors
+    z, normal = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if narrows else (0,), dtype=dtype)
     stats = x.new_empty((0 if norm == "none" else 2, x.shape[0]), dtype=torch.float32)
     if not isinstance(x, FakeTensor):
         from dilated_attention.functional import fused_layers_triton
@@ -345,7 +346,7 @@ def _add_dropped(
 ) -> torch.Tensor:
     """Returns x (or 0) + path · dropout(y) in ``dtype``."""
     x, y, path = None if x is None else x.contiguous(), y.contiguous(), None if path is None else path.float().contiguous()
-    out = torch.empty_like(y, dtype=dtype)
+    out = y.new_empty(y.shape, dtype=dtype)
     if not isinstance(y, FakeTensor):
         from dilated_attention.functional import fused_layers_triton
 

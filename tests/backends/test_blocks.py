@@ -17,8 +17,8 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, Options, detect, registry
 from dilated_attention.backends.block_kernels import triton as triton_blocks
-from dilated_attention.backends.block_kernels.triton import Tile, Tuning
 from dilated_attention.backends.dropout import Dropout, keep_mask
+from dilated_attention.backends.tiles.sizes import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.backends.torch_ops.flex import block_mask
 from dilated_attention.testing import low_precision_bound, max_error, relative_bound
@@ -82,16 +82,14 @@ def has_dlse(backend: str) -> bool:
     return registry.get(backend).capabilities.lse_grad
 
 
-def run(problem: Problem, backend: str, lists: Sequence[Any] = (), **options: Any) -> list[torch.Tensor]:
+def run(problem: Problem, backend: str, lists: Sequence[Any] = ()) -> list[torch.Tensor]:
     """out, lse, and the sum of the gradients over the parts ``lists``, each with the whole's out and lse; nothing for the whole."""
     engine, case, dlse = registry.get(backend), problem.case, problem.dlse if has_dlse(backend) else None
     tensors = (problem.q, problem.k, problem.v)
-    out, lse = engine.forward(*tensors, problem.options, problem.lists, **options)
+    out, lse = engine.forward(*tensors, problem.options, problem.lists)
     assert out.dtype is case.dtype and lse.dtype is (torch.float64 if case.dtype is torch.float64 else torch.float32)
     assert out.shape == problem.q.shape and lse.shape == (case.batch, case.heads, case.num_queries)
-    shares = [
-        engine.backward(problem.dout, *tensors, out, lse, problem.options, part, dlse=dlse, **options) for part in lists or [problem.lists]
-    ]
+    shares = [engine.backward(problem.dout, *tensors, out, lse, problem.options, part, dlse=dlse) for part in lists or [problem.lists]]
     assert [x.shape for x in shares[0]] == [x.shape for x in tensors]
     assert all(x.dtype in (case.dtype, torch.float32) for x in shares[0])
     return [out, lse, *(sum(parts) for parts in zip(*shares, strict=True))]  # type: ignore[list-item]
@@ -199,19 +197,11 @@ def test_a_cpu_takes_every_list(backend: str) -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("masks", ["bits", "interval", "none"])
-def test_tiles_smaller_than_blocks(masks: str) -> None:
+def test_tiles_smaller_than_blocks(masks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("triton", replace(FIRST, q_block=128, k_block=128, heads=1, kv_heads=1, masks=masks))
     for tile in ((64, 32), (32, 64)):
-        tuning = Tuning(**{name: Tile(*tile, 4, 2) for name in ("forward", "dq", "dkdv")})
-        check(run(problem, "triton", tuning=tuning), expected(problem), TOLERANCES["triton"])
-
-
-@interpreted
-def test_strides_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do where 128 positions span 2^31 elements, on tensors that fit in memory."""
-    monkeypatch.setattr(triton_blocks, "_wide", lambda strides, align: True)
-    problem = problem_of("triton", replace(FIRST, heads=1, kv_heads=1))
-    check(run(problem, "triton"), expected(problem), TOLERANCES["triton"])
+        monkeypatch.setattr(triton_blocks, "_sizes_for", lambda *_, tile=tile: TileSizes(*tile, 4, 2))
+        check(run(problem, "triton"), expected(problem), TOLERANCES["triton"])
 
 
 @interpreted

@@ -165,7 +165,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops run their Triton kernels, interpreted, on a CPU's tensors."""
     pytest.importorskip("triton")
     monkeypatch.setattr(selection, "has_kernels", lambda x: x.dtype is not torch.float64)
-    monkeypatch.setattr(bitmask, "has_kernels", lambda x: True)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -246,15 +245,12 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
     assert not torch.equal(pattern.choose(-q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True), whole)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("N", "block"), zip((300, 200, 320, 1), SIZES, strict=True))
-def test_lists_are_the_kept_pairs(N: int, block: tuple[int, int], is_causal: bool, fused: bool, request: pytest.FixtureRequest) -> None:
+def test_lists_are_the_kept_pairs(N: int, block: tuple[int, int], is_causal: bool) -> None:
     pattern = TopBlocks(blocks=3, block_size=block)
     q, k = torch.randn(2, N, 3, 8), torch.randn(2, N, 1, 8)
     chosen = pattern.choose(q, k, is_causal=is_causal)
-    if fused:
-        request.getfixturevalue("kernels")
     lists = lists_of_kept(chosen.kept, pattern, N, N, is_causal=is_causal)
     assert (lists.num_batch, lists.num_heads, lists.row_starts.dtype) == (2, 3, torch.int32)
     expected = torch.cat([chosen[b].dense_mask(N, N, 3, is_causal=is_causal) for b in range(2)])
@@ -272,15 +268,12 @@ def test_lists_are_the_kept_pairs(N: int, block: tuple[int, int], is_causal: boo
     assert torch.equal(expanded(alone, alone.num_groups), expanded(other, other.num_groups))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
-def test_lists_of_some_rows_of_a_longer_sequence(fused: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_some_rows_of_a_longer_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries from position 256 on, blocks cut by causality, few blocks at a time; and nothing kept at all."""
     monkeypatch.setattr(bitmask, "_CHUNK", 16)
     pattern = TopBlocks(blocks=3, block_size=(128, 64))
     q, k = torch.randn(1, 200, 2, 8), torch.randn(1, 600, 2, 8)
     chosen = pattern.choose(q, k, is_causal=True, query_offset=256)
-    if fused:
-        request.getfixturevalue("kernels")
     lists = lists_of_kept(chosen.kept, pattern, 200, 600, is_causal=True, query_offset=256)
     assert torch.equal(expanded(lists, lists.num_groups), chosen.dense_mask(200, 600, 2, is_causal=True, query_offset=256))
     nothing = lists_of_kept(torch.zeros_like(chosen.kept), pattern, 200, 600, is_causal=True, query_offset=256)
@@ -308,8 +301,6 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
 @pytest.mark.parametrize("amount", [{"blocks": 3}, {"density": 1.0}], ids=str)
 def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any], fused: bool, request: pytest.FixtureRequest) -> None:
     """Its missing queries would add a block of the diagonal, which counts only where they may not change what the others keep."""
-    if fused:
-        request.getfixturevalue("kernels")
     q, k = (torch.randn(1, 130, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
     of_table = BlockTensor(torch.ones(2, 3, dtype=torch.bool), block_size=(128, 64))
     for change, kept in (

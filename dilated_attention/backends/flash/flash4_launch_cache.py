@@ -11,67 +11,22 @@ if the interface copies inputs first, if it uses more scratch memory than expect
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 _MOST_RECORDINGS = 2048
-# the interface's functions whose caches are being watched, with their original caches
-_replaced: list[tuple[Any, Any]] = []
-
-
-def _put_back(all_but: int = 0) -> None:
-    """Restores the original caches, except those of the first ``all_but`` functions."""
-    while len(_replaced) > all_but:
-        owner, cache = _replaced.pop()
-        owner.compile_cache = cache
-
-
 _lock = threading.RLock()
-
-
-@dataclass(frozen=True)
-class _Scratch:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    zeroed: bool
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A placeholder in a tuple or list among the arguments, for the tensor with this index into inputs + scratch."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Recording:
-    """Recorded kernels and their arguments.
-
-    Each step is (kernel, arguments, places, groups). ``places`` are (position of the argument, index into inputs + scratch) for tensors;
-    all other arguments are kept as they were. ``groups`` are the positions of arguments that are tuples or lists with tensors (block
-    lists); these hold ``_Place`` objects.
-    """
-
-    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
-    scratch: tuple[_Scratch, ...]
-
-    def run(self, tensors: Sequence[Tensor]) -> None:
-        device = tensors[0].device
-        held = [*tensors, *((torch.zeros if s.zeroed else torch.empty)(s.shape, dtype=s.dtype, device=device) for s in self.scratch)]
-        for kernel, arguments, places, groups in self.steps:
-            filled = list(arguments)
-            for position, index in places:
-                filled[position] = held[index]
-            for position in groups:
-                filled[position] = _mapped(filled[position], lambda x: held[x.index] if isinstance(x, _Place) else x)
-            kernel(*filled)
+# a kernel and its arguments
+_Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+# takes an argument from inputs + scratch
+_Taker = Callable[[list[Tensor]], Any]
 
 
 class Replay:
@@ -87,7 +42,7 @@ class Replay:
         self._owners = owners
         self._num_scratch = num_scratch
         self._num_zeroed = num_zeroed
-        self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, Callable[[Sequence[Tensor]], None] | None] = OrderedDict()
 
     def __call__(
         self,
@@ -107,7 +62,7 @@ class Replay:
         key = (shapes, settings, first.dtype, first.device, *[x.data_ptr() % 16 for x in tensors])
         recording = self._recordings.get(key)
         if recording is not None:
-            recording.run(tensors)
+            recording(tensors)
         elif key in self._recordings or not all(hasattr(getattr(interface, name, None), "compile_cache") for name in self._owners):
             call()
         else:
@@ -119,17 +74,17 @@ class Replay:
             # an argument could be either of two identical tensors, which may differ in the next call
             call()
             return
-        steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        steps: _Steps = []
         with _lock:
-            before = len(_replaced)
+            owners = [getattr(interface, name) for name in self._owners]
+            caches = [owner.compile_cache for owner in owners]
             try:
-                for name in self._owners:
-                    owner = getattr(interface, name)
-                    _replaced.append((owner, owner.compile_cache))
-                    owner.compile_cache = _Watched(owner.compile_cache, steps)
+                for owner, cache in zip(owners, caches, strict=True):
+                    owner.compile_cache = _Watched(cache, steps)
                 call()
             finally:
-                _put_back(before)
+                for owner, cache in zip(owners, caches, strict=True):
+                    owner.compile_cache = cache
             self._recordings[key] = _recording(steps, spans, self._num_scratch, self._num_zeroed)
             while len(self._recordings) > _MOST_RECORDINGS:
                 self._recordings.popitem(last=False)
@@ -151,7 +106,7 @@ def replay_backward(q: Tensor, k: Tensor) -> Replay:
 class _Watched:
     """A kernel cache that records which of its kernels this thread calls, and with which arguments."""
 
-    def __init__(self, cache: Any, steps: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    def __init__(self, cache: Any, steps: _Steps) -> None:
         self._cache = cache
         self._steps = steps
         self._thread = threading.get_ident()
@@ -177,61 +132,52 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
 
 
-def _recording(
-    steps: list[tuple[Callable[..., Any], tuple[Any, ...]]], spans: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int
-) -> _Recording | None:
-    """Returns the steps with every tensor identified, or None if some tensor is neither an input nor plain scratch memory."""
-    known = {span: index for index, span in enumerate(spans)}
+def _recording(steps: _Steps, spans: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int) -> Callable[[Sequence[Tensor]], None] | None:
+    """Returns what runs the steps on other inputs, or None if some tensor is neither an input nor plain scratch memory."""
+    places = {span: index for index, span in enumerate(spans)}
     used: set[int] = set()
-    scratch: list[_Scratch] = []
+    scratch: list[Callable[[], Tensor]] = []
+
+    def taker(argument: Any, is_whole: bool = True) -> _Taker | None:
+        """Returns None for an argument without tensors, which stays as it was. Raises KeyError for an unknown tensor."""
+        if isinstance(argument, Tensor):
+            identity = _identity(argument)
+            # a tensor in a list (block lists) that is no input is one that the interface created itself
+            if is_whole and identity not in places and argument.is_contiguous() and not argument.storage_offset():
+                places[identity] = len(spans) + len(scratch)
+                make = torch.zeros if len(scratch) >= num_scratch - num_zeroed else torch.empty
+                scratch.append(functools.partial(make, argument.shape, dtype=argument.dtype, device=argument.device))
+            used.add(places[identity])
+            return operator.itemgetter(places[identity])
+        if not isinstance(argument, (tuple, list)):
+            if any(isinstance(x, Tensor) for x in getattr(argument, "__dict__", {}).values()):
+                raise KeyError(argument)
+            return None
+        takers = [taker(x, False) for x in argument]
+        if not any(takers):
+            return None
+        parts = [(take, None if take else x) for take, x in zip(takers, argument, strict=True)]
+        rebuilt = getattr(type(argument), "_make", type(argument))
+        return lambda tensors: rebuilt([take(tensors) if take else x for take, x in parts])
+
     recorded = []
-
-    def place_of(tensor: Tensor) -> int | None:
-        identity = _identity(tensor)
-        if identity not in known:
-            if not tensor.is_contiguous() or tensor.storage_offset():
-                return None
-            known[identity] = len(spans) + len(scratch)
-            scratch.append(_Scratch(tuple(tensor.shape), tensor.dtype, len(scratch) >= num_scratch - num_zeroed))
-        used.add(known[identity])
-        return known[identity]
-
-    for kernel, arguments in steps:
-        places, groups = [], []
-        kept = list(arguments)
-        for position, argument in enumerate(arguments):
-            if isinstance(argument, Tensor):
-                place = place_of(argument)
-                if place is None:
-                    return None
-                places.append((position, place))
-                kept[position] = None
-            elif isinstance(argument, (tuple, list)) and _holds_tensor(argument):
-                # an unknown tensor is one that the interface created itself
-                unknown = [x for x in tree_leaves(argument) if isinstance(x, Tensor) and _identity(x) not in known]
-                if unknown:
-                    return None
-                used.update(known[_identity(x)] for x in tree_leaves(argument) if isinstance(x, Tensor))
-                kept[position] = _mapped(argument, lambda x: _Place(known[_identity(x)]) if isinstance(x, Tensor) else x)
-                groups.append(position)
-            elif _holds_tensor(argument):
-                return None
-        recorded.append((kernel, tuple(kept), tuple(places), tuple(groups)))
+    try:
+        for kernel, arguments in steps:
+            takers = [(position, take) for position, x in enumerate(arguments) if (take := taker(x))]
+            taken = {position for position, _ in takers}
+            recorded.append((kernel, [None if i in taken else x for i, x in enumerate(arguments)], takers))
+    except KeyError:
+        return None
     # an input that was passed to no kernel was copied first; more scratch than expected may be such copies
     if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(spans))):
         return None
-    return _Recording(tuple(recorded), tuple(scratch))
 
+    def run(inputs: Sequence[Tensor]) -> None:
+        tensors = [*inputs, *(make() for make in scratch)]
+        for kernel, constants, takers in recorded:
+            arguments = constants.copy()
+            for position, take in takers:
+                arguments[position] = take(tensors)
+            kernel(*arguments)
 
-def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies ``change`` to the leaves of nested tuples and lists, including named tuples."""
-    if not isinstance(argument, (tuple, list)):
-        return change(argument)
-    parts = [_mapped(x, change) for x in argument]
-    return type(argument)(*parts) if hasattr(argument, "_fields") else type(argument)(parts)
-
-
-def _holds_tensor(argument: Any) -> bool:
-    if isinstance(argument, (tuple, list)):
-        return any(isinstance(x, Tensor) or _holds_tensor(x) for x in argument)
-    return any(isinstance(x, Tensor) for x in getattr(argument, "__dict__", {}).values())
+    return run

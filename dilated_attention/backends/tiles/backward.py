@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.tiles.lists import hide_listed, hide_pairs, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
@@ -31,9 +32,10 @@ from dilated_attention.backends.tiles.rows import (
 @triton.jit
 def _query_step(
     a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale,
+    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale, lists, entry, i0, num_queries,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of keys [a, a + BLOCK) to dq."""
     j = a + tl.arange(0, BLOCK)
@@ -45,14 +47,16 @@ def _query_step(
         k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
     # Padded keys are all zeros, so any finite ds adds nothing to dq. If weights are at most 1, ds is finite where dq is, except in float16,
     # whose range is too small.
-    BOUNDED: tl.constexpr = PADDING and k0.dtype != tl.float16
+    BOUNDED: tl.constexpr = PADDING and FORM is None and k0.dtype != tl.float16
     x = product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None]
     if BOUNDED:
         x = tl.minimum(x, 0.0)
     p = tl.exp2(x)
-    if MASKED:
+    if FORM is not None:
+        p = hide_listed(p, 0.0, lists, entry, i0, a, num_queries, count, padding_ptr, i.shape[0], BLOCK, PADDING, FORM)
+    elif MASKED:
         p = tl.where(valid[None, :] & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT), p, 0.0)
-    if PADDING and not BOUNDED:
+    if PADDING and FORM is None and not BOUNDED:
         p = hide(p, padding_ptr, pad_first + a, 0.0, BLOCK)
     dp = product(d0, d1, v0, v1, D1, PRECISION)
     if DROPOUT:
@@ -76,19 +80,23 @@ def query_kernel(
     scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
-    DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip  # fmt: skip
-    """Computes dq of ROWS queries of one head.
+    DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+):  # fmt: skip
+    """Computes dq of ROWS queries of one head, of a table of tiles (FORM is None) or of ``lists``.
 
     It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words. OWN: ``out_ptr`` holds each branch's
     own output by place.
     """
     pid = tl.program_id(0)
-    head = pid % num_heads
-    batch = (pid // num_heads % num_batches).to(tl.int64)
-    branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
-        rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
-    )
+    if FORM is None:
+        head = pid % num_heads
+        batch = (pid // num_heads % num_batches).to(tl.int64)
+        branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
+            rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+        )
+    else:
+        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, FORM.tile_block // ROWS)
+        branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
     i0 = low + tile * ROWS
     if i0 < high:
         local = tl.arange(0, ROWS)
@@ -128,6 +136,9 @@ def query_kernel(
         # a row without keys gets an lse of +inf, so its weights are 0
         STATS: tl.constexpr = 4 if DROPOUT else 2
         lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+        if FORM is not None:
+            # nor does a row that takes no part have a δ, whatever its dlse is
+            delta = tl.where(lse == float("inf"), 0.0, delta)
         row_at = stats_ptr + STATS * (head_row * delta_rows) + part + local
         if DROPOUT:
             # the factor of the kept weights is applied at the end, so ds is computed without it
@@ -142,22 +153,34 @@ def query_kernel(
         k_steps, v_steps = block * k_step, block * v_step
         pad_base, pad_first, words_base = padding_ptr, first, words_b_ptr
         word_steps = tl.arange(0, BLOCK) * rate
-        if PADDING:
+        if PADDING and FORM is not None:
+            pad_base = padding_ptr + batch * pad_b
+        elif PADDING:
             pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             words_base = words_b_ptr + head_row * num_keys + first
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
-        parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
-        for x in tl.static_range(0 if LEFT else 1, 3):
-            for a in tl.range(parts[x], parts[x + 1], BLOCK, num_stages=STAGES):
+        if FORM is None:
+            parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
+        else:
+            SUBS: tl.constexpr = FORM.visited_block // BLOCK
+            start, end, block_column = list_steps(lists, batch, head, block_row, SUBS)
+            parts = (start, start, end)
+        for x in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
+            for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
+                a = step
+                if FORM is not None:
+                    a = block_column * FORM.visited_block + step % SUBS * BLOCK
+                    block_column = next_block(lists, step, end, SUBS)
                 acc0, acc1 = _query_step(
                     a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    D, D0, D1, BLOCK, x != 1, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    lists, step // SUBS if FORM is not None else 0, i0, num_queries,
+                    D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM,
                 )  # fmt: skip
-        if branch == direct:
+        if FORM is not None or branch == direct:
             dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
             dq_steps = local.to(tl.int64) * dq_n
         else:
@@ -171,9 +194,9 @@ def query_kernel(
 @triton.jit
 def _key_step(
     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, high, left, right,
-    words_base, delta_rows, word_b, threshold, scale,
+    words_base, delta_rows, word_b, threshold, scale, lists, entry, j0, count,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Adds the contributions of queries [a, a + BLOCK) to dk and dv; scores are (keys, queries)."""
     i = a + tl.arange(0, BLOCK)
@@ -192,6 +215,10 @@ def _key_step(
     p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :])
     if MASKED and (LEFT or RIGHT):
         p = tl.where(seen(i[None, :], j[:, None], left, right, LEFT, RIGHT), p, 0.0)
+    if FORM is not None and FORM.masks > 0:
+        p = hide_pairs(
+            p, 0.0, lists, entry, a, j0, high, count, BLOCK, j.shape[0], FORM.visited_block, FORM.tile_block, FORM.masks, True
+        )  # fmt: skip
     dp = product(v0, v1, d0, d1, D1, PRECISION)
     weights = p
     if DROPOUT:
@@ -222,20 +249,26 @@ def key_kernel(
     right, scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip  # fmt: skip
-    """Computes dk and dv of ROWS keys.
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+):  # fmt: skip
+    """Computes dk and dv of ROWS keys, of a table of tiles (FORM is None) or of ``lists``.
 
     SHARED: for one key/value head, over all its query heads, which have equal offsets; otherwise for one query head.
     """
     pid = tl.program_id(0)
     heads = kv_heads if SHARED else num_heads
-    own_head = pid % heads
-    batch = (pid // heads % num_batches).to(tl.int64)
-    first_head = own_head * group if SHARED else own_head
-    branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-        rows_ptr, pid // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
-    )
+    if FORM is None:
+        own_head = pid % heads
+        batch = (pid // heads % num_batches).to(tl.int64)
+        first_head = own_head * group if SHARED else own_head
+        branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
+            rows_ptr, pid // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+        )
+    else:
+        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, FORM.tile_block // ROWS)
+        first_head = own_head * group
+        branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
+        delta_place = place
     kv_head = (first_head // group).to(tl.int64)
     j0 = tile * ROWS
     if j0 < count:
@@ -257,17 +290,18 @@ def key_kernel(
         dk0, dv0 = tl.zeros([ROWS, D0], tl.float32), tl.zeros([ROWS, D0], tl.float32)
         dk1, dv1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32), tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(j0 + ROWS, count) - 1
-        # queries [begin, end) see some key of the tile; queries [full_begin, full_end) see all of them
-        begin, end, full_begin, full_end = low, high, low, high
-        if RIGHT:
-            begin = tl.minimum(tl.maximum(j0 - right, low), high)
-            full_begin = tl.maximum(last - right, begin)
-        if LEFT:
-            end = tl.maximum(tl.minimum(high, last + left + 1), begin)
-            full_end = tl.maximum(tl.minimum(high, j0 + left + 1), begin)
-        full_begin = tl.minimum(begin + (full_begin - begin + BLOCK - 1) // BLOCK * BLOCK, end)
-        full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
-        parts = (begin, full_begin, full_end, end)
+        if FORM is None:
+            # queries [begin, end) see some key of the tile; queries [full_begin, full_end) see all of them
+            begin, end, full_begin, full_end = low, high, low, high
+            if RIGHT:
+                begin = tl.minimum(tl.maximum(j0 - right, low), high)
+                full_begin = tl.maximum(last - right, begin)
+            if LEFT:
+                end = tl.maximum(tl.minimum(high, last + left + 1), begin)
+                full_end = tl.maximum(tl.minimum(high, j0 + left + 1), begin)
+            full_begin = tl.minimum(begin + (full_begin - begin + BLOCK - 1) // BLOCK * BLOCK, end)
+            full_end = full_begin + tl.maximum(full_end - full_begin, 0) // BLOCK * BLOCK
+            parts = (begin, full_begin, full_end, end)
         for h in range(group if SHARED else 1):
             head = first_head + h
             head64, head_row = head.to(tl.int64), batch * num_heads + head
@@ -280,12 +314,21 @@ def key_kernel(
             words_base = (delta_base + 2 * delta_rows).to(tl.pointer_type(tl.int32), bitcast=True)
             if DROPOUT:
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
-            for x in tl.static_range(0 if RIGHT else 1, 3):
-                for a in tl.range(parts[x], parts[x + 1], BLOCK, num_stages=STAGES):
+            if FORM is not None:
+                SUBS: tl.constexpr = FORM.visited_block // BLOCK
+                start, stop, block_row = list_steps(lists, batch, head, block_column, SUBS)
+                parts = (start, start, stop)
+            for x in tl.static_range(0 if RIGHT else 1, 3 if FORM is None else 2):
+                for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
+                    a = step
+                    if FORM is not None:
+                        a = block_row * FORM.visited_block + step % SUBS * BLOCK
+                        block_row = next_block(lists, step, stop, SUBS)
                     dk0, dk1, dv0, dv1 = _key_step(
                         a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
                         high, left, right, words_base, delta_rows, word_b, threshold, scale,
-                        D, D0, D1, BLOCK, x != 1, LEFT, RIGHT, DROPOUT, PRECISION,
+                        lists, step // SUBS if FORM is not None else 0, j0, count,
+                        D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, DROPOUT, PRECISION, FORM,
                     )  # fmt: skip
         if DROPOUT:
             natural_scale = natural_scale * keep_scale
@@ -295,7 +338,7 @@ def key_kernel(
             shown = tl.load(padding_ptr + batch * pad_b + row + rows, mask=valid, other=1) == 0
             dk0, dv0 = tl.where(shown[:, None], dk0, 0.0), tl.where(shown[:, None], dv0, 0.0)
             dk1, dv1 = tl.where(shown[:, None], dk1, 0.0), tl.where(shown[:, None], dv1, 0.0)
-        if branch == direct:
+        if FORM is not None or branch == direct:
             dk_base, dk_steps = dk_ptr + batch * dk_b + kv_head * dk_h + row * dk_n, local.to(tl.int64) * dk_n
             dv_base, dv_steps = dv_ptr + batch * dv_b + kv_head * dv_h + row * dv_n, local.to(tl.int64) * dv_n
         else:

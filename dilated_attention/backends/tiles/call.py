@@ -14,13 +14,11 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import capability, on_device
 from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.backends.tiles.scratch import Extent
+from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
-# compute capabilities with 163 KiB of shared memory per program, or more
-_LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 # documents that a program takes at a time
 _DOCUMENTS = 512
 # a table: whether of keys, and the positions of a tile
@@ -124,7 +122,7 @@ class Prepared:
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = NO_DEVICE if device.type == "meta" else device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
-        self.small = (of_gpu := capability(device)) is not None and of_gpu not in _LARGE
+        self.small = (of_gpu := capability(device)) is not None and of_gpu not in LARGE_MEMORY
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: Tensor | None) -> Tensor | None:

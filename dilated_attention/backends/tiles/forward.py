@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.tiles.lists import hide_listed, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
@@ -26,23 +27,26 @@ from dilated_attention.backends.tiles.rows import (
 @triton.jit
 def _step(
     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale,
+    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale, lists, entry, i0, num_queries,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Processes keys [a, a + BLOCK) of the segment; MASKED: some row does not see all of them."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
-    CHECK: tl.constexpr = MASKED or PADDING
+    CHECK: tl.constexpr = MASKED or PADDING or FORM is not None
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
     k0 = load_rows(k_at, k_steps, valid, 0, D0, D, MASKED)
     k1 = k0
     if D1 > 0:
         k1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED)
     x = product(q0, q1, k0, k1, D1, PRECISION)
-    if MASKED:
+    if FORM is not None:
+        x = hide_listed(x, -float("inf"), lists, entry, i0, a, num_queries, count, padding_ptr, i.shape[0], BLOCK, PADDING, FORM)
+    elif MASKED:
         x = tl.where(valid[None, :] & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT), x, -float("inf"))
-    if PADDING:
+    if PADDING and FORM is None:
         x = hide(x, padding_ptr, pad_first + a, -float("inf"), BLOCK)
     highest = tl.maximum(m, tl.max(x, 1) * scale)
     shift = highest
@@ -72,15 +76,19 @@ def forward_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip  # fmt: skip
-    """Computes ROWS queries of one head."""
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+):  # fmt: skip
+    """Computes ROWS queries of one head, of a table of tiles (FORM is None) or of ``lists``."""
     pid = tl.program_id(0)
-    head = pid % num_heads
-    batch = (pid // num_heads % num_batches).to(tl.int64)
-    branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
-        rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
-    )
+    if FORM is None:
+        head = pid % num_heads
+        batch = (pid // num_heads % num_batches).to(tl.int64)
+        branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
+            rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+        )
+    else:
+        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, FORM.tile_block // ROWS)
+        branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
     i0 = low + tile * ROWS
     if i0 < high:
         i = i0 + tl.arange(0, ROWS)
@@ -96,12 +104,16 @@ def forward_kernel(
         q1 = q0
         if D1 > 0:
             q1 = load_rows(q_base, q_steps, inside, D0, D1, D, True)
+        if FORM is not None and FORM.negative:
+            q0, q1 = -q0, -q1
         block = tl.arange(0, BLOCK).to(tl.int64)
         k_steps, v_steps = block * k_step, block * v_step
         pad_base, words_base = padding_ptr, words_b_ptr
         word_a, word_c, pad_first = local, local, first
         word_steps = tl.arange(0, BLOCK) * rate
-        if PADDING:
+        if PADDING and FORM is not None:
+            pad_base = padding_ptr + batch * pad_b
+        elif PADDING:
             pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             word_row = (batch * num_heads + head) * num_queries + first - q_first + i.to(tl.int64) * rate
@@ -113,13 +125,23 @@ def forward_kernel(
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
-        parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
-        for part in tl.static_range(0 if LEFT else 1, 3):
-            for a in tl.range(parts[part], parts[part + 1], BLOCK, num_stages=STAGES):
+        if FORM is None:
+            parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
+        else:
+            SUBS: tl.constexpr = FORM.visited_block // BLOCK
+            start, end, block_column = list_steps(lists, batch, head, block_row, SUBS)
+            parts = (start, start, end)
+        for part in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
+            for step in tl.range(parts[part], parts[part + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
+                a = step
+                if FORM is not None:
+                    a = block_column * FORM.visited_block + step % SUBS * BLOCK
+                    block_column = next_block(lists, step, end, SUBS)
                 m, total, acc0, acc1 = _step(
                     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    D, D0, D1, BLOCK, part != 1, LEFT, RIGHT, PADDING, DROPOUT, PRECISION,
+                    lists, step // SUBS if FORM is not None else 0, i0, num_queries,
+                    D, D0, D1, BLOCK, part != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM,
                 )  # fmt: skip
         if ZERO_KEYS:
             # keys of score 0 and value 0
@@ -135,7 +157,7 @@ def forward_kernel(
         if DROPOUT:
             share = share * keep_scale
         row_lse = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        if branch == direct:
+        if FORM is not None or branch == direct:
             row = (first - q_first + i0).to(tl.int64)
             out_base = out_ptr + batch * o_b + head.to(tl.int64) * o_h + row * o_n
             out_steps = local.to(tl.int64) * o_n

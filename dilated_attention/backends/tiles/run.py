@@ -52,7 +52,7 @@ def _tile_launch(
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
     tiles = p.num_tiles(of_keys, size.rows)
-    blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages}
+    blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages, "lists": None, "FORM": None}
     constants = {**p.constants, **flags, **masks, **blocks}
     return KernelLaunch(
         kernel, tiles * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype, table=(of_keys, size.rows)

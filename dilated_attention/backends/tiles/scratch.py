@@ -10,6 +10,8 @@ import torch
 # (elements, dtype) of each part of an allocation
 Parts = tuple[tuple[int, torch.dtype], ...]
 _ALIGNMENT = 128
+# compute capabilities with 163 KiB of shared memory per program, or more; others have 99
+LARGE_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 @dataclass(frozen=True, slots=True)

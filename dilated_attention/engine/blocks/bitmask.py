@@ -12,15 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
 
-# limit on what unpacked bits take at a time
-_CHUNK = 2**26
-# kernels hold a whole row of columns
-MOST_COLUMNS = 2**16
+# blocks whose bits are unpacked at a time, of 9 bytes each
+_CHUNK = 2**24
 
 
 def bits_of_lists(lists: BlockLists) -> Tensor:
@@ -43,7 +40,7 @@ def lists_of_kept(
         is_causal: cut blocks by causality, with an interval and with bit masks. Blocks entirely in the future must not be kept.
         query_offset: position of the first query block, a multiple of its length.
 
-    It synchronizes with the GPU once, to get the lengths of the lists.
+    It waits for the GPU, to get the lengths of the lists.
     """
     q_block, k_block = pattern.q_block, pattern.k_block
     assert query_offset % q_block == 0
@@ -51,11 +48,22 @@ def lists_of_kept(
     rows, columns = -(-num_queries // q_block), -(-num_keys // k_block)
     kept = kept[:, :, :rows, : -(-columns // WORD)]
     deltas = _partial_deltas(q_block, k_block) if is_causal else range(0)
-    if has_kernels(kept) and columns <= MOST_COLUMNS:
-        from dilated_attention.engine.blocks.bitmask_triton import write_lists as write
-    else:
-        write = _write_lists
-    row_starts, entries, masks = write(kept, (q_block, k_block), columns, query_offset, deltas)
+    row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
+    entries = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
+    masks_of_parts = list(entries)
+    size = max(1, _CHUNK // max(1, columns))
+    for first, part in enumerate(kept.reshape(B * H * rows, kept.shape[3]).split(size)):
+        taken = unpacked(part, columns)
+        row, column = taken.nonzero().unbind(1)
+        row_starts[1 + first * size :][: part.shape[0]] = taken.sum(-1)
+        entries.append(column.to(torch.int32))
+        if deltas:
+            delta = (row + first * size) % rows * q_block + query_offset - column * k_block
+            masks_of_parts.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
+    checked_total(sum(len(x) for x in entries))
+    masks = torch.cat(masks_of_parts) if deltas else None
+    if masks is not None and not bool((masks >= 0).any()):
+        masks = None
     interval = None
     if masks is not None:
         interval = _causal_interval(num_queries, num_keys, query_offset, kept.device)
@@ -66,37 +74,12 @@ def lists_of_kept(
         k_block=k_block,
         num_batch=B,
         num_heads=H,
-        row_starts=row_starts,
-        columns=entries,
+        row_starts=row_starts.cumsum(0).to(torch.int32),
+        columns=torch.cat(entries),
         masks=masks,
         bits=_causal_bits(q_block, k_block, deltas if masks is not None else range(0), kept.device),
         interval=interval,
     )
-
-
-def _write_lists(
-    kept: Tensor, block: tuple[int, int], columns: int, query_offset: int, deltas: range
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (row_starts, columns, masks) of ``BlockLists``, computed in plain torch."""
-    q_block, k_block = block
-    B, H, rows, words = kept.shape
-    row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
-    entries = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
-    masks = list(entries)
-    size = max(1, _CHUNK // max(1, columns))
-    for first, part in enumerate(kept.reshape(B * H * rows, words).split(size)):
-        taken = unpacked(part, columns)
-        row, column = taken.nonzero().unbind(1)
-        row += first * size
-        row_starts[1 + first * size :][: part.shape[0]] = taken.sum(-1)
-        entries.append(column.to(torch.int32))
-        if deltas:
-            delta = row % rows * q_block + query_offset - column * k_block
-            masks.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
-    row_starts = row_starts.cumsum(0)
-    checked_total(int(row_starts[-1]))
-    all_masks = torch.cat(masks)
-    return row_starts.to(torch.int32), torch.cat(entries), all_masks if bool((all_masks >= 0).any()) else None
 
 
 def _partial_deltas(q_block: int, k_block: int) -> range:

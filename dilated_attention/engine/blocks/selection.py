@@ -17,7 +17,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.engine.blocks.bitmask import MOST_COLUMNS, bits_of_lists
+from dilated_attention.engine.blocks.bitmask import bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.oom import explains_shortage
@@ -35,6 +35,8 @@ _MEAN_BYTES = 2**26
 # Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS.
 # Together with SHARE_BITS and 2**16 columns that fills 62 bits.
 _WEIGHT_BITS = 24
+# kernels hold a whole row of columns
+_MOST_COLUMNS = 2**16
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())
@@ -100,7 +102,7 @@ def _choose(
     for document in grid.documents:
         columns = document.columns[1] - document.columns[0]
         whole = part_of(pattern, grid, document, num_real, H, query_offset)
-        fused = has_kernels(q) and columns <= MOST_COLUMNS
+        fused = has_kernels(q) and columns <= _MOST_COLUMNS
         size = (_KERNEL_BYTES if fused else _TORCH_BYTES) // (B * H * max(1, columns) * q_means.element_size())
         size = max(1, size)
         first, last = document.rows

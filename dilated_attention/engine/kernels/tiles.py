@@ -130,7 +130,7 @@ def backward(
             parts = saved_branch_outputs
             if parts is None:
                 parts = q.new_empty(p.batch * p.num_heads * p.part_rows * p.head_dim)
-                _forward(share, (q_, k_, v_, torch.empty_like(out_)), torch.empty_like(lse_), call, parts)
+                _forward(share, (q_, k_, v_, out_.new_empty(out_.shape)), lse_.new_empty(lse_.shape), call, parts)
         padding, words = _padding(call, share), _words(call, share)
         tiles.backward(
             p, (dout_, q_, k_, v_, out_, lse_), dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p

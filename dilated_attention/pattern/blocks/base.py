@@ -210,6 +210,15 @@ class BlockPattern(SpecPattern):
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
+    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
+        """Returns ``columns`` and what ``classify`` says of them."""
+        blocks = self.columns(grid, heads)
+        return blocks, self.classify(grid, head_of(blocks[0], heads), *blocks[1:])
+
+    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+        """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
+        return self.allowed(queries, keys, heads, num_positions)
+
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
         return float(grid.num_columns)
@@ -271,8 +280,7 @@ class BlockPattern(SpecPattern):
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
         """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
-        blocks = self.columns(grid, heads)
-        state, key = self.classify(grid, head_of(blocks[0], heads), *blocks[1:])
+        blocks, (state, key) = self.classified(grid, heads)
         if not self.is_tight:
             kept = state.nonzero()[:, 0]
             blocks, state, key = tuple(x[kept] for x in blocks), state[kept], key[kept]  # type: ignore[assignment]

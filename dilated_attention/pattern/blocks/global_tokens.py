@@ -105,8 +105,11 @@ class BigBird(GlobalLocal):
         # blocks are drawn from those of the whole sequence
         return self.random_blocks == 0
 
-    def draws(self, grid: Grid, head: Tensor, row: Tensor) -> list[Tensor]:
-        """Returns the columns drawn for each row by Floyd's sampling, from those that nothing else reaches; −1 where too few are left."""
+    def draws(self, grid: Grid, head: Tensor, row: Tensor) -> Tensor:
+        """Returns the columns (…, draws) drawn for each row by Floyd's sampling, from those that nothing else reaches.
+
+        −1 where too few are left.
+        """
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high
@@ -124,12 +127,13 @@ class BigBird(GlobalLocal):
             for earlier in () if draws_all else numbers:
                 drawn = torch.where(earlier == drawn, newest, drawn)
             numbers.append(torch.where(count > number, drawn, -1))
-        return [torch.where(x < 0, -1, torch.where(x < between, num_globals + x, high + x - between)) for x in numbers]
+        x, between = torch.stack(numbers, -1), between[..., None]
+        return torch.where(x < 0, -1, x + torch.where(x < between, num_globals[..., None], high[..., None] - between))
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
         kept, column = super().allowed(queries, keys, heads, num_positions), keys // self.k_block
-        for drawn in self.draws(grid, heads, queries // self.q_block):
+        for drawn in self.draws(grid, heads, queries // self.q_block).unbind(-1) if self.random_blocks else ():
             kept = kept | (drawn == column)
         return kept
 
@@ -137,7 +141,7 @@ class BigBird(GlobalLocal):
         if not self.random_blocks or not num_positions:
             return super().mask_mod(num_positions, num_heads, device)
         grid = self.grid(num_positions, device=device)
-        drawn = torch.stack(self.draws(grid, grid.range(0, num_heads)[:, None], grid.rows()[None]), -1).to(torch.int32)
+        drawn = self.draws(grid, grid.range(0, num_heads)[:, None], grid.rows()[None]).to(torch.int32)
 
         def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             kept = GlobalLocal.allowed(self, q_idx, kv_idx, head, num_positions)
@@ -148,23 +152,38 @@ class BigBird(GlobalLocal):
 
         return mask_mod
 
+    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+        # a drawn block is kept whole
+        return super().allowed(queries, keys, heads, num_positions)
+
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+        return self._with_draws(grid, heads)[0]
+
+    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
+        blocks, drawn = self._with_draws(grid, heads)
+        # the window and the globals are the same for all heads
+        state, key = super().classify(grid, *blocks)
+        return blocks, (torch.where(drawn, FULL, state), key)
+
+    def _with_draws(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor]:
+        """Returns the blocks, and whether each of them was drawn."""
         _, row, column = super().columns(grid, heads)
         if not self.random_blocks:
-            return torch.zeros_like(row), row, column
+            return (torch.zeros_like(row), row, column), torch.zeros_like(row, dtype=torch.bool)
         group = grid.range(0, len(heads))[:, None]
         rows = grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
-        drawn = torch.stack(self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows), 1)
-        blocks = torch.where(drawn < 0, -1, grid.block(group[:, None] * grid.num_rows + rows - grid.first_row, drawn))
-        # drawn blocks are distinct from the others, so no block occurs twice
-        return grid.listed(torch.cat([shared.flatten(), blocks[blocks >= 0]]).sort()[0])
+        draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
+        blocks = torch.where(draws < 0, -1, grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws))
+        # drawn blocks are distinct from the others, so no block occurs twice; their numbers are odd
+        block, drawn = divided(torch.cat([shared.flatten() * 2, blocks[blocks >= 0] * 2 + 1]).sort()[0], 2)
+        return grid.listed(block), drawn > 0
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
         # blocks of one row are consecutive, so the draws of a row are made once
         rows, of_row = torch.unique_consecutive(head * grid.whole_rows + row, return_inverse=True)
-        for drawn in self.draws(grid, *divided(rows, grid.whole_rows)):
+        for drawn in self.draws(grid, *divided(rows, grid.whole_rows)).unbind(-1) if self.random_blocks else ():
             state = torch.where(drawn[of_row] == column, FULL, state)
         return state, key
 

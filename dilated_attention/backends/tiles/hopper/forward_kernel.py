@@ -15,12 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
+    GROUPS,
     barriers,
     copy_offsets,
     copy_rows,
     exp2,
     following,
+    halves,
     hide,
+    product_layout,
     query_row,
     scores,
     store_tile,
@@ -36,10 +39,6 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
     q_smem, k_smem, v_smem = buffers
     tile_full, tile_empty, k_full, v_full, k_empty, v_empty = signals
     group = shape[3]
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
@@ -48,7 +47,7 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch, head, _branch, rate, first, count, i0, high, row, begin, steps, _part, _places = query_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         mbarrier.wait(tile_empty, tile_phase)
         tile_phase ^= 1
@@ -78,9 +77,9 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
 
 
 @gluon.jit
-def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _weights(s, a, i0, count, bounds, scale, m, total, FLAGS: gl.constexpr):
     """Computes one step of the online softmax for keys [a, a + BLOCK): (weights, factor of the previous sums, row maximum, row sum)."""
-    s = hide(s, a, i0, count, left, right, -float("inf"), LEFT, RIGHT)
+    s = hide(s, a, i0, count, bounds, -float("inf"), FLAGS)
     highest = gl.maximum(m, gl.max(s, 1) * scale)
     # a row that has seen no key yet
     shift = gl.where(highest == -float("inf"), 0.0, highest)
@@ -91,8 +90,9 @@ def _weights(s, a, i0, count, left, right, scale, m, total, LEFT: gl.constexpr, 
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total_tiles, num_queries, part_rows, direct, scale,
-    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
+    PART: gl.constexpr, FLAGS: gl.constexpr, inputs, outputs, strides, shape, bounds,
+    buffers, signals, total_tiles, num_queries, part_rows, direct, scale,
+    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART: computes 64 queries."""
     rows_ptr, offsets_ptr = inputs
@@ -101,18 +101,12 @@ def _consume(
     q_smem, k_smem, v_smem = buffers
     tile_full, tile_empty, k_full, v_full, k_empty, v_empty = signals
     num_heads = shape[1]
-    left, right = bounds
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    ZERO_KEYS: gl.constexpr = FLAGS[3]
-    GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
     dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK)
+    o_layout: gl.constexpr = product_layout(COLUMNS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -122,7 +116,7 @@ def _consume(
     tile_phase = 0
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
         batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, places = query_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         i0 += PART * 64
         row += PART * 64 * rate
@@ -130,10 +124,7 @@ def _consume(
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         fence_async_shared()
-        q0 = q_smem.index(PART).slice(0, D0, dim=1)
-        q1 = q0
-        if D1 > 0:
-            q1 = q_smem.index(PART).slice(D0, D1, dim=1)
+        q0, q1 = halves(q_smem.index(PART), D0, D1)
         a = begin
         mbarrier.wait(k_full.index(stage), phase)
         fence_async_shared()
@@ -143,7 +134,7 @@ def _consume(
         total = gl.zeros([64], gl.float32, by_row)
         s = warpgroup_mma_wait(0, deps=(s_running,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
+        p, alpha, m, total = _weights(s, a, i0, count, bounds, scale, m, total, FLAGS)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         last = stage
         last_phase = phase
@@ -158,7 +149,7 @@ def _consume(
             o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_running,))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            p, alpha, m, total = _weights(s, a, i0, count, left, right, scale, m, total, LEFT, RIGHT)
+            p, alpha, m, total = _weights(s, a, i0, count, bounds, scale, m, total, FLAGS)
             now = stage
             now_phase = phase
             stage, phase = following(stage, phase, STAGES)
@@ -174,7 +165,7 @@ def _consume(
         mbarrier.wait(v_full.index(last), last_phase)
         fence_async_shared()
         o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
-        if ZERO_KEYS:
+        if FLAGS.ZERO_KEYS:
             # keys of score 0 and value 0
             num_zeros = (places - count).to(gl.float32)
             higher = gl.where(num_zeros > 0, gl.maximum(m, 0.0), m)
@@ -183,7 +174,7 @@ def _consume(
             m = higher
         empty = total == 0
         share = 1 / gl.where(empty, 1.0, total)
-        if ZERO_KEYS:
+        if FLAGS.ZERO_KEYS:
             share = share * alpha
         row_lse = gl.where(empty, -float("inf"), (m + gl.log2(gl.where(empty, 1.0, total))) * LN_2)
         head_row = batch * num_heads + head
@@ -208,11 +199,9 @@ def forward_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, ZERO_KEYS: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):  # fmt: skip  # fmt: skip
     """Computes 64 queries per warpgroup."""
-    GROUPS: gl.constexpr = 2
-    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, ZERO_KEYS)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, COLUMNS], tile_layout)
@@ -235,10 +224,10 @@ def forward_kernel(
     tables = (rows_ptr, offsets_ptr)
     gl.warp_specialize(
         [
-            (_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                        num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
-            (_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                        num_queries, part_rows, direct, scale, D, D0, D1, FLAGS)),
+            (_consume, (part0, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       num_queries, part_rows, direct, scale, D, D0, D1)),
+            (_consume, (part1, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       num_queries, part_rows, direct, scale, D, D0, D1)),
             (_produce, (inputs, strides, shape, bounds, buffers, signals, total, D, FLAGS)),
         ],
         [4, 4],

@@ -8,6 +8,8 @@ each, which multiply with wgmma. Rows that are not valid and columns beyond the 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -17,7 +19,23 @@ from dilated_attention.backends.tiles.rows import read_segment
 
 # threads of the producer; each arrives at a stage's barrier when its copies are complete
 COPIERS = gl.constexpr(128)
+# consumer warpgroups, and rows of a program
+GROUPS, ROWS = gl.constexpr(2), gl.constexpr(128)
 _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
+class Flags(NamedTuple):
+    """The compile-time options of a call. Not every kernel has all of them."""
+
+    LEFT: bool
+    RIGHT: bool
+    CUT: bool
+    ZERO_KEYS: bool = False
+    OWN: bool = False
+    DLSE: bool = False
+    SHARED: bool = False
+    PADDING: bool = False
+    DROPOUT: bool = False
 
 
 @gluon.jit
@@ -45,24 +63,41 @@ def following(stage, phase, STAGES: gl.constexpr):
     return stage, phase
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """Returns the layout of a product with 64 rows of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
-def hide(x, a, i0, count, left, right, FILL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def halves(tile, D0: gl.constexpr, D1: gl.constexpr):
+    """Returns the two blocks of a tile's columns; twice the first one if there is no second."""
+    first = tile.slice(0, D0, dim=1)
+    second = first
+    if D1 > 0:
+        second = tile.slice(D0, D1, dim=1)
+    return first, second
+
+
+@gluon.jit
+def hide(x, a, i0, count, bounds, FILL: gl.constexpr, FLAGS: gl.constexpr):
     """Sets x of 64 queries from i0 on and keys [a, a + BLOCK) to FILL where the query does not see the key."""
     BLOCK: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
+    left, right = bounds
     masked = a + BLOCK > count
-    if RIGHT:
+    if FLAGS.RIGHT:
         masked = masked | (a + BLOCK - 1 > i0 + right)
-    if LEFT:
+    if FLAGS.LEFT:
         masked = masked | (a < i0 + 63 - left)
     if masked:
         j = gl.expand_dims(a + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)), 0)
         good = j < count
-        if RIGHT or LEFT:
+        if FLAGS.RIGHT or FLAGS.LEFT:
             i = gl.expand_dims(i0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
-            if RIGHT:
+            if FLAGS.RIGHT:
                 good = good & (j <= i + right)
-            if LEFT:
+            if FLAGS.LEFT:
                 good = good & (j >= i - left)
         x = gl.where(good, x, FILL)
     return x
@@ -131,8 +166,7 @@ def store_tile(base, step, left, x, D: gl.constexpr):
 
 @gluon.jit
 def query_row(
-    index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr,
+    index, rows_ptr, offsets_ptr, shape, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
     """Returns what producer and consumers need from a row of the table of queries; ``begin`` is the first key that its tile sees."""
     num_batches, num_heads, offset_heads, _group, q_first, q_last, num_keys = shape
@@ -140,15 +174,15 @@ def query_row(
     head = index % num_heads
     batch = (index // num_heads % num_batches).to(gl.int64)
     branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
-        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, FLAGS.CUT
     )
     i0 = low + tile * ROWS
     last = gl.minimum(i0 + ROWS, high) - 1
     begin = 0
     end = count
-    if RIGHT:
+    if FLAGS.RIGHT:
         end = gl.maximum(gl.minimum(count, last + right + 1), 0)
-    if LEFT:
+    if FLAGS.LEFT:
         begin = gl.minimum(gl.maximum(i0 - left, 0), end)
     # a tile without queries also processes one block, which is fully masked
     steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)

@@ -27,12 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
+    GROUPS,
+    ROWS,
     barriers,
     copy_numbers,
     copy_offsets,
     copy_rows,
     exp2,
     following,
+    halves,
+    product_layout,
     scores,
     store_tile,
 )
@@ -40,13 +44,14 @@ from dilated_attention.backends.tiles.rows import VARYING, read_segment
 
 
 @gluon.jit
-def _key_range(j0, count, low, high, left, right, ROWS: gl.constexpr, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _key_range(j0, count, low, high, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr):
     """Returns (first query that sees some of the tile's keys, number of blocks of such queries)."""
+    left, right = bounds
     begin = low
     end = high
-    if RIGHT:
+    if FLAGS.RIGHT:
         begin = gl.minimum(gl.maximum(j0 - right, low), high)
-    if LEFT:
+    if FLAGS.LEFT:
         end = gl.maximum(gl.minimum(high, gl.minimum(j0 + ROWS, count) + left), begin)
     steps = (gl.maximum(end - begin, 0) + BLOCK - 1) // BLOCK
     # a tile without queries also processes one block, which is fully masked
@@ -55,21 +60,19 @@ def _key_range(j0, count, low, high, left, right, ROWS: gl.constexpr, BLOCK: gl.
 
 @gluon.jit
 def _key_row(
-    index, rows_ptr, offsets_ptr, shape, bounds, ROWS: gl.constexpr, BLOCK: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr,
+    index, rows_ptr, offsets_ptr, shape, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
     """Returns what the producer and the consumers need from a row of the table of keys."""
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys = shape
-    left, right = bounds
-    heads = kv_heads if SHARED else num_heads
+    heads = kv_heads if FLAGS.SHARED else num_heads
     own_head = index % heads
     batch = (index // heads % num_batches).to(gl.int64)
-    first_head = own_head * group if SHARED else own_head
+    first_head = own_head * group if FLAGS.SHARED else own_head
     branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-        rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+        rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, FLAGS.CUT
     )
     j0 = tile * ROWS
-    begin, steps = _key_range(j0, count, low, high, left, right, ROWS, BLOCK, LEFT, RIGHT)
+    begin, steps = _key_range(j0, count, low, high, bounds, BLOCK, FLAGS)
     return batch, own_head, first_head, branch, rate.to(gl.int64), first, count, j0, low, high, begin, steps, place, delta_place
 
 
@@ -83,13 +86,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_qu
     num_heads = shape[1]
     group = shape[4]
     q_first = shape[5]
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    SHARED: gl.constexpr = FLAGS[3]
-    DROPOUT: gl.constexpr = FLAGS[4]
-    STATS: gl.constexpr = 4 if DROPOUT else 2
-    GROUPS: gl.constexpr = k_smem.shape[0]
+    STATS: gl.constexpr = 4 if FLAGS.DROPOUT else 2
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
     COLUMNS: gl.constexpr = q_smem.shape[2]
@@ -98,7 +95,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_qu
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch, _own_head, first_head, _branch, rate, first, count, j0, low, high, begin, steps, _place, delta_place = _key_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT, SHARED
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         kv_head = (first_head // group).to(gl.int64)
         row = first.to(gl.int64) + j0 * rate
@@ -115,7 +112,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_qu
         q_offsets = copy_offsets(rate * q_n, BLOCK, COLUMNS)
         do_offsets = copy_offsets(rate * do_n, BLOCK, COLUMNS)
         q_row = (first - q_first).to(gl.int64) + begin * rate
-        for h in range(group if SHARED else 1):
+        for h in range(group if FLAGS.SHARED else 1):
             head = (first_head + h).to(gl.int64)
             q_at = q_ptr + batch * q_b + head * q_h + q_row * q_n
             do_at = dout_ptr + batch * do_b + head * do_h + q_row * do_n
@@ -127,7 +124,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_qu
                 copy_numbers(lse_smem.index(stage), delta_at + delta_rows, 1, rest)
                 copy_rows(do_smem.index(stage), do_at, do_offsets, rest, D)
                 copy_numbers(delta_smem.index(stage), delta_at, 1, rest)
-                if DROPOUT:
+                if FLAGS.DROPOUT:
                     copy_numbers(a_smem.index(stage), delta_at + 2 * delta_rows, 1, rest)
                     copy_numbers(c_smem.index(stage), delta_at + 3 * delta_rows, 1, rest)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -139,25 +136,26 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_qu
 
 
 @gluon.jit
-def _key_weights(s, a, j0, high, left, right, scale, lse, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _key_weights(s, a, j0, high, bounds, scale, lse, FLAGS: gl.constexpr):
     """Computes p of 64 keys by queries [a, a + BLOCK)."""
     BLOCK: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
+    left, right = bounds
     p = exp2(s * scale - gl.expand_dims(lse, 0))
     masked = a + BLOCK > high
-    if RIGHT:
+    if FLAGS.RIGHT:
         masked = masked | (a + right < j0 + 63)
-    if LEFT:
+    if FLAGS.LEFT:
         masked = masked | (a + BLOCK - 1 > j0 + left)
     if masked:
         i = gl.expand_dims(a + gl.arange(0, BLOCK, layout=by_query), 0)
         good = i < high
-        if RIGHT or LEFT:
+        if FLAGS.RIGHT or FLAGS.LEFT:
             j = gl.expand_dims(j0 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
-            if RIGHT:
+            if FLAGS.RIGHT:
                 good = good & (j <= i + right)
-            if LEFT:
+            if FLAGS.LEFT:
                 good = good & (j >= i - left)
         p = gl.where(good, p, 0.0)
     return p
@@ -175,8 +173,9 @@ def _kept(a_smem, c_smem, word_b, threshold, layout: gl.constexpr):
 
 @gluon.jit
 def _key_consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total, part_rows, direct, scale, natural_scale,
-    threshold, keep_scale, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
+    PART: gl.constexpr, FLAGS: gl.constexpr, inputs, outputs, strides, shape, bounds,
+    buffers, signals, total, part_rows, direct, scale, natural_scale, threshold, keep_scale,
+    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART of ``key_kernel``: computes dk and dv of 64 keys; scores are (keys, queries)."""
     rows_ptr, offsets_ptr, padding_ptr, words_ptr = inputs
@@ -186,20 +185,12 @@ def _key_consume(
     tile_full, tile_empty, full, empty = signals
     kv_heads = shape[2]
     group = shape[4]
-    left, right = bounds
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    SHARED: gl.constexpr = FLAGS[3]
-    DROPOUT: gl.constexpr = FLAGS[4]
-    PADDING: gl.constexpr = FLAGS[5]
-    GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
     COLUMNS: gl.constexpr = q_smem.shape[2]
     dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK)
+    o_layout: gl.constexpr = product_layout(COLUMNS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, s_layout)
     by_key: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -214,27 +205,22 @@ def _key_consume(
     tile_phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch, own_head, first_head, branch, rate, first, count, j0, _low, high, begin, steps, place, _delta_place = _key_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT, SHARED
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         j0 += PART * 64
-        if DROPOUT:
+        if FLAGS.DROPOUT:
             # with dropout there is one query head, so these are its words
             word_at = words_ptr + (batch * shape[1] + first_head) * shape[7] + first + (j0 + local).to(gl.int64) * rate
             word_b = gl.load(word_at, mask=local < count - j0, other=0)
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         fence_async_shared()
-        k0 = k_smem.index(PART).slice(0, D0, dim=1)
-        v0 = v_smem.index(PART).slice(0, D0, dim=1)
-        k1 = k0
-        v1 = v0
-        if D1 > 0:
-            k1 = k_smem.index(PART).slice(D0, D1, dim=1)
-            v1 = v_smem.index(PART).slice(D0, D1, dim=1)
+        k0, k1 = halves(k_smem.index(PART), D0, D1)
+        v0, v1 = halves(v_smem.index(PART), D0, D1)
         dk = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         dv = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         a = begin
-        total_steps = steps * group if SHARED else steps
+        total_steps = steps * group if FLAGS.SHARED else steps
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
         s_running = scores(k0, k1, q_smem.index(stage), zeros, D0, D1)
@@ -242,15 +228,15 @@ def _key_consume(
         lse = lse_smem.index(stage).load(by_query)
         delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
         s = warpgroup_mma_wait(PIECES, deps=(s_running,))
-        p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
+        p = _key_weights(s, a, j0, high, bounds, scale, lse, FLAGS)
         weights = p
-        if DROPOUT:
+        if FLAGS.DROPOUT:
             keep = _kept(a_smem.index(stage), c_smem.index(stage), word_b, threshold, s_layout)
             weights = gl.where(keep, p, nothing)
         weights = gl.convert_layout(weights.to(dtype), p_layout)
         dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp_running,))
-        if DROPOUT:
+        if FLAGS.DROPOUT:
             dp = gl.where(keep, dp, 0.0)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
         last = stage
@@ -259,7 +245,7 @@ def _key_consume(
         dv, ds = warpgroup_mma_wait(0, deps=(dv_running, ds))
         for t in range(1, total_steps):
             a += BLOCK
-            if SHARED:
+            if FLAGS.SHARED:
                 # starts the next query head
                 a = gl.where(t % steps == 0, begin, a)
             fence_async_shared()
@@ -268,16 +254,16 @@ def _key_consume(
             dk_running = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
             s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
             lse = lse_smem.index(stage).load(by_query)
-            p = _key_weights(s, a, j0, high, left, right, scale, lse, LEFT, RIGHT)
+            p = _key_weights(s, a, j0, high, bounds, scale, lse, FLAGS)
             weights = p
-            if DROPOUT:
+            if FLAGS.DROPOUT:
                 keep = _kept(a_smem.index(stage), c_smem.index(stage), word_b, threshold, s_layout)
                 weights = gl.where(keep, p, nothing)
             weights = gl.convert_layout(weights.to(dtype), p_layout)
             dv_running = warpgroup_mma(weights, do_smem.index(stage), dv, is_async=True)
             delta = gl.expand_dims(delta_smem.index(stage).load(by_query), 0)
             dp = warpgroup_mma_wait(2, deps=(dp_running,))
-            if DROPOUT:
+            if FLAGS.DROPOUT:
                 dp = gl.where(keep, dp, 0.0)
             new_ds = gl.convert_layout((p * (dp - delta)).to(dtype), p_layout)
             now = stage
@@ -292,11 +278,11 @@ def _key_consume(
         mbarrier.arrive(empty.index(last), count=1)
         mbarrier.arrive(tile_empty, count=1)
         dk *= natural_scale
-        if DROPOUT:
+        if FLAGS.DROPOUT:
             dk *= keep_scale
             dv *= keep_scale
         row = first.to(gl.int64) + j0 * rate
-        if PADDING:
+        if FLAGS.PADDING:
             # the gradient accumulated for a padded key may be any number or NaN; it affects no other key
             own: gl.constexpr = gl.SliceLayout(1, o_layout)
             mine = gl.arange(0, 64, layout=own)
@@ -304,7 +290,7 @@ def _key_consume(
             dk = gl.where(gl.expand_dims(shown, 1), dk, 0.0)
             dv = gl.where(gl.expand_dims(shown, 1), dv, 0.0)
         kv_head = (first_head // group).to(gl.int64)
-        heads = kv_heads if SHARED else shape[1]
+        heads = kv_heads if FLAGS.SHARED else shape[1]
         if branch == direct:
             dk_base = dk_ptr + batch * dk_b + kv_head * dk_h + row * dk_n
             dv_base = dv_ptr + batch * dv_b + kv_head * dv_h + row * dv_n
@@ -327,11 +313,9 @@ def key_kernel(
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, SHARED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):  # fmt: skip  # fmt: skip
     """Computes dk and dv of 64 keys per warpgroup. With DROPOUT a key/value head must have one query head."""
-    GROUPS: gl.constexpr = 2
-    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, SHARED, DROPOUT, PADDING)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     block_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
@@ -344,7 +328,7 @@ def key_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
     a_smem = lse_smem
     c_smem = lse_smem
-    if DROPOUT:
+    if FLAGS.DROPOUT:
         a_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
         c_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], number_layout)
     tile_full, tile_empty = barriers(1, COPIERS).index(0), barriers(1, GROUPS).index(0)
@@ -363,10 +347,10 @@ def key_kernel(
     tables = (rows_ptr, offsets_ptr, padding_ptr, words_b_ptr)
     gl.warp_specialize(
         [
-            (_key_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                            part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
-            (_key_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                            part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1, FLAGS)),
+            (_key_consume, (part0, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1)),
+            (_key_consume, (part1, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1)),
             (_key_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],

@@ -11,6 +11,7 @@ from dilated_attention.backends.base import HALVES
 from dilated_attention.backends.hardware import multiprocessors
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.hopper import forward_kernel, key_kernel, query_kernel
+from dilated_attention.backends.tiles.hopper.kernel_rows import ROWS, Flags
 from dilated_attention.backends.tiles.launch import KernelLaunch
 
 _KERNELS = {"forward": forward_kernel.forward_kernel, "query": query_kernel.query_kernel, "key": key_kernel.key_kernel}
@@ -23,8 +24,6 @@ class HopperSizes(NamedTuple):
     stages: int
 
 
-# rows per program: two warpgroups of 64
-_ROWS = 128
 # By kernel and head dim rounded up, only where the Gluon kernel is faster than the Triton one on an H200 with Triton 3.6
 # (benchmarks/results/2026-11-22-h200/tiles-gluon.md)
 _SIZES = {
@@ -44,11 +43,12 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
         flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
     """
     of_keys = which == "key"
-    total = p.num_tiles(of_keys, _ROWS) * p.batch * (p.key_heads if of_keys else p.num_heads)
-    kept = {name: p.constants[name] for name in ("D", "D0", "D1", "LEFT", "RIGHT", "CUT")}
-    constants = {**kept, **flags, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages}
+    total = p.num_tiles(of_keys, ROWS.value) * p.batch * (p.key_heads if of_keys else p.num_heads)
+    sizes_of = {name: p.constants[name] for name in ("D", "D0", "D1")}
+    all_flags = Flags(**{name: p.constants[name] for name in ("LEFT", "RIGHT", "CUT")}, **flags)
+    constants = {**sizes_of, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages, "FLAGS": all_flags}
     return KernelLaunch(
-        _KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype, table=(of_keys, _ROWS)
+        _KERNELS[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype, table=(of_keys, ROWS.value)
     )
 
 
@@ -66,4 +66,6 @@ def can_compute(p: Prepared, tensors: Sequence[Tensor], flags: dict[str, Any]) -
         return False
     # 16 bytes are copied at a time, and the elements of a tile are counted in 32 bits
     rate = max(rate for _, rate in p.call.walk.branches)
-    return not any(stride % 16 for x in tensors for stride in x.stride()[:3]) and all(_ROWS * rate * x.stride(1) < 2**31 for x in tensors)
+    return not any(stride % 16 for x in tensors for stride in x.stride()[:3]) and all(
+        ROWS.value * rate * x.stride(1) < 2**31 for x in tensors
+    )

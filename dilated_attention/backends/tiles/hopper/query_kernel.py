@@ -21,13 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention.backends.tiles.hopper.kernel_rows import (
     COPIERS,
+    GROUPS,
     barriers,
     copy_numbers,
     copy_offsets,
     copy_rows,
     exp2,
     following,
+    halves,
     hide,
+    product_layout,
     query_row,
     scores,
     store_tile,
@@ -47,11 +50,6 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
     tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
     group = shape[3]
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    OWN: gl.constexpr = FLAGS[3]
-    GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
@@ -60,7 +58,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch, head, _branch, rate, first, count, i0, high, row, begin, steps, part, _places = query_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         head64 = head.to(gl.int64)
         head_row = batch * num_heads + head
@@ -78,7 +76,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
         async_copy.mbarrier_arrive(tile_full, increment_count=False)
         out_base = out_ptr + batch * o_b + head64 * o_h + row * o_n
         out_step = rate * o_n
-        if OWN:
+        if FLAGS.OWN:
             out_base = out_ptr + (head_row * delta_rows + part) * D
             out_step = rate * 0 + D
         out_offsets = copy_offsets(out_step, 64, COLUMNS)
@@ -106,17 +104,17 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
 
 
 @gluon.jit
-def _query_weights(s, a, i0, count, left, right, scale, lse, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _query_weights(s, a, i0, count, bounds, scale, lse, FLAGS: gl.constexpr):
     """Computes p of 64 queries and keys [a, a + BLOCK)."""
     p = exp2(s * scale - gl.expand_dims(lse, 1))
-    return hide(p, a, i0, count, left, right, 0.0, LEFT, RIGHT)
+    return hide(p, a, i0, count, bounds, 0.0, FLAGS)
 
 
 @gluon.jit
 def _query_consume(
-    PART: gl.constexpr, inputs, outputs, strides, shape, bounds, buffers, signals, total, part_rows, delta_rows, direct, scale,
-    natural_scale,
-    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, FLAGS: gl.constexpr,
+    PART: gl.constexpr, FLAGS: gl.constexpr, inputs, outputs, strides, shape, bounds,
+    buffers, signals, total, part_rows, delta_rows, direct, scale, natural_scale,
+    D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup PART of ``query_kernel``: computes δ and dq of 64 queries."""
     rows_ptr, offsets_ptr, dlse_ptr = inputs
@@ -125,18 +123,12 @@ def _query_consume(
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
     tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
-    left, right = bounds
-    LEFT: gl.constexpr = FLAGS[0]
-    RIGHT: gl.constexpr = FLAGS[1]
-    CUT: gl.constexpr = FLAGS[2]
-    DLSE: gl.constexpr = FLAGS[4]
-    GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
     dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK)
+    o_layout: gl.constexpr = product_layout(COLUMNS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     PIECES: gl.constexpr = 2 if D1 > 0 else 1
@@ -146,7 +138,7 @@ def _query_consume(
     tile_phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, _places = query_row(
-            index, rows_ptr, offsets_ptr, shape, bounds, GROUPS * 64, BLOCK, LEFT, RIGHT, CUT
+            index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         i0 += PART * 64
         row += PART * 64 * rate
@@ -162,7 +154,7 @@ def _query_consume(
         delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = following(stage, phase, STAGES)
-        if DLSE:
+        if FLAGS.DLSE:
             dlse = dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + local * rate) * dlse_n
             delta -= gl.load(dlse, mask=inside, other=0.0)
         lse = lse_smem.index(PART).load(by_row)
@@ -172,13 +164,8 @@ def _query_consume(
         gl.store(row_at, delta, mask=inside)
         gl.store(row_at + delta_rows, lse, mask=inside)
         fence_async_shared()
-        q0 = q_smem.index(PART).slice(0, D0, dim=1)
-        d0 = do_smem.index(PART).slice(0, D0, dim=1)
-        q1 = q0
-        d1 = d0
-        if D1 > 0:
-            q1 = q_smem.index(PART).slice(D0, D1, dim=1)
-            d1 = do_smem.index(PART).slice(D0, D1, dim=1)
+        q0, q1 = halves(q_smem.index(PART), D0, D1)
+        d0, d1 = halves(do_smem.index(PART), D0, D1)
         a = begin
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
@@ -187,7 +174,7 @@ def _query_consume(
         dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
         dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
         s = warpgroup_mma_wait(PIECES, deps=(s_running,))
-        p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
+        p = _query_weights(s, a, i0, count, bounds, scale, lse, FLAGS)
         dp = warpgroup_mma_wait(0, deps=(dp_running,))
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
         last = stage
@@ -200,7 +187,7 @@ def _query_consume(
             dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
             dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
             s = warpgroup_mma_wait(PIECES + 1, deps=(s_running,))
-            p = _query_weights(s, a, i0, count, left, right, scale, lse, LEFT, RIGHT)
+            p = _query_weights(s, a, i0, count, bounds, scale, lse, FLAGS)
             dp = warpgroup_mma_wait(1, deps=(dp_running,))
             new_ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
             now = stage
@@ -231,11 +218,9 @@ def query_kernel(
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CUT: gl.constexpr, OWN: gl.constexpr, DLSE: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):  # fmt: skip  # fmt: skip
     """Computes δ and dq of 64 queries per warpgroup."""
-    GROUPS: gl.constexpr = 2
-    FLAGS: gl.constexpr = (LEFT, RIGHT, CUT, OWN, DLSE)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -260,10 +245,10 @@ def query_kernel(
     tables = (rows_ptr, offsets_ptr, dlse_ptr)
     gl.warp_specialize(
         [
-            (_query_consume, (part0, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                              part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
-            (_query_consume, (part1, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
-                              part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1, FLAGS)),
+            (_query_consume, (part0, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1)),
+            (_query_consume, (part1, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
+                       part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1)),
             (_query_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
         ],
         [4, 4],

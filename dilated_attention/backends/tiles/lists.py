@@ -1,0 +1,151 @@
+"""Lists of blocks as a second way to find the next keys: the kernels over a table of tiles also compute block-sparse attention.
+
+A program computes a tile inside one block and visits the blocks of that block's list, BLOCK positions at a time. It visits whole and
+masked blocks in one loop: two loops would drain and refill the pipeline of loads in between, which is too expensive for short lists. The
+test for a mask is a branch that is uniform over the program.
+"""
+
+# mypy does not know the types of kernels
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Lists(NamedTuple):
+    """What a kernel reads of lists: of key blocks (``row_starts`` of ``BlockLists``), or in ``key_kernel`` of query blocks.
+
+    Args:
+        starts, others, masks, bits, low, high: see ``BlockLists``.
+        order: each group's lists in the order in which programs process them.
+        heavy: the number of lists that all heads process before any head continues with its others.
+        num_lists: number of lists of a group.
+        batch, head: strides of a batch entry and a query head in the groups of lists.
+        order_batch, order_head: the same in the groups of ``order``, which are those of key heads in ``key_kernel``.
+    """
+
+    starts: Any
+    others: Any
+    masks: Any
+    bits: Any
+    low: Any
+    high: Any
+    order: Any
+    heavy: Any
+    num_lists: Any
+    batch: Any
+    head: Any
+    order_batch: Any
+    order_head: Any
+
+
+class Form(NamedTuple):
+    """The compile-time properties of lists.
+
+    Args:
+        tile_block, visited_block: positions per block: of those that a program's tile is part of, and of those in the lists.
+        masks: 0 none · 1 interval · 2 bits.
+        even: whether every block in the lists is whole.
+        negative: whether the forward's scores are those of −q; its scale is not negative.
+    """
+
+    tile_block: int
+    visited_block: int
+    masks: int
+    even: bool
+    negative: bool = False
+
+
+@triton.jit
+def read_list(lists, pid, num_batches, num_heads, PARTS: tl.constexpr):
+    """Returns (batch, head, block, tile) of a program, where a block has PARTS tiles.
+
+    The longest lists of all heads come first, then one head after the other, since the programs of a head share keys in the cache.
+    """
+    item = pid // PARTS
+    heavy = tl.load(lists.heavy)
+    pairs = num_batches * num_heads
+    late = item - heavy * pairs
+    light = tl.maximum(lists.num_lists - heavy, 1)
+    pair = tl.where(late < 0, item % pairs, late // light)
+    place = tl.where(late < 0, item // pairs, heavy + late % light)
+    batch, head = (pair // num_heads).to(tl.int64), pair % num_heads
+    block = tl.load(lists.order + (batch * lists.order_batch + head * lists.order_head) * lists.num_lists + place)
+    return batch, head, block, block * PARTS + pid % PARTS
+
+
+@triton.jit
+def whole_sequence(pid, num_queries, num_keys):
+    """Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, place), as ``read_segment`` does."""
+    zero = pid * 0
+    return zero, zero + 1, zero, num_keys, zero, num_queries, zero
+
+
+@triton.jit
+def list_steps(lists, batch, head, block, SUBS: tl.constexpr):
+    """Returns (first step, end of the steps, first block) of a list; each of its blocks takes SUBS steps."""
+    at = lists.starts + (batch * lists.batch + head * lists.head) * lists.num_lists + block
+    start, end = tl.load(at), tl.load(at + 1)
+    return start * SUBS, end * SUBS, tl.load(lists.others + start, mask=start < end, other=0)
+
+
+@triton.jit
+def next_block(lists, step, end, SUBS: tl.constexpr):
+    """Loads the block of step + 1 one step ahead; otherwise loads of tiles would wait for it and the pipeline would lose a stage."""
+    return tl.load(lists.others + tl.minimum(step + 1, end - 1) // SUBS)
+
+
+@triton.jit
+def hide_pairs(
+    x, fill, lists, entry, query0, key0, num_queries, num_keys,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, MASKS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Sets x of ROWS queries and KEYS keys, or transposed, to ``fill`` where the block's mask does not keep the pair."""
+    masked = key0 + KEYS > num_keys
+    mask = -1
+    if MASKS > 0:
+        mask = tl.load(lists.masks + entry)
+        masked = masked | (mask >= 0)
+    if masked:
+        # along the tile's two dimensions
+        row = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
+        key = tl.arange(0, KEYS)[:, None] if TRANSPOSED else tl.arange(0, KEYS)[None, :]
+        good = key0 + key < num_keys
+        if MASKS == 1:
+            inside = query0 + row < num_queries
+            low = tl.load(lists.low + query0 + row, mask=inside, other=0)
+            high = tl.load(lists.high + query0 + row, mask=inside, other=0)
+            good = good & ((mask < 0) | ((key0 + key >= low) & (key0 + key < high)))
+        if MASKS == 2:
+            WORDS: tl.constexpr = K_BLOCK // 32
+            word = tl.arange(0, KEYS // 32)[:, None] if TRANSPOSED else tl.arange(0, KEYS // 32)[None, :]
+            at = lists.bits + tl.maximum(mask, 0).to(tl.int64) * (Q_BLOCK * WORDS)
+            at += (query0 % Q_BLOCK + row) * WORDS + key0 % K_BLOCK // 32 + word
+            words = tl.load(at, mask=(row >= 0) & (word >= 0) & (mask >= 0), other=-1)
+            if TRANSPOSED:
+                bits = tl.reshape((words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, (KEYS, ROWS))
+            else:
+                bits = tl.reshape((words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1, (ROWS, KEYS))
+            good = good & (bits != 0)
+        x = tl.where(good, x, fill)
+    return x
+
+
+@triton.jit
+def hide_listed(
+    x, fill, lists, entry, query0, key0, num_queries, num_keys, padding_ptr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDING: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Sets x (ROWS queries, KEYS keys) to ``fill`` where the pair is not kept or the key is padded."""
+    if FORM.masks > 0 or not FORM.even:
+        x = hide_pairs(
+            x, fill, lists, entry, query0, key0, num_queries, num_keys, ROWS, KEYS, FORM.tile_block, FORM.visited_block, FORM.masks, False
+        )
+    if PADDING:
+        keys = key0 + tl.arange(0, KEYS)
+        padded = tl.load(padding_ptr + keys, mask=keys < num_keys, other=1)
+        x = tl.where((padded == 0)[None, :], x, fill)
+    return x
