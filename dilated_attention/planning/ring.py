@@ -83,8 +83,9 @@ def _of_branches(problem: Problem, pattern: DilatedPattern) -> Exchange:
     B, D, e, wide = problem.batch_size, problem.head_dim, problem.itemsize, accumulation_dtype(problem.dtype).itemsize
     is_dense = problem.computes == "dense"
     question = cost.ExchangeRequest(
-        size=W, layout=problem.layout, seq_len=N, batch=B, num_heads=H, num_kv_heads=Hk, head_dim=D, itemsize=e, is_causal=problem.is_causal,
-        is_dense=is_dense, branch_heads=pattern.branch_heads, needs_grad=problem.training, memory=_memory_of_ranks(problem),
+        size=W, layout=problem.layout, seq_len=N, batch=B, num_heads=H, num_kv_heads=Hk, head_dim=D, itemsize=e,
+        is_causal=problem.is_causal, is_dense=is_dense, branch_heads=pattern.branch_heads, needs_grad=problem.training,
+        memory=_memory_of_ranks(problem),
     )  # fmt: skip
     name = cost.exchange_estimates(question)[0].exchange if problem.exchange in ("auto", "ring") else problem.exchange
     if name == "all_to_all":
