@@ -74,7 +74,7 @@ docs-serve: $(STAMP)
 # python -m benchmarks speed --output FOLDER, before the change
 bench-check: $(STAMP)
 	$(if $(AGAINST),,$(error give AGAINST=FOLDER of an earlier run: python -m benchmarks speed --output FOLDER))
-	$(BIN)/python -m benchmarks speed --against $(AGAINST) --fresh --output build/bench-check
+	$(BIN)/python -m benchmarks speed --against $(AGAINST) --output build/bench-check
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

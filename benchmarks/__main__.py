@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUITE``: speed, extreme, scaling, train-infer, accuracy. ``--help`` of each says what it measures.
+"""``python -m benchmarks SUITE``: speed, extreme, scaling, train-infer. ``--help`` of each says what it measures.
 
 FlashAttention-3 is loaded from the files that FLASH3_LIBRARY, FLASH3_CUDART and FLASH3_FP8_LIBRARY name.
 """
@@ -16,17 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import accuracy, extreme, scaling, speed, train_infer
-from benchmarks.report import Group, Results, Row, slower
+from benchmarks import extreme, scaling, speed, train_infer
+from benchmarks.report import Group, Results, Row, machine, slower
 from benchmarks.timing import attempt, release
 from dilated_attention.backends.flash import flash3, flash3_fp8
 
-SUITES = {"speed": speed, "extreme": extreme, "scaling": scaling, "train-infer": train_infer, "accuracy": accuracy}
-
-
-# options that do not change what a row says
-_NOT_SETTINGS = ("output", "fresh", "against", "threshold", "suite", "cases", "contenders", "tasks", "kinds", "seconds", "device", "dtypes",
-                 "is_small", "rank", "world_size")  # fmt: skip
+SUITES = {"speed": speed, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
         one = suites.add_parser(name, help=suite.ABOUT, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         add = one.add_argument
         add("--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for JSON and Markdown; default ./bench-results")
-        add("--fresh", action="store_true", help="measure again what DIR already holds")
         add("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU if there is one")
         add("--dtypes", nargs="+", choices=("float16", "bfloat16", "float32", "float64"), help="default: bfloat16, on a CPU float32")
@@ -79,16 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
-    """Measures the groups that the output folder does not hold yet, prints the tables, and returns the exit code.
+    """Measures the groups, prints the tables, and returns the exit code.
 
     It is 1 where a result is wrong, or, with ``--against``, where something of this library got slower.
     """
-    settings = {
-        name: _plain(value) for name, value in vars(options).items() if name not in _NOT_SETTINGS and value not in (None, False, [])
-    }
-    results = Results.open(options.output, options.suite, options.device, settings, fresh=options.fresh)
-    if options.rank:
-        results.path = None
+    path = None if options.rank else options.output / f"{options.suite}.json"
+    results = Results(options.suite, machine(options.device), path=path)
     then = None
     if against := getattr(options, "against", None):
         then = Results.load(against / f"{options.suite}.json")
@@ -97,8 +87,6 @@ def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
             raise ValueError(f"{then.path} is of {there}; expected a run on this hardware, {here}")
     begun = time.monotonic()
     for i, (label, measure) in enumerate(groups):
-        if label in results.groups and options.world_size == 1:
-            continue
         if options.rank == 0:
             print(f"{options.suite} {i + 1}/{len(groups)}, {time.monotonic() - begun:.0f} s: {label}", file=sys.stderr, flush=True)
         # a note where not even the inputs fit
@@ -113,12 +101,6 @@ def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
     worse = [line for label, _ in groups if then for line in slower(label, results.groups[label], then, options.threshold)]
     print(*worse, sep="\n")
     return int(bool(worse) or any(row.note.startswith("wrong") for label, _ in groups for row in results.groups[label]))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return Path(value).name if isinstance(value, Path) or "/" in str(value) else value
 
 
 if __name__ == "__main__":

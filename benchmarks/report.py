@@ -73,11 +73,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """Groups of rows of one suite, in ``<suite>.json`` of a run's folder. A group that is there is not measured again."""
+    """Groups of rows of one suite, in ``<suite>.json`` of a run's folder."""
 
     suite: str
     machine: dict[str, Any]
-    settings: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, list[Row]] = field(default_factory=dict)
     path: Path | None = None
 
@@ -89,22 +88,9 @@ class Results:
             if stored["schema"] != SCHEMA:
                 raise ValueError(f"schema {stored['schema']}")
             groups = {label: [Row(**row) for row in rows] for label, rows in stored["groups"].items()}
-            return cls(stored["suite"], stored["machine"], stored["settings"], groups, path)
+            return cls(stored["suite"], stored["machine"], groups, path)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no result of a suite ({error}); --fresh replaces it, or give another --output") from error
-
-    @classmethod
-    def open(cls, folder: Path, suite: str, device: torch.device, settings: dict[str, Any], *, fresh: bool = False) -> Results:
-        """Continues the file in ``folder``. Raises ValueError where it is of another machine or other settings."""
-        new = cls(suite, machine(device), settings, path=folder / f"{suite}.json")
-        if fresh or not (folder / f"{suite}.json").exists():
-            return new
-        stored = cls.load(folder / f"{suite}.json")
-        both = {"hardware": (stored.machine["hardware"], new.machine["hardware"]), "settings": (stored.settings, settings)}
-        for what, (there, here) in both.items():
-            if there != here:
-                raise ValueError(f"{stored.path} was made with other {what}: {there}, here {here}; give --fresh or another --output")
-        return stored
+            raise ValueError(f"{path} is no result of a suite ({error}); give the folder of an earlier run") from error
 
     @property
     def rows(self) -> list[Row]:
@@ -115,7 +101,7 @@ class Results:
         self.groups[label] = list(rows)
         if self.path is None:
             return
-        head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine, "settings": self.settings}
+        head = {"schema": SCHEMA, "suite": self.suite, "machine": self.machine}
         write = functools.partial(json.dumps, ensure_ascii=False)
         lines = "\n".join(f" {write(key)}: {write(value)}," for key, value in head.items())
         bodies = {name: ",\n".join("   " + write(row.as_dict()) for row in group) for name, group in self.groups.items()}

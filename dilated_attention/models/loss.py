@@ -37,40 +37,37 @@ from dilated_attention.validation import not_a_tensor
 CHUNK_BYTES = 64 * 2**20
 
 
-def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None, ignore_index: int = -100
+def sharded_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    chunk: int | None = None,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Computes the mean over the targets of −log softmax(hidden · weightᵀ)[target], in nats.
+    """Computes the mean over the targets of all processes of a group of −log softmax(hidden · weightᵀ)[target], in nats.
 
-    Several chunks are recomputed in the backward, which costs one more matrix product, so that memory only holds one chunk of logits.
+    All processes must call it. Several chunks are recomputed in the backward, which costs one more matrix product, so that memory only
+    holds one chunk of logits.
 
     Args:
-        hidden: (…, E).
+        hidden: (…, E), this process's rows.
         weight: (V, E).
-        targets: (…) integers in 0 … V − 1; ``ignore_index`` for positions that do not count.
+        targets: (…) integers in 0 … V − 1, of the same rows (shift the whole sequence first, then shard it); ``ignore_index`` for
+            positions that do not count.
+        group, mesh: the processes, see ``ring_attention``; None for all.
         chunk: positions per chunk; None for as many as keep its logits below 64 MiB.
 
     Returns:
-        float32 scalar, float64 for float64; 0 with gradient 0 if no position counts.
+        float32 scalar, float64 for float64, equal on all processes; 0 with gradient 0 if no position counts. Its gradient is meant for DDP,
+        FSDP2 or ``average_gradients``.
 
     Raises:
         TypeError: if targets are not integers.
         ValueError: if the numbers of targets and positions differ, or targets on the CPU are out of range.
     """
-    total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
-    return total / (targets != ignore_index).sum().clamp(min=1)
-
-
-def summed_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    chunk: int | None = None,
-    ignore_index: int = -100,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Computes the sum instead of the mean; see ``chunked_cross_entropy``. ``dtype``: in which, where it is another's loss."""
     if not isinstance(targets, torch.Tensor):
         raise not_a_tensor("targets", targets, "an integer tensor")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
@@ -90,14 +87,14 @@ def summed_cross_entropy(
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     vocabulary, padded = weight.shape[0], _aligned(weight)
-    dtype = accumulation_dtype(hidden.dtype) if dtype is None else dtype
+    dtype = accumulation_dtype(hidden.dtype)
     # nothing inside is random, so the random state need not be saved and restored
     in_parts = partial(checkpoint, _sum, use_reentrant=False, preserve_rng_state=False)
     run = _sum if hidden.shape[0] <= chunk else in_parts
     total = hidden.new_zeros((), dtype=dtype)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         total = total + run(rows, padded, wanted, vocabulary, ignore_index, dtype)
-    return total
+    return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
@@ -121,31 +118,6 @@ def _sum(
     """Of the first ``vocabulary`` rows of the weight."""
     logits = F.linear(hidden, weight)[:, :vocabulary]
     return F.cross_entropy(logits.to(dtype), targets.long(), ignore_index=ignore_index, reduction="sum")
-
-
-def sharded_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    group: Any = None,
-    mesh: Any = None,
-    chunk: int | None = None,
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """Computes ``chunked_cross_entropy`` over the targets of all processes of a group; all of them must call it.
-
-    Args:
-        hidden, weight, chunk, ignore_index: see ``chunked_cross_entropy``; hidden holds this process's rows.
-        targets: the targets of the same rows: shift the whole sequence first, then shard it.
-        group, mesh: the processes, see ``ring_attention``; None for all.
-
-        Returns:
-            The mean over all processes' targets, float32 (float64 for float64), equal on all; its gradient is meant for DDP, FSDP2 or
-            ``average_gradients``.
-    """
-    total = summed_cross_entropy(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
-    return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)
 
 
 def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None, mesh: Any = None) -> torch.Tensor:

@@ -116,7 +116,7 @@ class AttentionPlan(Plan):
     Args:
         pairs: (query, key) products of the whole call, batch included.
         dense_pairs: pairs of dense attention with the same causality.
-        pairs_exact: whether the pairs were counted; otherwise they are extrapolated from shorter sequences, as for long block patterns.
+        pairs_exact: whether the pairs were counted; otherwise they come from a sample, as for long block patterns.
         flops: (forward, backward) of the whole call: 4·D and 10·D per pair; the backward is 0 without training.
         least_bytes: (forward, backward) memory traffic of one process: what must be read and written once.
         memory: peak bytes of one process, by term.

@@ -1,23 +1,21 @@
-"""A sequence shared by several processes: what a rank holds, receives and sends, read from the plans that the ranks would follow."""
+"""A sequence shared by several processes: what a rank holds, receives and sends, from the keys that the ranks need of one another."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
 from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import plan as block_plan
-from dilated_attention.distributed.block_exchange.plan import ascending_runs, columns_of, needs_of
-from dilated_attention.distributed.block_exchange.plan import key_span as block_span
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import AHEAD
 from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
-from dilated_attention.distributed.sharding.layout import local_length, spans
+from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import num_blocks
 from dilated_attention.planning.problem import Problem
@@ -45,7 +43,7 @@ class Exchange:
         bytes: bytes that this rank sends and receives.
         steps: number of steps in which the keys arrive.
         held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
-        is_exact: whether the figures were read from the plans of the whole sequence rather than of shorter ones.
+        is_exact: whether the figures were read from the needs in the whole sequence rather than in shorter ones.
         rows: positions whose keys are in memory at a step of an all_gather.
         home: in an all_gather of branches, those that a rank computes on its own rows; None if all of them read the received keys.
     """
@@ -62,21 +60,17 @@ class Exchange:
 NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0))
 
 
+@functools.lru_cache(maxsize=256)
 def exchange_of(problem: Problem) -> Exchange:
     if problem.world_size == 1:
         return NO_EXCHANGE
-    return _of_blocks(problem) if problem.computes == "block_sparse" else _of_branches(problem)
+    return _of_blocks(problem) if isinstance(problem.pattern, BlockPattern) else _of_branches(problem, problem.pattern)
 
 
 def local_rows(problem: Problem) -> int:
     """Returns the number of positions of the rank that holds the most."""
-    return max(local_length(problem.num_positions, rank, problem.world_size, problem.layout) for rank in _ranks(problem))
-
-
-def _ranks(problem: Problem) -> tuple[int, ...]:
-    """Returns the ranks that are examined: all if there are few, else those at the ends and in the middle."""
-    W = problem.world_size
-    return tuple(range(W)) if W <= 4 else (0, 1, W // 2 - 1, W // 2, W - 2, W - 1)
+    # two ranges of a zigzag end in the shorter ones
+    return -(-problem.num_positions // problem.world_size)
 
 
 def _memory_of_ranks(problem: Problem) -> int:
@@ -84,129 +78,89 @@ def _memory_of_ranks(problem: Problem) -> int:
     return cost.device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
 
 
-def _question(problem: Problem) -> cost.ExchangeRequest:
-    assert isinstance(problem.pattern, DilatedPattern)
-    return cost.ExchangeRequest(
-        size=problem.world_size, layout=problem.layout, seq_len=problem.num_positions, batch=problem.batch_size,
-        num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads, head_dim=problem.head_dim, itemsize=problem.itemsize,
-        is_causal=problem.is_causal, is_dense=problem.computes == "dense", branch_heads=problem.pattern.branch_heads,
-        needs_grad=problem.training, memory=_memory_of_ranks(problem),
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _of_branches(problem: Problem) -> Exchange:
-    question, pattern, is_dense = _question(problem), problem.pattern, problem.computes == "dense"
-    assert isinstance(pattern, DilatedPattern)
+def _of_branches(problem: Problem, pattern: DilatedPattern) -> Exchange:
     W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
-    name, wide = problem.exchange, accumulation_dtype(problem.dtype).itemsize
-    if name in ("auto", "ring"):
-        name = cost.exchange_estimates(question)[0].exchange
+    B, D, e, wide = problem.batch_size, problem.head_dim, problem.itemsize, accumulation_dtype(problem.dtype).itemsize
+    is_dense = problem.computes == "dense"
+    question = cost.ExchangeRequest(
+        size=W, layout=problem.layout, seq_len=N, batch=B, num_heads=H, num_kv_heads=Hk, head_dim=D, itemsize=e,
+        is_causal=problem.is_causal, is_dense=is_dense, branch_heads=pattern.branch_heads, needs_grad=problem.training,
+        memory=_memory_of_ranks(problem),
+    )  # fmt: skip
+    name = cost.exchange_estimates(question)[0].exchange if problem.exchange in ("auto", "ring") else problem.exchange
     if name == "all_to_all":
         if reason := why_no_heads(H, Hk, W, pattern.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
-        sizes = H, Hk, problem.head_dim, problem.batch_size, problem.itemsize, wide
-        most = _most([heads_bytes(N, W, local_length(N, rank, W, problem.layout), sizes) for rank in _ranks(problem)])
-        return Exchange(name=name, bytes=most, steps=1, held=(0, 0))
+        return Exchange(name=name, bytes=heads_bytes(N, W, N // W, (H, Hk, D, B, e, wide)), steps=1, held=(0, 0))
     # what crosses ranks keeps its proportions where all lengths are divided alike
     scale = 1
     while W * N * (1 if is_dense else Hk) // scale > _MOST_MASKED and all(w >= 2 * scale * r for w, r in pattern.branches if w * W > N):
         scale *= 2
     short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=tuple(max(r, w // scale) for w, r in pattern.branches))
     sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, problem.is_causal)
-    steps = cost.head_steps(question)
     shards = tuple(sharding.ranges(rank) for rank in range(W))
     ring_problem = RingProblem(short, ((0, N // scale),), shards, H, Hk, problem.is_causal)
-    row = 2 * problem.batch_size * problem.head_dim * problem.itemsize * scale
-    seen = [_seen(ring_problem, reader) for reader in range(W)]
-    most = _most_of_keys(seen, row, _ranks(problem))
-    if sharding.given != sharding.used:
-        # striped rows are put in order and back: all but one in W move to another rank
-        moved, D, e = local_rows(problem) * (W - 1) // W * problem.batch_size, problem.head_dim, problem.itemsize
-        inputs, out = (H + 2 * Hk) * D * e, H * (D * e + wide)
-        more = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
-        most = Bytes(*(x + y for x, y in zip(astuple(most), more, strict=True)))
+    # [reader][holder] (row, key/value head) units that a rank needs of another
+    seen = torch.zeros((W, W), dtype=torch.int64)
+    for reader in range(W):
+        mask = needed_keys(ring_problem, reader, torch.device("cpu"))
+        counts = [sum(int(mask[:, a:b].sum()) for a, b in ranges) for ranges in shards]
+        seen[reader] = torch.tensor(counts) * (Hk // mask.shape[0])
+    row = 2 * B * D * e * scale
     crossing = crossing_of(ring_problem, row * Hk)
-    exchanged = ring_problem if crossing is None else crossing.problem
-    held, rows = [], 0
-    for rank in _ranks(problem):
-        received, sent = seen[rank], [other[rank] for other in seen]
-        span = key_span(exchanged, rank)
-        rows = max(rows, (span.end - span.start) * any(received))
-        keys, packed = (span.end - span.start) * any(received) * Hk, (sum(sent) + sum(received)) * (not exchanged.is_dense)
-        held.append(_held([(keys + packed) * row // steps] * steps, [(2 * keys + sum(sent)) * row // steps] * steps))
-    return Exchange(
-        name=name, bytes=most, steps=steps, held=(max(x[0] for x in held), max(x[1] for x in held)),
-        is_exact=is_dense or scale == 1, rows=rows * scale,
-        home=pattern if not any(map(any, seen)) else None if crossing is None else _longer(crossing.home, scale),
-    )  # fmt: skip
+    exchanged, home = (ring_problem, None) if crossing is None else (crossing.problem, crossing.home)
+    if home is not None and scale > 1:
+        home = replace(home, segment_lengths=tuple(w * scale for w in home.segment_lengths))
+    spanned = [key_span(exchanged, rank) for rank in range(W)]
+    lengths = torch.tensor([span.end - span.start for span in spanned]) * (seen.sum(1) > 0)
+    packed = 0 if is_dense else seen.sum(0) + seen.sum(1)
+    found = _gathered(name, seen, lengths * Hk + packed, 2 * lengths * Hk + seen.sum(0), row, cost.head_steps(question))
+    if problem.layout == "striped":
+        # rows are put in order and back: all but one in W move to another rank
+        moved, inputs, out = local_rows(problem) * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + wide)
+        more = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
+        found = replace(found, bytes=Bytes(*(x + y for x, y in zip(astuple(found.bytes), more, strict=True))))
+    return replace(found, is_exact=is_dense or scale == 1, rows=int(lengths.max()) * scale, home=home if seen.any() else pattern)
 
 
-def _longer(home: DilatedPattern | None, scale: int) -> DilatedPattern | None:
-    return home if home is None or scale == 1 else replace(home, segment_lengths=tuple(w * scale for w in home.segment_lengths))
+def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, row: int, steps: int) -> Exchange:
+    """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, of which a rank holds ``keys``, and in a backward also
+    ``shares``: a backward exchanges keys again, and gradients the other way. Keys and gradients of two steps are in memory at a time."""
+    received, sent = max(zip((seen.sum(1) * row).tolist(), (seen.sum(0) * row).tolist(), strict=True))
+    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys, keys + shares))
+    return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
 
 
-def _seen(ring_problem: RingProblem, reader: int) -> list[int]:
-    """Returns [holder] the number of (row, key/value head) units that ``reader`` needs of another."""
-    mask = needed_keys(ring_problem, reader, torch.device("cpu"))
-    heads = ring_problem.num_kv_heads // mask.shape[0]
-    return [sum(int(mask[:, a:b].sum()) for a, b in theirs) * heads for theirs in ring_problem.shards]
-
-
-def _held(buffers: list[int], shares: list[int]) -> tuple[int, int]:
-    """Returns the bytes held at a time, forward and backward: keys and gradients of two steps."""
-    ahead = [sum(buffers[i : i + AHEAD]) for i in range(len(buffers))]
-    return max(ahead), max(keys + sum(shares[max(0, i - 1) : i + 1]) for i, keys in enumerate(ahead))
-
-
-def _most_of_keys(seen: list[list[int]], row: int, ranks: Iterable[int]) -> Bytes:
-    """Returns the most bytes of a rank from the units [reader][holder]: a backward exchanges keys again, and gradients the other way."""
-    moved = [(sum(other[rank] for other in seen) * row, sum(seen[rank]) * row) for rank in ranks]
-    return _most([Bytes(sent, received, sent + received, sent + received) for sent, received in moved])
-
-
-def _most(found: list[Bytes]) -> Bytes:
-    return max(found, key=lambda x: (x.forward_received, x.backward_received, x.forward_sent))
-
-
-@functools.lru_cache(maxsize=64)
 def _of_blocks(problem: Problem) -> Exchange:
     """Returns the exchange from the ranks' lists; of a long sequence linearly from two shorter ones.
 
     The edges of a window stay constant, and whatever is spread over the sequence grows with it.
     """
-    pattern, W, N = problem.pattern, problem.world_size, problem.num_positions
+    pattern, W, N, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_kv_heads
     assert isinstance(pattern, BlockPattern)
     if num_blocks(pattern, N, problem.num_heads) > _MOST_LISTED and (longest := 8 * max(pattern.q_block, pattern.k_block) * W) < N:
         while num_blocks(pattern, 2 * longest, problem.num_heads) <= _MOST_LISTED:
             longest *= 2
-        one, two = (_of_listed(problem.of_length(n)) for n in (longest // 2, longest))
+        one, two = (exchange_of(problem.of_length(n)) for n in (longest // 2, longest))
         known = [(*astuple(x.bytes), *x.held) for x in (one, two)]
         *moved, forward, backward = (max(b, b + (b - a) * (N - longest) * 2 // longest) for a, b in zip(*known, strict=True))
         return replace(two, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
-    return _of_listed(problem)
-
-
-def _of_listed(problem: Problem) -> Exchange:
-    pattern, W, N, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_kv_heads
-    assert isinstance(pattern, BlockPattern)
-    shards = tuple(ascending_runs(spans(N, rank, W, problem.layout)) for rank in range(W))
+    shards = tuple(joined((start, stop) for start, stop, _ in spans(N, rank, W, problem.layout)) for rank in range(W))
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
-    needs, columns = needs_of(ring_problem, torch.device("cpu")), columns_of(ring_problem)
+    needs, columns = block_plan.needs_of(ring_problem, torch.device("cpu")), block_plan.columns_of(ring_problem)
     load = block_plan.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
-    way, _ = block_plan.choose_steps(load, _memory_of_ranks(problem))
+    steps, _ = block_plan.choose_steps(load, _memory_of_ranks(problem))
     # rows (holder, block)
     counts = torch.stack([columns.of_position[held].bincount(minlength=len(columns.starts)) for held in columns.positions])
-    row, seen, first = 2 * problem.batch_size * problem.head_dim * problem.itemsize, torch.zeros((W, W), dtype=torch.int64), 0
-    for heads in way:
-        seen += (needs.of_heads((first, first + heads)).long() @ counts.T).fill_diagonal_(0) * heads
-        first += heads
+    # what one head needs counts for all heads of its step
+    ends = itertools.accumulate(steps)
+    of_steps = [needs.of_heads((end - heads, end)).long() @ counts.T * heads for heads, end in zip(steps, ends, strict=True)]
+    seen = torch.stack(of_steps).sum(0).fill_diagonal_(0)
     # a rank's memory holds all rows from the first to the last that it needs
-    lengths = torch.tensor([end - start for start, end in (block_span(ring_problem, needs, rank) for rank in range(W))])
-    spanned = lengths * (seen.sum(1) > 0) * Hk
-    steps, keys, shares = len(way), int(spanned.max()), int((2 * spanned + seen.sum(0)).max())
-    most = _most_of_keys(seen.tolist(), row, range(W))
-    return Exchange(name="blocks", bytes=most, steps=steps, held=_held([keys * row // steps] * steps, [shares * row // steps] * steps))
+    lengths = torch.tensor([end - start for start, end in (block_plan.key_span(ring_problem, needs, rank) for rank in range(W))])
+    keys = lengths * (seen.sum(1) > 0) * Hk
+    row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
+    return _gathered("blocks", seen, keys, 2 * keys + seen.sum(0), row, len(steps))
 
 
 def heads_bytes(seq_len: int, size: int, held: int, sizes: tuple[int, ...], *, lse_grad: bool = False) -> Bytes:

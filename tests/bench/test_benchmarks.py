@@ -172,17 +172,14 @@ def test_a_new_length_is_new_each_time() -> None:
     assert len(seen) == 12 and len(set(seen)) == 6
 
 
-def test_results_go_on_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_written_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["speed", "--cases", "gigapath-200", "--contenders", "ours", "torch sdpa", "--passes", "forward", "--seconds", "0.001"]
     assert main([*command, "--output", str(tmp_path / "a")]) == 0
     text = capsys.readouterr().out
     assert "gigapath-200" in text or "**forward**" in text
     path = tmp_path / "a" / "speed.json"
     first = json.loads(path.read_text())
-    assert main([*command, "--output", str(tmp_path / "a")]) == 0 and json.loads(path.read_text()) == first
     assert (tmp_path / "a" / "speed.md").read_text().startswith("## speed")
-    assert main([*command, "--output", str(tmp_path / "a"), "--longest", "7"]) == 2
-    assert "made with other settings" in capsys.readouterr().err
     # what was a thousand times as fast then is slower now; other people's code is not blamed
     for rows in first["groups"].values():
         for row in rows:
@@ -191,7 +188,7 @@ def test_results_go_on_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*command, "--output", str(tmp_path / "b"), "--against", str(tmp_path / "a")]) == 1
     assert "ours, forward:" in capsys.readouterr().out
     path.write_text("{}")
-    assert main([*command, "--output", str(tmp_path / "a")]) == 2
+    assert main([*command, "--output", str(tmp_path / "b"), "--against", str(tmp_path / "a")]) == 2
     assert "is no result of a suite" in capsys.readouterr().err
 
 
@@ -209,7 +206,7 @@ def rows_of(**times: float) -> list[Row]:
     ],
 )
 def test_slower_is_by_itself_and_beside_others(now: dict[str, float], is_slower: bool) -> None:
-    then = Results("speed", {}, {}, {"a": rows_of(ours=10.0, torch=4.0)})
+    then = Results("speed", {}, {"a": rows_of(ours=10.0, torch=4.0)})
     assert bool(slower("a", rows_of(**now), then, 0.2)) == is_slower
 
 
@@ -233,7 +230,6 @@ def test_refusals_and_failures_are_notes() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["accuracy", "--lengths", "64", "--backends", "auto", "math"],
         ["extreme", "--lengths", "1k", "--heads", "1"],
         ["train-infer", "--tasks", "decode", "slides", "--slides", "2", "--tiles", "60", "--contexts", "1k"],
         ["scaling", "--cases", "gigapath-195", "dense-32", "packed-*", "--heads", "2", "2", "16", "--lengths-vary"],
@@ -244,12 +240,12 @@ def test_every_suite_runs(command: list[str], tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--output", str(tmp_path), "--seconds", "0.001", "--size", "small"]) == 0
     rows = Results.load(tmp_path / f"{command[0]}.json").rows
     assert rows and not [row for row in rows if row.note.startswith(("wrong", "raised"))]
-    assert {key for row in rows for key in row.values} or command[0] == "accuracy"
+    assert {key for row in rows for key in row.values}
 
 
 def test_suites_of_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["accuracy"]) == 2
+    assert main(["extreme"]) == 2
     assert "start it without torchrun" in capsys.readouterr().err
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM
+from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath, magneto_gain
-from dilated_attention.models.loss import chunked_cross_entropy
 from dilated_attention.pattern import LocalWindow, MaskFunction
 
 SHAPE: dict[str, Any] = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 4}
@@ -132,15 +131,15 @@ def test_loss_in_chunks_is_the_whole_cross_entropy(chunk: int | None, device: st
     weight = torch.randn(50, 16, dtype=torch.float64, device=device, requires_grad=True)
     targets = torch.randint(50, (2, 40), device=device)
     targets[0, 5] = -100
-    loss = chunked_cross_entropy(hidden, weight, targets, chunk=chunk)
+    loss = sharded_cross_entropy(hidden, weight, targets, chunk=chunk)
     whole = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
     # float64, as its tensors
     torch.testing.assert_close(loss, whole, atol=1e-13, rtol=1e-13)
     for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(whole, (hidden, weight)), strict=True):
         torch.testing.assert_close(got, want, atol=1e-13, rtol=1e-13)
-    assert chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk=chunk) == 0
+    assert sharded_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk=chunk) == 0
     with torch.autocast(device, torch.bfloat16):
-        rounded = chunked_cross_entropy(hidden.float(), weight.float(), targets, chunk=chunk)
+        rounded = sharded_cross_entropy(hidden.float(), weight.float(), targets, chunk=chunk)
     torch.testing.assert_close(rounded.double(), whole, atol=0.05, rtol=0)
 
 

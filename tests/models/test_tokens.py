@@ -19,7 +19,6 @@ from dilated_attention.models import (
     prefill,
     sharded_cross_entropy,
 )
-from dilated_attention.models.loss import chunked_cross_entropy
 
 V = 50
 
@@ -77,24 +76,23 @@ def test_targets_out_of_range_are_refused_before_any_work(wrong: int) -> None:
     assert not calls
     hidden = lm.hidden(tokens)
     for chunk in (None, 7):
-        assert torch.allclose(chunked_cross_entropy(hidden, lm.output_weight, targets, chunk=chunk), loss)
-        for function in (chunked_cross_entropy, sharded_cross_entropy):
-            with pytest.raises(ValueError, match="targets reach from"):
-                function(hidden, lm.output_weight, bad, chunk=chunk)
-    assert torch.allclose(chunked_cross_entropy(hidden, lm.output_weight, targets.to(torch.int16)), loss)
+        assert torch.allclose(sharded_cross_entropy(hidden, lm.output_weight, targets, chunk=chunk), loss)
+        with pytest.raises(ValueError, match="targets reach from"):
+            sharded_cross_entropy(hidden, lm.output_weight, bad, chunk=chunk)
+    assert torch.allclose(sharded_cross_entropy(hidden, lm.output_weight, targets.to(torch.int16)), loss)
     ignored = torch.where(targets == -100, 3, targets)
     ignored[bad != targets] = -7
-    assert chunked_cross_entropy(hidden, lm.output_weight, ignored, ignore_index=-7).isfinite()
+    assert sharded_cross_entropy(hidden, lm.output_weight, ignored, ignore_index=-7).isfinite()
 
 
 def test_targets_of_another_type_or_number_are_refused() -> None:
     hidden, weight = torch.randn(2, 5, 8), torch.randn(V, 8)
     with pytest.raises(TypeError, match=r"targets has dtype torch\.float32; expected integers"):
-        chunked_cross_entropy(hidden, weight, torch.full((2, 5), 1.7))
+        sharded_cross_entropy(hidden, weight, torch.full((2, 5), 1.7))
     with pytest.raises(TypeError, match="targets is a list"):
-        chunked_cross_entropy(hidden, weight, [1] * 10)  # type: ignore[arg-type]
+        sharded_cross_entropy(hidden, weight, [1] * 10)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"targets has shape \(2, 4\) and hidden has \(2, 5, 8\)"):
-        chunked_cross_entropy(hidden, weight, torch.zeros(2, 4, dtype=torch.int64))
+        sharded_cross_entropy(hidden, weight, torch.zeros(2, 4, dtype=torch.int64))
 
 
 @pytest.mark.slow
@@ -105,8 +103,8 @@ def test_what_cannot_be_looked_at_is_not() -> None:
     torch.testing.assert_close(torch.compile(lm, backend="eager", fullgraph=True)(tokens), full)
     loss = torch.compile(lambda t: lm(t, targets=t), backend="eager", fullgraph=True)(tokens)
     torch.testing.assert_close(loss, lm(tokens, targets=tokens))
-    each = torch.vmap(lambda t: chunked_cross_entropy(full[0], torch.eye(V), t))(tokens)
-    torch.testing.assert_close(each[0], chunked_cross_entropy(full[0], torch.eye(V), tokens[0]))
+    each = torch.vmap(lambda t: sharded_cross_entropy(full[0], torch.eye(V), t))(tokens)
+    torch.testing.assert_close(each[0], sharded_cross_entropy(full[0], torch.eye(V), tokens[0]))
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert lm(torch.zeros(2, 20, dtype=torch.int64)).shape == (2, 20, V)
     assert lm(tokens[:0]).shape == (0, 20, V)

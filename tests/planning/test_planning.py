@@ -180,26 +180,26 @@ def test_two_billion_positions_are_planned_in_a_moment(kind: str) -> None:
     assert min(taken) < 4
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("pattern", "per_cent"),
-    [
-        (LocalWindow(1000), 0.1),
-        (LocalWindow((8191, 0)), 0.1),
-        (GlobalLocal(2048, 64), 0.1),
-        (BigBird(2048, 64, 3, 0), 1.0),
-        (with_sparsity(0.1), 1.0),
-        (with_sparsity(0.05, "local"), 1.0),
-        (with_sparsity(0.1, "big_bird"), 2.0),
-        (with_sparsity(0.02, "dilated"), 1.0),
-    ],
-)
-def test_blocks_of_a_long_sequence_are_told_from_shorter_ones(pattern: Any, per_cent: float) -> None:
+    "pattern",
+    [LocalWindow(1000), LocalWindow((8191, 0)), GlobalLocal(2048, 64), BigBird(2048, 64, 3, 0), with_sparsity(0.1),
+     with_sparsity(0.05, "local"), with_sparsity(0.1, "big_bird"), with_sparsity(0.02, "dilated")],
+    ids=repr,
+)  # fmt: skip
+def test_blocks_of_a_long_sequence_are_told_from_a_sample(pattern: Any, is_causal: bool) -> None:
     n, heads = 2**17, 2
-    told, counted = block_counts(pattern, n, heads, False, MOST_FOR_SIZE), block_counts(pattern, n, heads, False, 2**40)
-    assert counted.is_exact and not told.is_exact
-    assert counted.pairs == pattern.pairs(n, heads)
-    for name in ("pairs", "entries", "computed"):
-        assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=per_cent / 100), name
+    told, counted = (block_counts(pattern, n, heads, is_causal, most) for most in (MOST_FOR_SIZE, 2**40))
+    assert counted.is_exact and not told.is_exact and told.mask_kind == counted.mask_kind
+    assert counted.pairs == pattern.pairs(n, heads, is_causal=is_causal)
+    for name in ("pairs", "entries", "computed", "list_bytes"):
+        assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=0.1 if name == "list_bytes" else 0.03), name
+
+
+def test_rows_too_long_for_a_sample_grow_as_the_pattern_says() -> None:
+    pattern, n = with_sparsity(0.1), 2**25
+    told = block_counts(pattern, n, 1, True, MOST_FOR_SIZE)
+    assert told.pairs == pytest.approx(0.05 * n**2, rel=0.03) and told.entries == pytest.approx(0.05 * (n / 128) ** 2, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_a_long_ring_is_told_from_a_shorter_one(training: bool, monkeypatch: pyt
     options = {"world_size": 4, "segment_lengths": (2048, 2**14, 2**15), "dilation_rates": (1, 4, 8), "training": training}
     exact = plan("ring_dilated", 2**15, **options)
     monkeypatch.setattr(ring, "_MOST_MASKED", 2**16)
-    ring._of_branches.cache_clear()
+    ring.exchange_of.cache_clear()
     told = plan("ring_dilated", 2**15, **options)
-    ring._of_branches.cache_clear()
+    ring.exchange_of.cache_clear()
     assert exact.exchange.is_exact and not told.exchange.is_exact and "about" in str(told)
     assert told.exchange.bytes.backward_received == pytest.approx(exact.exchange.bytes.backward_received, rel=0.02)
     assert told.peak == pytest.approx(exact.peak, rel=0.05)
