@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUITE``: speed, extreme, scaling, train-infer. ``--help`` of each says what it measures.
+"""``python -m benchmarks SUITE``: speed, accuracy, extreme, scaling, train-infer. ``--help`` of each says what it measures.
 
 FlashAttention-3 is loaded from the files that FLASH3_LIBRARY, FLASH3_CUDART and FLASH3_FP8_LIBRARY name.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import extreme, scaling, speed, train_infer
+from benchmarks import accuracy, extreme, scaling, speed, train_infer
 from benchmarks.report import Group, Results, Row, machine, slower
 from benchmarks.timing import attempt, release
 from dilated_attention.backends.flash import flash3, flash3_fp8
 
-SUITES = {"speed": speed, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
+SUITES = {"speed": speed, "accuracy": accuracy, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -39,6 +39,7 @@ WHERE = """Measuring is in the source, not in the package: clone it and call the
     python -m benchmarks speed          named cases beside others, at lengths that change and at one that repeats
     python -m benchmarks extreme        the longest sequence that fits
     python -m benchmarks train-infer    generating, training steps of slide encoders, equality with TorchScale
+    python -m benchmarks accuracy       errors against float64
     torchrun --nproc-per-node 2 -m benchmarks scaling
 
 What a call or a model will take here, without running it: plan. Which kernel runs and why: info."""
