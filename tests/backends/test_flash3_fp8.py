@@ -92,12 +92,7 @@ def test_no_silent_fallback_through_any_door() -> None:
         dilated_attention(q, q, q, [4], [1], backend="flash3_fp8")
 
 
-def test_names_are_checked_and_settings_are_shown() -> None:
-    q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(ValueError, match="precision is 'fp4'; expected one of 'native', 'fp8'"):
-        dilated_attention(q, q, q, [4], [1], precision="fp4")
-    with pytest.raises(TypeError, match="precision is 8"):
-        DilatedAttention([4], [1], precision=8)  # type: ignore[arg-type]
+def test_settings_are_shown() -> None:
     assert "precision='fp8'" in repr(DilatedAttention([4], [1], precision="fp8"))
     assert "precision" not in repr(DilatedAttention([4], [1]))
     explanation = explain_backend(hardware=HOPPER, needs_grad=False, precision="fp8")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, attention, block_sparse_attention
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks
+from dilated_attention import attention
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     RESULTS,
     Case,
@@ -29,13 +29,14 @@ from dilated_attention.testing import (
     call,
     inputs,
     max_error,
+    plain_attention,
     random_case,
-    reference,
     relative_bound,
     results,
 )
-from dilated_attention.testing.oracle import multiplicities
+from dilated_attention.testing.oracle import block_multiplicities, multiplicities
 from tests.helpers import ring_cases
+from tests.helpers.forms import static
 from tests.helpers.pool import pool_of
 
 BACKENDS = ("math", "sdpa_cpu")
@@ -75,10 +76,12 @@ def plant(x: Inputs, draw: random.Random, names: tuple[str, ...] = PLANTED, valu
     return replace(x, **dirty), replace(x, **clean)
 
 
-def reach(m: torch.Tensor, x: Inputs) -> Reach:
-    """``m`` (B, H, Nq, Nk), x with the planted numbers."""
-    H, K = m.shape[1], x.k.shape[2]
-    takes = (m > 0).expand(x.q.shape[0], -1, -1, -1)
+def reach(case: Case, x: Inputs) -> Reach:
+    """``x`` with the planted numbers."""
+    m, H, K = multiplicities(case, x.key_padding_mask)[0].sum(0), case.heads, case.kv_heads
+    if isinstance(case.pattern, BlockPattern):
+        m = m + block_multiplicities(case, x)
+    takes = (m > 0).expand(case.batch, -1, -1, -1)
     nonempty = takes.any(-1)
 
     def all_reached(nonfinite_of: Any) -> dict[str, torch.Tensor]:
@@ -120,69 +123,24 @@ def truth_of(case: Case, dirty: Inputs, clean: Inputs, reached: Reach) -> dict[s
     spoilt = reached.may["dq"][..., 0]
     dout = clean.dout.masked_fill(spoilt[..., None], 0)
     dlse = clean.dlse.masked_fill(spoilt.transpose(1, 2), 0)
-    return results(reference, case, replace(clean, dout=dout, dlse=dlse))
+    return results(plain_attention, case, replace(clean, dout=dout, dlse=dlse), torch.float64)
+
+
+SPACES = {"branches": SPACE, "blocks": replace(SPACE, blocks=True, max_length=200)}
+SEEDS = [*(("branches", seed) for seed in (*range(60), 1061, 2021)), *(("blocks", seed) for seed in (*range(24), 45, 61))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", [*range(60), 1061, 2021])
-def test_planted_numbers_stay_in_their_reach(backend: str, seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("space", "seed"), SEEDS)
+def test_planted_numbers_stay_in_their_reach(space: str, seed: int, backend: str, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
-    case = random_case(draw, replace(SPACE, dropout=backend == "math"))
+    # blocks that content chooses are others where it is not finite
+    case = static(random_case(draw, replace(SPACES[space], dropout=backend == "math")))
     dirty, clean = plant(inputs(case, dtype), draw)
-    reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
+    reached = reach(case, dirty)
     found = results(call, case, dirty, backend=backend)
     judge(found, truth_of(case, dirty, clean, reached), reached, TOLERANCES[dtype], case.dropout_p, case.mixture_grad == "detached")
-
-
-# --- lists of blocks ---------------------------------------------------------------------------------------------------------------
-
-BLOCKS: tuple[BlockPattern, ...] = (
-    LocalWindow(20, block_size=64),
-    RandomBlocks(0.5, block_size=64),
-    BigBird(20, 3, 1, block_size=64),
-    RandomBlocks(0.4, block_size=64) | LocalWindow(9, block_size=64),
-)
-
-
-def softmax(m: torch.Tensor, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over the pairs of m (B, H, Nq, Nk), in float64."""
-    k, v = (y.double().repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k) * q.shape[3] ** -0.5
-    empty = (m == 0).all(-1)
-    scores = torch.where(empty[..., None], 0.0, torch.where(m > 0, scores, -torch.inf))
-    weights = scores.softmax(-1).masked_fill(empty[..., None], 0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), torch.where(empty, -torch.inf, scores.logsumexp(-1))
-
-
-def results_of(function: Any, x: Inputs) -> dict[str, torch.Tensor]:
-    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
-    out, lse = function(*leaves)
-    grads = torch.autograd.grad((out, lse), leaves, (x.dout.to(out.dtype), x.dlse.to(lse.dtype)))
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *grads), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", [*range(20), 1022])
-def test_planted_numbers_stay_in_their_reach_of_blocks(backend: str, seed: int, dtype: torch.dtype) -> None:
-    draw = random.Random(seed)
-    B, H, N = draw.randint(1, 2), draw.choice([2, 4]), draw.randint(65, 200)
-    case = Case(
-        pattern=DilatedPattern((2**62,), (1,)), batch=B, num_queries=N, num_keys=N, heads=H, kv_heads=2, head_dim=draw.choice([1, 3, 8]),
-        padding=draw.choice(["none", "none", "some"]), lse_grad=True, seed=seed,
-    )  # fmt: skip
-    pattern, is_causal = draw.choice(BLOCKS), draw.random() < 0.5
-    dirty, clean = plant(inputs(case, dtype), draw)
-    m = pattern.dense_mask(N, N, H, is_causal=is_causal)[None].expand(B, -1, -1, -1).long()
-    if clean.key_padding_mask is not None:
-        m = m * ~clean.key_padding_mask[:, None, None, :]
-    reached = reach(m, dirty)
-    options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": clean.key_padding_mask, "return_lse": True, "backend": backend}
-    found = results_of(lambda q, k, v: block_sparse_attention(q, k, v, pattern, **options), dirty)
-    spoilt = reached.may["dq"][..., 0]
-    clean = replace(clean, dout=clean.dout.masked_fill(spoilt[..., None], 0), dlse=clean.dlse.masked_fill(spoilt.transpose(1, 2), 0))
-    judge(found, results_of(lambda q, k, v: softmax(m, clean, q, k, v), clean), reached, TOLERANCES[dtype])
 
 
 # --- rings, own kernels --------------------------------------------------------------------------------------------------------------
@@ -210,7 +168,7 @@ def test_planted_numbers_stay_in_their_reach_of_rings(first: int) -> None:
     for index, seed in enumerate(seeds):
         spread, dirty, clean = planted_in_a_ring(seed, world)
         case = spread.case
-        reached = reach(multiplicities(case, clean.key_padding_mask)[0].sum(0), dirty)
+        reached = reach(case, dirty)
         found = ring_cases.together(spread, [rank[index] for rank in ranks])
         judge(found, truth_of(case, dirty, clean, reached), reached, 1e-10, case.dropout_p, case.mixture_grad == "detached")
 

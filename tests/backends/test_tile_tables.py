@@ -10,12 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
 from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.call import Prepared, TileCall
-from dilated_attention.backends.tiles.combine import _document_of, _place
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
 from dilated_attention.backends.tiles.table import Walk, make_spans
 
@@ -124,55 +121,6 @@ def test_the_last_tiles_of_causal_queries_come_first(seed: int) -> None:
     walk = Walk(((length, 1),), ((0, 4 * length + seed),), (0, 4 * length + seed))
     tiles = [row[4] for row in table_of(walk, False, tile, True) if row[2] > 0 and row[2] + 2 * length <= 4 * length + seed]
     assert tiles == sorted(tiles, reverse=True) and len(tiles) == tiles.count(0) * -(-length // tile)
-
-
-def test_tables_of_keys_know_where_statistics_of_queries_lie() -> None:
-    for seed in range(20):
-        walk = random_walk(seed)
-        of_queries = by_table(walk, False, 16, False)
-        for branch, rate, start, length, _, _, _, query_place in table_of(walk, True, 16, False):
-            for offset in range(rate):
-                run = [p for p in range(start + offset, start + length, rate) if walk.queries[0] <= p < walk.queries[1]]
-                assert [query_place + t for t in range(len(run))] == [of_queries[branch, offset, p] for p in run]
-
-
-@triton.jit(do_not_specialize=["first", "steps", "offset"])
-def places_kernel(
-    out_ptr, starts_ptr, spans_ptr, rates_ptr, first, steps, offset, BRANCH: tl.constexpr, BRANCHES: tl.constexpr, ROWS: tl.constexpr
-):
-    """Document, whether taken, and place of ROWS positions from ``first`` on."""
-    rows = tl.arange(0, ROWS)
-    positions = rows + first
-    documents = _document_of(starts_ptr, positions, steps)
-    starts = tl.load(starts_ptr + documents)
-    rate = tl.load(rates_ptr + BRANCH)
-    found, place = _place(spans_ptr, starts, documents, positions, first, BRANCH, BRANCHES, rate, offset)
-    tl.store(out_ptr + rows * 3, documents)
-    tl.store(out_ptr + rows * 3 + 1, found.to(tl.int32))
-    tl.store(out_ptr + rows * 3 + 2, place)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_merge_and_sum_find_the_places_by_bisection(seed: int) -> None:
-    walk, rows = random_walk(seed), 64
-    device = torch.device(DEVICE)
-    p = prepared_of(walk)
-    tables = p.tables((False, 16), (True, 16))
-    for of_keys in (False, True):
-        places = by_table(walk, of_keys, 16, False)
-        spans, starts, rates = tables[1 + of_keys], p.starts, p.rates
-        first, last = walk.keys if of_keys else walk.queries
-        for branch, (_, rate) in enumerate(walk.branches):
-            # −1: a head that does not run the branch
-            for offset in {-1, 0, rate - 1}:
-                out = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
-                places_kernel[(1,)](out, starts, spans, rates, first, walk.steps, offset, branch, walk.num_branches, rows)
-                for position, (document, found, place) in zip(range(first, last), out.tolist(), strict=False):
-                    start, end = walk.documents[document]
-                    assert start <= position < end
-                    wanted = places.get((branch, offset, position))
-                    assert bool(found) == (wanted is not None)
-                    assert wanted is None or place == wanted
 
 
 class Compiled:

@@ -50,40 +50,6 @@ def test_keys_do_not_accumulate() -> None:
     assert max(pool_of(4).run(keys_left)) <= 4
 
 
-# (what ranks have of their own, what one lacks, the text that all get)
-ODD: list[tuple[dict[int, dict[str, Any]], dict[int, str], str]] = [
-    ({2: {"heads": 4}}, {}, "ring_attention: ranks disagree on heads: ranks 0, 1, 3 have 8, rank 2 has 4"),
-    (
-        {1: {"dtype": "torch.float32", "heads": 4, "causal": False}, 3: {"heads": 2}},
-        {0: "causal"},
-        "ring_attention: ranks disagree on dtype: ranks 0, 2, 3 have torch.bfloat16, rank 1 has torch.float32; on heads: ranks 0, 2 have "
-        "8, rank 1 has 4, rank 3 has 2; on causal: ranks 2, 3 have True, rank 0 has no such argument, rank 1 has False",
-    ),
-    # another function is all that is told of it
-    (
-        {3: {"function": "other_attention", "heads": 3}},
-        {},
-        "ranks disagree on function: ranks 0, 1, 2 have ring_attention, rank 3 has other_attention",
-    ),
-]
-
-
-def refused(rank: int, world: int) -> list[str]:
-    members, texts = members_of(None), []
-    for odd, missing, _ in ODD:
-        call = {key: value for key, value in {**CALL, **odd.get(rank, {})}.items() if key != missing.get(rank)}
-        with pytest.raises(ValueError) as raised:
-            agree(members, call, {}, 20.0)
-        texts.append(str(raised.value))
-        # the next call finds all ranks in step, with what each has of its own
-        assert agree(members, CALL, {"rows": rank}, 20.0) == [{"rows": r} for r in range(world)]
-    return texts
-
-
-def test_all_ranks_are_told_alike_who_has_what() -> None:
-    assert pool_of(4).run(refused) == [[f"{text}; all ranks must make the same call" for _, _, text in ODD]] * 4
-
-
 def in_subgroups(rank: int, world: int) -> str:
     group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     try:

@@ -30,7 +30,7 @@ from dilated_attention.distributed.comm.p2p import wire_of
 from dilated_attention.distributed.comm.watchdog import COLLECT, GRACE, POLL, Exchange, Monitor, Queue, watch
 from dilated_attention.distributed.errors import RingError
 from tests.helpers.machine import ON_CPU, on_gpus
-from tests.helpers.pool import Pool, PoolError, fresh_processes, here, on_its_gpu
+from tests.helpers.pool import fresh_processes, here, on_its_gpu
 
 # how late a rank that nothing ails may be: on a busy machine more than 2 s
 TIMEOUT = 5.0
@@ -464,30 +464,3 @@ def stuck(rank: int, world: int) -> None:
 def test_a_process_that_is_stuck_ends(machine: Machine, tmp_path: Path) -> None:
     ends = play(machine, stuck, folder=tmp_path)
     assert ends[0].code == 1 and "so this process ends now" in ends[0].output, ends[0]
-
-
-# --- the pool of processes that tests use -----------------------------------------------------------------------------------------
-
-
-def fails(rank: int, world: int) -> None:
-    if rank == 0:
-        raise KeyError("of rank 0")
-    time.sleep(100)
-
-
-def poisoned(rank: int, world: int) -> bool:
-    return bool(torch.empty(3).isnan().all() and torch.zeros(2).new_empty(2).isnan().all())
-
-
-def test_a_pool_names_ranks_that_raise_and_ranks_that_hang() -> None:
-    pool = Pool(2)
-    try:
-        began = time.monotonic()
-        with pytest.raises(PoolError, match=r"ranks \[0, 1\] of 2 failed(.|\n)*KeyError: 'of rank 0'(.|\n)*did not return(.|\n)*in fails"):
-            pool.run(fails, timeout=60.0)
-        # the hanging one is not given all its time once another has failed
-        assert time.monotonic() - began < 30
-        # new processes, which work
-        assert pool.run(poisoned) == [True] * 2
-    finally:
-        pool.close()

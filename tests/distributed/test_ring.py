@@ -98,6 +98,8 @@ def test_random_calls_reach_everything() -> None:
     wanted = (
         sum(case.window is not None for case in cases),
         sum(case.bounds is not None for case in cases),
+        *(sum(case.sinks and (case.pattern == WHOLE) is dense for case in cases) for dense in (False, True)),
+        *(sum(case.softcap is not None and (case.pattern == WHOLE) is dense for case in cases) for dense in (False, True)),
         sum(case.dropout_p > 0 and case.pattern == WHOLE for case in cases),
         sum(case.dropout_p > 0 and case.pattern != WHOLE for case in cases),
         sum(case.mixture_grad == "detached" and case.pattern.branch_heads == "split" for case in cases),

@@ -6,7 +6,6 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus), also in half pre
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,36 +15,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import (
-    BackendUnavailable,
-    DilatedPattern,
-    balanced_layout,
-    ring_attention,
-    ring_block_sparse_attention,
-    ring_block_sparse_dilated_attention,
-    ring_dilated_attention,
-)
+from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, MaskFunction, RandomBlocks, with_sparsity
-from dilated_attention.testing import low_precision_bound, max_error
+from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
+from dilated_attention.testing import max_error
+from tests.distributed.test_ring import check as check_by_bounds
 from tests.functional.test_block_sparse import (
     PATTERNS,
-    RESULTS,
     TOLERANCE,
     Case,
-    Inputs,
-    by_table,
     call,
     inputs,
-    of_branches,
     plain,
     results,
     some_branches,
     some_patterns,
 )
 from tests.helpers.machine import ON_CPU, share, worlds
-from tests.helpers.pool import Pool, here, patience, pool_of
-from tests.helpers.ring_cases import SEQUENCE_DIM, positions
+from tests.helpers.pool import Pool, pool_of
+from tests.helpers.ring_cases import Spread, run, together
 
 # beside which a union's blocks are
 BRANCHES = (
@@ -57,81 +45,31 @@ BRANCHES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """One call of all ranks. ``layout``: also ``"balanced"`` and ``"dealt"``, blocks dealt at random."""
-
-    case: Case
-    layout: str = "contiguous"
-    head_steps: int | None = None
-    seq_len_given: bool = True
-    backend: str = "auto"
-
-
-def layout_of(spread: Spread, world: int) -> str | Layout:
-    case = spread.case
-    N = case.num_keys
-    if spread.layout == "balanced":
-        return balanced_layout(case.pattern, N, world, case.heads, is_causal=case.is_causal)
-    if spread.layout != "dealt":
-        return spread.layout
-    size = max(case.pattern.block_size)
-    blocks = [(start, min(start + size, N)) for start in range(0, N, size)]
-    owners = random.Random(case.seed).choices(range(world), k=len(blocks))
-    return Layout(N, tuple(tuple(block for block, owner in zip(blocks, owners, strict=True) if owner == rank) for rank in range(world)))
-
-
-def ring(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    # all ranks are seeded alike, and as the one process is that the results are compared with
-    torch.manual_seed(case.seed)
-    options |= {
-        "is_causal": case.is_causal,
-        "scale": case.scale,
-        "cu_seqlens": x.cu_seqlens,
-        "key_padding_mask": x.key_padding_mask,
-        "dropout_p": case.dropout_p,
-        "return_lse": True,
-        "timeout": patience(),
-    }
-    if case.branches is None:
-        return ring_block_sparse_attention(q, k, v, case.pattern, **options)
-    return ring_block_sparse_dilated_attention(q, k, v, pattern=case.pattern, **of_branches(case.branches), **options)
-
-
-def local_inputs(x: Inputs, rows: torch.Tensor) -> Inputs:
-    q, k, v, dout = (y[:, rows] for y in (x.q, x.k, x.v, x.dout))
-    padding = None if x.key_padding_mask is None else x.key_padding_mask[:, rows]
-    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens)
-
-
-def run(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+def laid_out(spreads: Sequence[Spread], world: int) -> list[Spread]:
+    """With the layouts "balanced" and "dealt", blocks dealt at random, by the names of their runs."""
     found = []
     for spread in spreads:
-        case, layout = spread.case, layout_of(spread, world)
-        x = local_inputs(inputs(case, dtype, here()), positions(case.num_keys, rank, world, layout).to(here()))
-        length = case.num_keys if spread.seq_len_given else None
-        options = {"layout": layout, "seq_len": length, "head_steps": spread.head_steps, "backend": spread.backend}
-        found.append({name: y.cpu() for name, y in results(ring, case, x, **options).items()})
+        case, N = spread.case, spread.case.num_keys
+        if spread.layout == "balanced":
+            spread = replace(spread, layout=balanced_layout(case.pattern, N, world, case.heads, is_causal=case.is_causal).name)
+        if spread.layout == "dealt":
+            size = max(case.pattern.block_size)
+            runs: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+            for start, owner in zip(range(0, N, size), random.Random(case.seed).choices(range(world), k=-(-N // size)), strict=True):
+                runs[owner].append((start, min(start + size, N)))
+            spread = replace(spread, layout=Layout(N, tuple(map(tuple, runs))).name)
+        found.append(spread)
     return found
-
-
-def together(spread: Spread, parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The ranks' results as those of the whole sequence."""
-    layout, whole = layout_of(spread, len(parts)), {}
-    rows = torch.cat([positions(spread.case.num_keys, rank, len(parts), layout) for rank in range(len(parts))])
-    for name in RESULTS:
-        joined = torch.cat([part[name] for part in parts], SEQUENCE_DIM[name])
-        whole[name] = torch.empty_like(joined).index_copy_(SEQUENCE_DIM[name], rows, joined)
-    return whole
 
 
 def check(pool: Pool, spreads: Sequence[Spread], truth: Callable[..., Any] = plain) -> None:
     """``truth``: the definition, or what one process computes."""
-    ranks = pool.run(run, list(spreads))
+    spreads = laid_out(spreads, pool.world)
+    ranks = pool.run(run, spreads)
     for index, spread in enumerate(spreads):
-        found = together(spread, [rank[index] for rank in ranks])
+        found = together(spread, [rank[index][0] for rank in ranks])
         wanted = results(truth, spread.case, inputs(spread.case, device=pool.device))
-        for name in RESULTS:
+        for name in wanted:
             error = max_error(found[name].to(pool.device), wanted[name])
             assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {pool.world} ranks: {spread}"
 
@@ -176,6 +114,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal documents of blocks": {"bounds": (0, 128, 256, N_BIG), "is_causal": True},
     "documents and dropout": {"bounds": (0, 151, N_BIG), "dropout_p": 0.2},
     "documents and padding": {"bounds": (0, 299, N_BIG), "padding": True, "is_causal": True},
+    "sinks": {"sinks": True, "is_causal": True},
+    "softcap": {"softcap": 0.8},
 }
 SHARED, OF_HEADS = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64), BigBird(30, 3, 1, block_size=(64, 128))
 
@@ -251,6 +191,8 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
         bounds=bounds,
         padding=N > 0 and draw(st.integers(0, 3)) == 0,
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([None, None, 0.8])),
         branches=draw(some_branches(heads)) if with_branches else None,
         seed=draw(st.integers(0, 99)),
     )
@@ -316,105 +258,8 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
     )
 
 
-def bounds_of(spread: Spread, pool: Pool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """(results in float64, what each is held to): 2·E(plain attention in this dtype) and roundings, as in ``testing.measure``."""
-    case = spread.case
-    x = inputs(case, dtype, pool.device)
-    truth, same, wide = (results(plain, case, x, kind) for kind in (torch.float64, dtype, torch.float32))
-    bounds = {name: low_precision_bound(same[name], truth[name], dtype) for name in RESULTS}
-    # an error of δ acts as a gradient of lse does: here that of the rounded out which every flash backward reads
-    leaves = [y.double().requires_grad_() for y in (x.q, x.k, x.v)]
-    out, lse = plain(case, x, *leaves)
-    error = (x.dout.double() * (out.to(dtype).double() - out)).sum(-1).transpose(1, 2).detach()
-    for name, grad in zip(("dq", "dk"), torch.autograd.grad(lse, leaves[:2], error), strict=True):
-        bounds[name] += 2 * float(grad.abs().max())
-    for name in ("dk", "dv"):
-        # every rank's share is rounded once, before they are summed in float32
-        bounds[name] += pool.world / 2 * torch.finfo(dtype).eps * float(truth[name].abs().max())
-    bounds["lse"] = low_precision_bound(wide["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
-    return truth, bounds
-
-
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 3, 4)))
 def test_random_calls_in_half_precision(pool: Pool, name: str) -> None:
     kernel = KERNELS[name]
-    spreads = [draw(pool.world, seed, kernel) for seed in range(share(20))]
-    ranks = pool.run(run, spreads, kernel.dtype)
-    for index, spread in enumerate(spreads):
-        found = together(spread, [rank[index] for rank in ranks])
-        truth, bounds = bounds_of(spread, pool, kernel.dtype)
-        for what in RESULTS:
-            error = max_error(found[what].to(pool.device), truth[what])
-            assert error <= bounds[what], f"E({what}) = {error:.3g} > {bounds[what]:.3g} on {pool.world} GPUs: {spread}"
-
-
-# --- calls that are refused ------------------------------------------------------------------------------------------------------
-
-
-def by_other_table(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return (query // 64 + key // 64) % 3 == 0
-
-
-WINDOW = LocalWindow(40, block_size=64)
-FLASH4 = ({"backend": "flash4"}, "ranks disagree on kernels: ranks 0, 1 have available, rank 2 has unavailable: backend='flash4'")
-# function, what the last rank calls it with (or another function), what all are told
-DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
-    ("blocks", {"function": "dense"}, "function: ranks 0, 1 have ring_block_sparse_attention, rank 2 has ring_attention"),
-    (
-        "blocks",
-        {"pattern": LocalWindow(41, block_size=64)},
-        "ring_block_sparse_attention: .* on pattern: .* have .*40.*, rank 2 has .*41",
-    ),
-    ("blocks", {"pattern": LocalWindow(40, block_size=128)}, "block_size: ranks 0, 1 have .64, 64., rank 2 has .128, 128."),
-    ("mask", {"pattern": MaskFunction(by_other_table, block_size=64)}, "ranks disagree on pattern .the blocks that its function keeps."),
-    ("blocks", {"is_causal": True}, "ranks disagree on is_causal: ranks 0, 1 have False, rank 2 has True"),
-    ("blocks", {"head_steps": 2}, "ranks disagree on head_steps: ranks 0, 1 have 1, rank 2 has 2"),
-    ("blocks", {"layout": "zigzag"}, "ranks disagree on layout: ranks 0, 1 have contiguous, rank 2 has zigzag"),
-    ("blocks", *FLASH4),
-    ("union", {"dilation_rates": [2]}, "ring_block_sparse_dilated_attention: ranks disagree on branches: ranks 0, 1 have .*rank 2 has "),
-    (
-        "union",
-        {"pattern": LocalWindow(41, block_size=64)},
-        "ring_block_sparse_dilated_attention: .* on pattern: .*40.* has .*41",
-    ),
-    ("union", {"function": "blocks"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_block_sparse_attention"),
-    ("union", {"function": "dilated"}, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_dilated_attention"),
-    ("union", {"tail": "zero_keys"}, "ranks disagree on branches: .*mask.*zero_keys"),
-    ("union", *FLASH4),
-]
-FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "dense": (ring_attention, {}),
-    "dilated": (ring_dilated_attention, {"segment_lengths": [16], "dilation_rates": [1]}),
-    "blocks": (ring_block_sparse_attention, {"pattern": WINDOW, "head_steps": 1}),
-    "mask": (ring_block_sparse_attention, {"pattern": MaskFunction(by_table, block_size=64)}),
-    "union": (ring_block_sparse_dilated_attention, {"segment_lengths": [16], "dilation_rates": [1], "pattern": WINDOW}),
-}
-
-
-def disagreeing(rank: int, world: int) -> list[str]:
-    texts = []
-    for index, (usual, changes, _) in enumerate(DISAGREEMENTS):
-        # a length of its own for each case: what ranks have agreed on once is not compared again
-        q = torch.zeros(1, 64 + index, 2, 4, device=here())
-        name, options = usual, {}
-        if rank == world - 1:
-            name, options = changes.get("function", usual), {key: value for key, value in changes.items() if key != "function"}
-        function, arguments = FUNCTIONS[name]
-        try:
-            function(q, q, q, seq_len=(64 + index) * world, timeout=patience(), **arguments | options)
-        except (ValueError, BackendUnavailable) as error:
-            texts.append(str(error))
-        else:
-            texts.append("no error")
-    return texts
-
-
-@pytest.mark.parametrize("pool", worlds(3, gpus=(3,)))
-def test_ranks_that_disagree_all_raise_the_same(pool: Pool) -> None:
-    ranks = pool.run(disagreeing)
-    for index, (_, changes, words) in enumerate(DISAGREEMENTS):
-        texts = {rank[index] for rank in ranks}
-        assert len(texts) == 1 and re.search(words, *texts), (changes, texts)
-    # and the group goes on
-    check(pool, of_kind("blocks", [Spread(case=case_of(SHARED, 100))]) + of_kind("union", [Spread(case=case_of(SHARED, 100))]))
+    check_by_bounds(pool, laid_out([draw(pool.world, seed, kernel) for seed in range(share(20))], pool.world), kernel.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead
 from dilated_attention.planning.ring import Bytes, heads_bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
-from tests.functional.test_block_sparse import inputs as block_inputs
 from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
@@ -47,15 +45,6 @@ def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, n
         x = local_inputs(inputs(spread.case, dtype), positions(spread.case.num_keys, rank, world, spread.layout))
         with byte_limits_of_one() if spread.steps else nullcontext():
             found.append(counted(ring_call(spread), spread.case, x, needs_grad))
-    return found
-
-
-def of_blocks(rank: int, world: int, spreads: Sequence[blocks.Spread], dtype: torch.dtype) -> list[Count]:
-    found = []
-    for spread in spreads:
-        case, layout = spread.case, blocks.layout_of(spread, world)
-        x = blocks.local_inputs(block_inputs(case, dtype), positions(case.num_keys, rank, world, layout))
-        found.append(counted(blocks.ring, case, x, layout=layout, seq_len=case.num_keys, head_steps=spread.head_steps))
     return found
 
 
@@ -201,7 +190,7 @@ def test_formulas_by_hand() -> None:
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
 
 
-def of_every_holder(world: int) -> list[blocks.Spread]:
+def of_every_holder(world: int) -> list[Spread]:
     spreads = []
     for N in (64 * world, 64 * world + 37, world - 1):
         patterns = [
@@ -214,7 +203,7 @@ def of_every_holder(world: int) -> list[blocks.Spread]:
         for index, pattern in enumerate(patterns):
             for layout in ("contiguous", "zigzag", "balanced", "dealt")[index % 2 :: 2]:
                 case = blocks.case_of(pattern, N, batch=2, is_causal=index % 2 == 0, head_dim=3)
-                spreads.append(blocks.Spread(case=case, layout=layout, head_steps=1 + index % 2))
+                spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
     return spreads
 
 
@@ -222,11 +211,11 @@ def of_every_holder(world: int) -> list[blocks.Spread]:
 def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
     whole = 64 * world
     branches = [((whole,), (1,)), ((24, whole), (1, 4)), ((whole - 5, 17), (3, 1)), ((8, 16), (1, 2)), ((whole, whole), (2, 3))]
-    spreads = blocks.of_kind(kind, of_every_holder(world), [DilatedPattern(*x) for x in branches])
+    spreads = blocks.laid_out(blocks.of_kind(kind, of_every_holder(world), [DilatedPattern(*x) for x in branches]), world)
     dtype = torch.float32 if world % 2 else torch.float64
-    ranks = pool_of(world).run(of_blocks, spreads, dtype)
+    ranks = pool_of(world).run(measured, spreads, dtype, True)
     for index, spread in enumerate(spreads):
-        case, layout = spread.case, blocks.layout_of(spread, world)
+        case = spread.case
         sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
@@ -235,22 +224,22 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
             "branches": beside,
         }
         for rank in range(world):
-            want = block_bytes(case.pattern, case.num_keys, world, rank, layout, sizes, **options)
+            want = block_bytes(case.pattern, case.num_keys, world, rank, spread.layout, sizes, **options)
             assert ranks[rank][index][0] == want, f"rank {rank} of {world}: {spread}"
 
 
 def test_blocks_by_hand() -> None:
     """Windows of 64 on four shards of two blocks: one block of each neighbour, K and V of 2 heads of 3 floats; others move nothing."""
     block = 2 * 64 * 2 * 3 * 4
-    window = blocks.Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 512, head_dim=3))
-    nothing = blocks.Spread(case=blocks.case_of(RandomBlocks(0.0, block_size=64), 512))
+    window = Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 512, head_dim=3))
+    nothing = Spread(case=blocks.case_of(RandomBlocks(0.0, block_size=64), 512))
     at_home = [
-        blocks.Spread(case=blocks.case_of(LocalWindow(500, block_size=64), 512, bounds=(0, 128, 256, 384, 512))),
+        Spread(case=blocks.case_of(LocalWindow(500, block_size=64), 512, bounds=(0, 128, 256, 384, 512))),
         nothing,
         *blocks.of_kind("union", [nothing], [DilatedPattern((64, 128), (1, 2))]),
     ]
     spreads = [window, replace(window, case=replace(window.case, is_causal=True)), *at_home]
-    ranks = pool_of(4).run(of_blocks, spreads, torch.float32)
+    ranks = pool_of(4).run(measured, spreads, torch.float32, True)
     assert [found[0][1] for found in ranks] == [{1: block}, {0: block, 2: block}, {1: block, 3: block}, {2: block}]
     assert [found[1][1] for found in ranks] == [{1: block}, {2: block}, {3: block}, {}]
     assert all(count == (Bytes(0, 0, 0, 0), {}) for found in ranks for count in found[2:])
@@ -258,8 +247,8 @@ def test_blocks_by_hand() -> None:
 
 def test_a_key_that_both_parts_need_travels_once() -> None:
     """By hand: two ranks of one block: the window keeps the whole other block, and so does the branch; K and V of 2 heads of 3 floats."""
-    spread = blocks.Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 128, head_dim=3))
+    spread = Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 128, head_dim=3))
     block = 2 * 64 * 2 * 3 * 4
     spreads = blocks.of_kind("union", [spread] * 2, [DilatedPattern((128,), (r,)) for r in (1, 4)])
-    for found in pool_of(2).run(of_blocks, spreads, torch.float32):
+    for found in pool_of(2).run(measured, spreads, torch.float32, True):
         assert all(total == Bytes(block, block, 2 * block, 2 * block) for total, _ in found)

@@ -23,7 +23,8 @@ from dilated_attention.distributed import Layout
 from dilated_attention.distributed.comm import session
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
-from dilated_attention.pattern import LocalWindow, PerHead
+from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
+from dilated_attention.testing.cases import scattered
 from tests.helpers.pool import pool_of
 
 
@@ -85,13 +86,19 @@ def test_bad_input_is_refused(kind: str) -> None:
 
 # --- in a world of four -----------------------------------------------------------------------------------------------------------
 
+# of an argument: a rank's call is one without it
+LEFT_OUT = ...
+
 
 def call_of(rank: int, arguments: dict[str, Any]) -> str:
     """The text of what this rank's call raises, and whether it was fast."""
     arguments = {"timeout": 20.0} | arguments
     if arguments.pop("leaf", False):
         arguments["q"] = arguments["q"].requires_grad_()
-    function = ring_dilated_attention if "segment_lengths" in arguments else ring_attention
+    arguments = {name: x for name, x in arguments.items() if x is not LEFT_OUT}
+    has = tuple(name in arguments for name in ("segment_lengths", "pattern"))
+    kind = {(False, False): "dense", (True, False): "dilated", (False, True): "blocks", (True, True): "union"}[has]
+    function = FUNCTIONS[kind][0]
     began = time.monotonic()
     try:
         function(**arguments)
@@ -109,6 +116,18 @@ def refused(rank: int, world: int, calls: list[tuple[dict[str, Any], dict[int, d
 
 
 BASE = {"segment_lengths": [4, 16], "dilation_rates": [1, 2], "seq_len": 32}
+BLOCKS: dict[str, Any] = {"pattern": LocalWindow(40, block_size=64), "head_steps": 1, "seq_len": 32}
+UNION = BASE | BLOCKS
+# with a scale, so that it is no call that the ranks have agreed on before
+NO_BRANCHES = dict.fromkeys(("segment_lengths", "dilation_rates"), LEFT_OUT) | {"scale": 0.7}
+NO_BLOCKS = dict.fromkeys(("pattern", "head_steps"), LEFT_OUT) | {"scale": 0.7}
+OTHER = {"pattern": LocalWindow(41, block_size=64)}
+
+
+def by_other_table(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (query // 64 + key // 64) % 3 == 1
+
+
 # (arguments of all, those of rank 2, text): what one rank has of its own
 ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BASE, tensors(batch=1), r"q\.shape\[0\]: ranks 0, 1, 3 have 2, rank 2 has 1"),
@@ -146,8 +165,33 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"window": (1, 2)}, {"window": (1, None)}, "window: ranks 0, 1, 3 have"),
     (BASE, {"backend": "flash4"}, "kernels: ranks 0, 1, 3 have available, rank 2 has unavailable: backend='flash4' cannot compute"),
     (BASE, {"return_lse": True}, "return_lse: .* have False, rank 2 has True"),
-    # one branch as long as any sequence is the other function
-    (BASE, {"segment_lengths": [2**62], "dilation_rates": [1]}, "function: .* have ring_dilated_attention, rank 2 has ring_attention"),
+    # one branch as long as any sequence is the other function, and nothing more is told
+    (
+        BASE,
+        {"segment_lengths": [2**62], "dilation_rates": [1], "scale": 0.5},
+        "^ranks disagree on function: ranks 0, 1, 3 have ring_dilated_attention, rank 2 has ring_attention; all ranks must make the same",
+    ),
+    # of blocks
+    (BLOCKS, NO_BLOCKS, "function: ranks 0, 1, 3 have ring_block_sparse_attention, rank 2 has ring_attention"),
+    (BLOCKS, OTHER, "ring_block_sparse_attention: .* on pattern: .* have .*40.*, rank 2 has .*41"),
+    (BLOCKS, {"pattern": LocalWindow(40)}, r"block_size: .* have \(64, 64\), rank 2 has \(128, 128\)"),
+    (
+        BLOCKS | {"pattern": MaskFunction(scattered, block_size=64)},
+        {"pattern": MaskFunction(by_other_table, block_size=64)},
+        r"ranks disagree on pattern \(the blocks that its function keeps\)",
+    ),
+    (BLOCKS, {"is_causal": True}, "ranks disagree on is_causal: .* have False, rank 2 has True"),
+    (BLOCKS, {"head_steps": 2}, "ranks disagree on head_steps: .* have 1, rank 2 has 2"),
+    (BLOCKS, {"layout": "zigzag"}, "ranks disagree on layout: .* have contiguous, rank 2 has zigzag"),
+    (BLOCKS, {"backend": "flash4"}, "kernels: ranks 0, 1, 3 have available, rank 2 has unavailable: backend='flash4'"),
+    (UNION, {"dilation_rates": [1, 4]}, "ring_block_sparse_dilated_attention: ranks disagree on branches: .* have .*, rank 2 has "),
+    (UNION, OTHER, "ring_block_sparse_dilated_attention: .* on pattern: .*40.* has .*41"),
+    (UNION, NO_BRANCHES, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_block_sparse_attention"),
+    (UNION, NO_BLOCKS, "function: .* have ring_block_sparse_dilated_attention, rank 2 has ring_dilated_attention"),
+    (UNION, {"tail": "zero_keys"}, "ranks disagree on branches: .*mask.*zero_keys"),
+    (UNION, {"backend": "flash4"}, "kernels: ranks 0, 1, 3 have available, rank 2 has unavailable: backend='flash4'"),
+    # several at once
+    (BASE, {"is_causal": True, "scale": 0.5}, r"disagree on is_causal: .* have False, rank 2 has True; on scale: .* rank 2 has 0\.5"),
     # no rank is odd, yet the call is wrong
     (BASE | {"seq_len": 40}, {}, r"ranks hold \[8, 8, 8, 8\] positions; a contiguous sequence of 40 has \[10, 10, 10, 10\]"),
     (tensors(batch=1, cu_seqlens=BOUNDS) | BASE, {}, r"cu_seqlens is \[0, 3, 8\]; expected bounds .* end at N = 32"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
 from dilated_attention.engine.decode import row as torch_decode
-from dilated_attention.engine.decode.keys import BlockKeys, DilatedKeys, WindowKeys, row_keys
+from dilated_attention.engine.decode.keys import row_keys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
@@ -216,35 +216,6 @@ def test_kernel_equals_its_twin(name: str) -> None:
     found, lse = decode_triton.decode(rows, cached, runs, 0.3, num_splits=splits)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=0)
-
-
-def test_tables_have_the_fewest_groups_and_honest_bounds() -> None:
-    def keys(pattern: Any, kv_heads: int = 2, n: int = 4096) -> Any:
-        return row_keys(pattern, 4, kv_heads, n, "cpu")
-
-    assert keys(PATTERNS["zero"]).num_groups == 1
-    assert keys(DilatedPattern((64, 64), (1, 2), ((0,) * 4, (0, 0, 1, 1)))).num_groups == 2
-    assert keys(PATTERNS["longnet"]).num_groups == 4
-    assert isinstance(keys(DilatedPattern((2**40,), (1,))), WindowKeys)
-    assert isinstance(keys(LocalWindow(5) & Causal()), WindowKeys)
-    assert isinstance(keys(PATTERNS["union"]), BlockKeys)
-    paper = keys(DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)), n=2**20)
-    assert isinstance(paper, DilatedKeys)
-    # whatever the context: what a step reads is bounded by the branches
-    assert (paper.max_keys, paper.span) == (3 * 2048 + 2 * 2731, 32768)
-    for name, pattern in PATTERNS.items():
-        if pattern is None or isinstance(pattern, int):
-            continue
-        of = row_keys(pattern, 4, 4, 300, "cpu")
-        for t in (0, 64, 191, 299):
-            of.prepare([t])
-            positions, inside = of.runs(torch.tensor([t])).keys()
-            read = positions[inside]
-            assert inside.sum(-1).max() <= of.runs(torch.tensor([t])).max_keys, name
-            assert read.numel() == 0 or (t - of.span < int(read.min()) and int(read.max()) <= t), name
-            # rows from here on read what is needed, and nothing that is not
-            held = {p for low, high in of.needed(t) for p in range(low, high)} | {t}
-            assert set(read.tolist()) <= held, name
 
 
 STABLE = [

@@ -308,31 +308,6 @@ def test_a_call_is_decided_once_and_anew_after_anything_it_depends_on(monkeypatc
         assert [request.needs_grad for request in asked] == [False]
 
 
-def test_gradients_of_another_layout_are_decided_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, inputs = decisions(monkeypatch), make()
-    out = dilated(*inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
-    asked.clear()
-    wide = torch.ones(2, 16, 4, 16, dtype=torch.float64)[..., :8]
-    torch.autograd.grad(out, inputs, wide)
-    assert [request.needs_grad for request in asked] == [True]
-
-
-def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.backends import selection
-
-    monkeypatch.setattr(selection, "_MOST_ANSWERS", 8)
-    for n in range(1, 20):
-        dense(*make(n))
-    assert len(registry.cached) <= 8
-    inputs = make()
-    out = dilated(*inputs)
-    passes = out.grad_fn.call.passes  # type: ignore[union-attr]
-    for extra in range(40):
-        torch.autograd.grad(out, inputs, torch.ones(2, 16, 4, 8 + extra, dtype=torch.float64)[..., :8], retain_graph=True)
-        assert 0 < len(passes) <= 16
-
-
 def test_what_is_data_is_read_in_every_call() -> None:
     q, k, v = make(batch=1)
     bounds, mask = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.bool)

@@ -1,38 +1,13 @@
-"""Layers, chunks and the fused merge: the same function as problem by problem, in bounded memory. On a CPU, with the torch twin."""
+"""Chunks of branches with one merge each: they partition a call, in bounded memory. What they compute: test_oracle.py."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import registry
-from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views
-from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.branches.views import query_rows
-from dilated_attention.testing import Space, random_case
-from tests.helpers import merge_twin
-from tests.helpers.fused import run_fused
-
-SPACE = Space(window=False, dropout=False, max_length=60)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused path on a CPU; the list tells which passes ran through it."""
-    run_fused(monkeypatch)
-    ran: list[str] = []
-    for name in ("forward", "backward"):
-        original = getattr(fused_merge, name)
-        monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
-    return ran
-
-
-# --- chunks ------------------------------------------------------------------------------------------------------------------------------
+from dilated_attention import DilatedPattern
+from dilated_attention.engine.branches import branch_buffers, chunking
 
 
 @given(data=st.data())
@@ -64,71 +39,14 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
         assert smallest or max(rows) * cut.concurrent <= budget
 
 
-def test_budget_is_half_a_gibibyte_one_in_the_backward_or_a_twentieth() -> None:
-    for is_backward in (False, True):
-        assert chunking.transient_budget(2**30, is_backward=is_backward) == (2**30 if is_backward else 2**29)
-        assert chunking.transient_budget(2**40, is_backward=is_backward) == 2**40 // 20
-
-
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     """16 heads of 128, the paper's geometric branches: parts of the forward within 5 % of q, k and v, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
     sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
     for cut, row_bytes, limit in (
-        (chunking.forward_chunk_sizes(pattern, sizes), 260, chunking.transient_budget(sizes.input_bytes)),
-        (chunking.backward_chunk_sizes(pattern, sizes), 768, chunking.transient_budget(sizes.input_bytes, is_backward=True)),
+        (chunking.forward_chunk_sizes(pattern, sizes), 260, sizes.input_bytes // 20),
+        (chunking.backward_chunk_sizes(pattern, sizes), 768, 2**30),
     ):
         layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
         assert cut.concurrent * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
         assert cut.positions % 32768 == 0
-
-
-# --- layers ------------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) -> None:
-    """Written through ``of_problem``, read by position: the same rows, and no row written twice."""
-    case = random_case(seed + 90, SPACE)
-    n, heads = case.num_keys, case.heads
-    if not n:
-        return
-    layers = branch_buffers.make_branch_buffers(case.pattern, heads, (0, heads), n, False)
-    counts = torch.zeros(heads * layers.rows(with_direct=True))
-    views = layers.split(counts, 1, head_dim=1, with_direct=True)
-    label = torch.arange(n * heads, dtype=torch.float32).view(1, n, heads, 1) + 1
-    plan = make_plan(case.pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), case.is_causal))
-    for problem in plan.problems:
-        layer = views[problem.branch]
-        assert layer is not None
-        rows = query_rows(problem, 0, label)
-        part = branch_buffers.of_problem(problem, layer)
-        assert part.shape == rows.shape and not part.any()
-        part.copy_(rows)
-    m = [case.pattern.branches, case.pattern.offsets(heads)]
-    for branch, ((w, r), offsets) in enumerate(zip(*m, strict=True)):
-        layer = views[branch]
-        assert layer is not None
-        found = merge_twin.at_positions(layers, branch, layer, 0.0)[0, :, :, 0]
-        for position, head in itertools.product(range(n), range(heads)):
-            taken = offsets[head] >= 0 and position % w % r == offsets[head]
-            assert found[position, head] == (label[0, position, head, 0] if taken else 0)
-
-
-def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What recorded launches are found by: two layers of one model share them, other lengths do not, and nothing is kept for ever."""
-    keys: list[object] = []
-    math = registry.get("math")
-    original = type(math).forward
-    monkeypatch.setattr(type(math), "forward", lambda *args, **views: (keys.append(args[4].geometry), original(*args, **views))[1])
-    found = []
-    for n in (64, 64, 72):
-        keys.clear()
-        launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
-        q, k, v = torch.randn(3, 1, n, 4, 8)
-        dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
-        found.append(list(keys))
-    assert found[0] and found[0] == found[1]
-    assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
-    assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
-    assert None not in (launch_views._of_plan.cache_info().maxsize, launch_views._of_problem.cache_info().maxsize)

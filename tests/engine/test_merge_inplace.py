@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention.backends import merge as merge_module
 from dilated_attention.backends.merge import merge_onto
 from tests.helpers.merge_twin import merge
 
 onto_triton = pytest.importorskip("dilated_attention.backends.merge_inplace_triton")
-CASES = [(1, 1, 1, 1), (2, 37, 3, 64), (3, 5, 2, 59), (1, 130, 4, 128), (2, 3, 1, 256)]
+CASES = [(1, 1, 1, 1), (2, 37, 3, 64), (3, 5, 2, 59), (1, 130, 4, 128), (2, 3, 1, 256), (5, 4099, 12, 64)]
 
 
 def views(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -31,13 +30,15 @@ def views(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "c
 @pytest.mark.parametrize("shape", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", [merge_onto, onto_triton.merge_onto])
-def test_merges_like_float64_and_rounds_once(shape: tuple[int, int, int, int], dtype: torch.dtype, kernel: object) -> None:
-    out, lse, part, part_lse = views(shape, dtype)
+def test_merges_like_float64_and_rounds_once(shape: tuple[int, int, int, int], dtype: torch.dtype, kernel: object, device: str) -> None:
+    if device == "cpu" and shape == CASES[-1]:
+        pytest.skip("long for the interpreter")
+    out, lse, part, part_lse = views(shape, dtype, device)
     want, want_lse = merge(out.double(), lse.double(), part.double(), part_lse.double())
     assert callable(kernel)
     kernel(out, lse, part, part_lse)
     half_a_step = torch.finfo(dtype).eps / 2
-    if kernel is onto_triton.merge_onto and dtype is torch.bfloat16:
+    if device == "cpu" and kernel is onto_triton.merge_onto and dtype is torch.bfloat16:
         # Triton's interpreter cuts bfloat16 off instead of rounding it
         half_a_step *= 2
     assert bool(((out.double() - want).abs() <= 1.01 * half_a_step * want.abs() + 4e-6).all())
@@ -54,15 +55,3 @@ def test_what_lies_between_the_rows_is_left_alone() -> None:
     onto_triton.merge_onto(whole[:, ::2], lse, torch.randn(1, 10, 2, 8), torch.zeros(1, 10, 2))
     assert torch.equal(whole[:, 1::2], before[:, 1::2])
     assert not torch.equal(whole[:, ::2], before[:, ::2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [*CASES, (5, 4099, 12, 64)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernel_on_a_gpu_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    theirs = views(shape, dtype, "cuda")
-    ours = [x.cpu() for x in theirs]
-    merge_onto(*theirs)
-    merge_module.merge_onto(*ours)
-    torch.testing.assert_close(theirs[0].cpu(), ours[0], rtol=torch.finfo(dtype).eps, atol=1e-6)
-    torch.testing.assert_close(theirs[1].cpu(), ours[1], rtol=1e-6, atol=2e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from dataclasses import replace
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
+from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
 from dilated_attention.backends.torch_ops import math as math_module
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.engine.branches import chunking, fused_merge, launch_views, strategy
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
@@ -288,6 +291,10 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
     assert not (fused and runner == "tiers") or max(tiers) > 1
 
 
+def kinds_in(pattern: Any) -> set[type]:
+    return {type(pattern)}.union(*(kinds_in(part) for part in getattr(pattern, "parts", ())))
+
+
 def test_random_cases_reach_every_option() -> None:
     """The draws above are worth what they cover."""
     drawn = [random_case(seed) for seed in range(600)]
@@ -322,6 +329,12 @@ def test_random_cases_reach_every_option() -> None:
         lambda case: case.scale is not None,
     ):
         assert sum(bool(told(case)) for case in drawn) >= 3
+    exported = {getattr(patterns, name) for name in patterns.__all__}
+    kinds = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, BlockPattern) and not inspect.isabstract(kind)}
+    for beside in (False, True):
+        some = [case for case in (random_case(seed, BLOCKS) for seed in range(300)) if (case.branches is not None) is beside]
+        # what a choice made, which is tested with it
+        assert kinds - {patterns.ChosenBlocks} <= set().union(*(kinds_in(case.pattern) for case in some))
     usual = Case(pattern=WHOLE)
     for name in ("is_causal", "query_offset", "scale", "dropout_p", "padding", "bounds", "lse_grad", "sinks", "softcap", "branches"):
         for some in ([random_case(seed, BLOCKS) for seed in range(60)], COMPILED):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Backend, registry
 from dilated_attention.engine.branches.heads import HeadGroup
-from dilated_attention.engine.branches.plan import Plan, Problem, Shape, branch_plans, make_plan
+from dilated_attention.engine.branches.plan import Plan, Shape, branch_plans, make_plan
 from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
@@ -134,15 +134,6 @@ def test_first_and_opens_mark_rows_not_written_before(seed: int) -> None:
         assert all(p.first == p.opens for p in separate.problems) and separate.single == all(p.opens for p in separate.problems)
 
 
-def test_dense_branch_first_needs_no_initial_values() -> None:
-    """The common case pays no fill: a branch of rate 1 covers every row, and one branch alone merges nothing."""
-    shape = Shape(8, 8, (0, 100), (0, 100), ((0, 100),), True)
-    assert make_plan(DilatedPattern((32, 64), (1, 2)), shape).covered
-    assert make_plan(DilatedPattern((32,), (4,)), shape).single
-    assert not make_plan(DilatedPattern((32, 64), (2, 1)), shape).covered
-    assert not make_plan(DilatedPattern((32, 64), (1, 2)), shape).single
-
-
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_zero_keys_are_brought_once(seed: int) -> None:
@@ -178,26 +169,6 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
 # --- head groups -------------------------------------------------------------------------------------------------------------------------
 
 
-@given(data=st.data())
-@settings(max_examples=150)
-def test_head_groups_are_regular_and_complete(data: st.DataObject) -> None:
-    """Each head of a branch in exactly one group, query heads evenly spaced and evenly many to each key/value head."""
-    kv_heads, ratio = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
-    heads = kv_heads * ratio
-    rate = data.draw(st.integers(1, 6))
-    offsets = tuple(data.draw(st.lists(st.integers(0, rate - 1), min_size=heads, max_size=heads)))
-    plan = make_plan(DilatedPattern((rate,), (rate,), (offsets,)), Shape(heads, kv_heads, (0, rate), (0, rate), ((0, rate),), False))
-    seen = []
-    for problem in plan.problems:
-        group = problem.heads
-        assert group.count % group.kv_count == 0
-        for place, (head, kv_head) in enumerate(heads_of(group)):
-            assert kv_head == head // ratio
-            assert offsets[head] == problem.q_start + place * group.shift
-            seen.append(head)
-    assert sorted(seen) == list(range(heads))
-
-
 @pytest.mark.parametrize(
     ("convention", "heads", "kv_heads"), [("cyclic", 16, 16), ("cyclic", 16, 4), ("blocked", 16, 16), ("blocked", 16, 8), ("zero", 12, 3)]
 )
@@ -213,26 +184,6 @@ def test_conventions_need_one_group_per_offset(convention: str, heads: int, kv_h
             assert all(problem.segments == 4 for problem in plan.problems)
             apart = make_plan(DilatedPattern((16,), (rate,), convention), replace(shape, shifted_heads=False))
             assert all(problem.heads.shift == 0 for problem in apart.problems)
-
-
-def test_rates_that_do_not_divide_the_segment_take_two_groups_a_pass() -> None:
-    """16384/6 of the paper: offsets below 16384 mod 6 take one position more, so they are problems of their own."""
-    plan = make_plan(DilatedPattern((16384,), (6,)), Shape(12, 12, (0, 2**15), (0, 2**15), ((0, 2**15),), False))
-    assert sorted((p.q_len, p.heads.count, p.heads.shift) for p in plan.problems) == [(2730, 2, 1)] * 2 + [(2731, 4, 1)] * 2
-
-
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=100)
-def test_heads_of_a_chunk_are_those_of_the_whole(seed: int) -> None:
-    """A plan of some heads is that of the whole, cut: so heads may be computed a few at a time."""
-    case = random_case(seed, Space(max_length=48))
-    shape = random_shape(seed, case)
-    ratio = case.heads // case.kv_heads
-    first = random.Random(seed).randint(0, case.kv_heads - 1)
-    last = random.Random(seed + 1).randint(first + 1, case.kv_heads)
-    part = make_plan(case.pattern, replace(shape, heads=(first * ratio, last * ratio)))
-    found = pairs_of(part, shape, case.pattern, case.num_keys)[:, : (last - first) * ratio]
-    assert torch.equal(found, truth_of(case.pattern, shape, case.num_keys)[:, first * ratio : last * ratio])
 
 
 def test_equal_segments_are_one_problem() -> None:
@@ -278,15 +229,6 @@ def test_views_hold_the_rows_they_name_and_never_copy(seed: int) -> None:
             heads = head_start + head_step * torch.arange(count)
             assert int(positions.max()) < case.num_keys
             assert torch.equal(view, y[:, positions, heads.expand_as(positions)])
-
-
-def test_views_of_tensors_without_a_head_dim_entry() -> None:
-    """lse (B, N, H) has no last dimension, and a query origin moves the first row."""
-    shape = Shape(2, 2, (4, 12), (0, 12), ((0, 12),), False, shifted_heads=False)
-    problem = make_plan(DilatedPattern((4,), (2,)), shape).problems[0]
-    lse = torch.arange(2 * 8 * 2).view(2, 8, 2)
-    view = query_rows(problem, 4, lse)
-    assert view.shape == (2, 2, 2, 1) and torch.equal(view[0, :, :, 0], torch.tensor([[0, 4], [8, 12]]))
 
 
 def segments_of(x: torch.Tensor, segments: int, stride: int, length: int, step: int) -> torch.Tensor:
@@ -389,18 +331,3 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     assert request.extent >= needed
     # one head more than a problem may hold, but no more than all heads of one segment
     assert request.extent <= max(extent(x[:, : 2**23]) for x in tensors)
-
-
-def test_a_plan_is_made_once() -> None:
-    shape = Shape(4, 4, (0, 99), (0, 99), ((0, 99),), True)
-    assert make_plan(DilatedPattern((8,), (2,)), shape) is make_plan(DilatedPattern([8], [2]), shape)
-    assert isinstance(make_plan(WHOLE, shape).problems[0], Problem)
-
-
-def test_one_query_is_one_problem_a_branch() -> None:
-    """Decoding: no square of one row beside the rectangle of what is before it."""
-    pattern, n = DilatedPattern((16, 64), (1, 4)), 256
-    for position in range(n):
-        plan = make_plan(pattern, Shape(4, 4, (position, position + 1), (0, n), ((0, n),), True))
-        assert [problem.branch for problem in plan.problems] == [0, 1]
-        assert not any(problem.causal for problem in plan.problems)

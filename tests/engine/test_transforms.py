@@ -102,13 +102,16 @@ WITH_CAPS = Space(softcap=True, dropout=False)
 
 @pytest.mark.parametrize("space", [WITH_CAPS, replace(WITH_CAPS, blocks=True, max_length=200)], ids=["branches", "blocks"])
 def test_gradients_of_each_sample_of_any_case(space: Space) -> None:
-    """vmap of a vjp, whose samples have cotangents of their own and keys in common."""
+    """vmap of a vjp, whose samples have cotangents of their own, keys in common, and sinks in common or of their own."""
     for seed in range(30):
         case = random_case(seed, space)
         x = inputs(case, torch.float64)
         q, v, dout = (torch.stack([y.sin(), y]) for y in (x.q, x.v, x.dout))
-        sinks = () if x.sinks is None else (x.sinks.double(),)
-        found = torch.func.vmap(pulled(case, x), in_dims=(0, None, 0, 0, *[None] * len(sinks)))(q, x.k, v, dout, *sinks)
+        sinks: tuple[torch.Tensor, ...] = () if x.sinks is None else (x.sinks.double(),)
+        in_dims = (0, None, 0, 0, *[0 if seed % 2 else None] * len(sinks))
+        if seed % 2:
+            sinks = tuple(torch.stack([y.sin(), y]) for y in sinks)
+        found = torch.func.vmap(pulled(case, x), in_dims=in_dims)(q, x.k, v, dout, *sinks)
         truth = results(plain_attention, case, x, torch.float64)
         for name, y in zip(truth, found, strict=True):
             assert max_error(y[1], truth[name]) <= relative_bound(truth[name], 1e-10), (name, case)

@@ -120,6 +120,8 @@ def test_a_tangent_of_something_else_leaves_attention_alone() -> None:
     assert torch.equal(out, 2 * da.attention(q, k, v)) and torch.equal(tangent, da.attention(q, k, v).to(tangent.dtype))
     with forward_ad.dual_level():
         assert forward_ad.unpack_dual(da.attention(q, k, v)).tangent is None
+    with pytest.raises(NotImplementedError, match="has no forward mode"):
+        jvp(lambda sinks: da.attention(q, k, v, sinks=sinks), (torch.zeros(H),), (torch.ones(H),))
 
 
 @pytest.mark.parametrize("function", [da.attention, lambda *x: da.block_sparse_attention(*x, BLOCKS), da.ring_attention])
@@ -186,18 +188,6 @@ def test_transforms_inside_a_compiled_function(name: str) -> None:
             graph(*x)
     else:
         assert_equal(graph(*x), inside[name](*x))
-
-
-def test_a_batch_of_gradients_of_one_graph() -> None:
-    """vmap over ``torch.autograd.grad`` of a graph that was made outside."""
-    module = da.MultiheadDilatedAttention(H * D, H, *BRANCHES).double()
-    x = qkv()[0].flatten(2)
-    out = module(x)[0]
-    directions = torch.randn(4, *out.shape, dtype=torch.float64)
-    wanted = [module.q_proj.weight, module.out_proj.weight, module.inner_attn_ln.bias]
-    batched = vmap(lambda direction: torch.autograd.grad(out, wanted, direction, retain_graph=True))(directions)
-    expected = [torch.autograd.grad(out, wanted, direction, retain_graph=True) for direction in directions]
-    assert_equal(batched, tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
 
 
 MODULES: dict[str, Callable[..., nn.Module]] = {

@@ -109,7 +109,7 @@ def _undrawn(case: Case) -> Case:
     return replace(case, dropout_p=0.0)
 
 
-def _static(case: Case) -> Case:
+def static(case: Case) -> Case:
     pattern: Any = case.pattern
     if isinstance(pattern, BlockPattern) and pattern.is_chosen:
         return replace(case, pattern=pattern.always or pattern.within or da.DilatedPattern((16, 64), (1, 3)), branches=None)  # type: ignore[attr-defined]
@@ -118,11 +118,11 @@ def _static(case: Case) -> Case:
 
 def _of_rows(case: Case) -> Case:
     """A row of packed documents has no call of its own, and content chooses for a whole block of queries."""
-    return replace(_static(case), bounds=None)
+    return replace(static(case), bounds=None)
 
 
 def _of_ring(case: Case) -> Case:
-    return replace(_static(case), num_queries=case.num_keys, query_offset=0)
+    return replace(static(case), num_queries=case.num_keys, query_offset=0)
 
 
 def _of_module(case: Case) -> Case:

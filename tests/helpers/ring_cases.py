@@ -20,7 +20,9 @@ from dilated_attention import DilatedPattern, attention, ring_attention, ring_di
 from dilated_attention.distributed import LAYOUTS, Layout, spans
 from dilated_attention.distributed.exchange import cost, setup
 from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
+from tests.helpers.forms import ring
 from tests.helpers.pool import here, patience
 
 HEADS = ((4, 4), (4, 2), (6, 2), (8, 1))
@@ -55,6 +57,7 @@ class Spread:
 
     Args:
         case: of the whole sequence; with ``WHOLE`` as its pattern the call is one of ``ring_attention``.
+        exchange, head_steps: of calls without blocks, and of those with blocks.
         seq_len_given: the ranks are told N.
         steps: the byte limits are 1, so that an exchange has as many steps as it can and two of them in memory.
         memory: of each rank's q, k and v: ``"rows"`` one after the other · ``"heads"`` first · ``"slice"`` of wider tensors.
@@ -63,6 +66,7 @@ class Spread:
     case: Case
     layout: str = "contiguous"
     exchange: str = "auto"
+    head_steps: int | None = None
     seq_len_given: bool = True
     steps: bool = False
     memory: str = "rows"
@@ -125,7 +129,8 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         memory=rng.choice(["rows", "rows", "heads", "slice"]),
         backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
     )
-    return with_changes(spread, sinks=mixture_grad == "exact" and rng.random() < 0.25)
+    sinks = mixture_grad == "exact" and rng.random() < 0.25
+    return with_changes(spread, sinks=sinks, softcap=rng.choice([None, None, None, 0.8]) if kernel.dtype is torch.float64 else None)
 
 
 def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool) -> DilatedPattern:
@@ -176,30 +181,16 @@ def _laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
 def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The call as ``testing.results`` makes it."""
 
-    def function(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments: dict[str, Any] = {
-            "group": group,
-            "layout": spread.layout,
-            "exchange": spread.exchange,
-            "seq_len": case.num_keys if spread.seq_len_given else None,
-            "is_causal": case.is_causal,
-            "scale": case.scale,
-            "cu_seqlens": x.cu_seqlens,
-            "key_padding_mask": x.key_padding_mask,
-            "sinks": x.sinks,
-            "dropout_p": case.dropout_p,
-            "return_lse": True,
-            "backend": spread.backend,
-            "timeout": patience(),
-        } | options
-        # all ranks are seeded alike, and as the one process is that the results are compared with
-        torch.manual_seed(case.seed)
+    arguments = {"group": group, "layout": spread.layout, "backend": spread.backend, "timeout": patience()}
+    arguments["seq_len"] = spread.case.num_keys if spread.seq_len_given else None
+    # all keys of blocks come in one exchange, which has no name
+    name = "head_steps" if isinstance(spread.case.pattern, BlockPattern) else "exchange"
+    arguments |= {name: getattr(spread, name)} | options
+
+    def function(case: Case, x: Inputs, *qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if case.pattern == WHOLE:
-            return ring_attention(q, k, v, window=case.window, **arguments)  # type: ignore[no-any-return]
-        pattern = case.pattern
-        arguments |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads, "tail": pattern.tail}
-        arguments["mixture_grad"] = case.mixture_grad
-        return ring_dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **arguments)  # type: ignore[no-any-return]
+            case = dataclasses.replace(case, window=case.window or (None, None))
+        return ring(case, x, *qkv, **arguments)
 
     return function
 

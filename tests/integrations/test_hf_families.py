@@ -32,6 +32,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     N,
     asks,
     bert,
+    error,
     every_pair,
     gemma2,
     gpt_oss,
@@ -46,6 +47,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     qwen2,
     qwen3,
     registered,
+    results,
     seeded,
     tokens,
 )
@@ -126,24 +128,6 @@ def inputs(variant: str) -> dict[str, Any]:
         positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])
         return {"input_ids": tokens(1), "position_ids": positions[None], "use_cache": False}
     return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
-
-
-def results(model: Any, given: dict[str, Any], real: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> dict[str, Any]:
-    """Logits of real positions, and the gradients of a weighted sum of them by the parameters' names."""
-    logits = model(**given).logits
-    if weights is None:
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
-    real = torch.ones(logits.shape[:2], dtype=torch.bool) if real is None else real.bool()
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad((logits * weights * real[..., None]).sum(), list(parameters.values()), allow_unused=True)
-    gradients = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-    return {"logits": logits.detach()[real], **gradients}
-
-
-def error(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest error, relative where a result is above 1; a missing result is an error."""
-    assert found.keys() == expected.keys() and any("proj" in name or "query" in name or "Wqkv" in name for name in found)
-    return max(float((found[name] - wanted).abs().max()) / max(1.0, float(wanted.abs().max())) for name, wanted in expected.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,6 +21,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blocked": {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "head_offsets": "blocked"},
     "xpos": {**DILATED, "positions": "xpos"},
     "no positions": {**DILATED, "positions": "none"},
+    # as many keys as a window at most, in segments
+    "one branch": {"segment_lengths": (8,), "dilation_rates": (1,)},
     "llama": {"attention": "dense", "num_kv_heads": 1, "ffn": "swiglu", "norm": "rms_norm", "sub_norm": False, "qk_norm": True,
     "bias": False,
               "tie_embeddings": False},
@@ -230,17 +232,6 @@ def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
     torch.testing.assert_close(prefill(lm, tokens[:, 6:39], cache.of(0)), lm(tokens)[:, 38], atol=1e-5, rtol=0)
     used = [page for page in cache.table[0].tolist() if page]
     assert len(used) == len(set(used))
-
-
-def test_only_a_window_is_read_as_a_whole_stretch() -> None:
-    """A single branch of rate 1 has as many keys at most, and reads its own segment."""
-    lm = model("longnet", segment_lengths=(8,), dilation_rates=(1,))
-    cache = KVCache(lm.config, 1, 30)
-    cache.advance(range(1), 10)
-    assert cache.step().runs.dense is None
-    window = KVCache(model("window").config, 1, 30)
-    window.advance(range(1), 10)
-    assert window.step().runs.dense is not None
 
 
 def test_caches_of_other_models_and_dtypes_are_refused_and_autocast_is_followed() -> None:
