@@ -57,62 +57,59 @@ class GatheringBackend(ContainedBackend):
         if keys is None:
             return self.dense_forward(q, k, v, options)
         assert isinstance(keys, BlockLists)
-        return self._forward_blocks(q, k, v, keys, options)
+        with torch.no_grad():
+            B, Nq, H, _ = q.shape
+            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+            if q.is_meta:
+                return out, lse
+            masks = _Masks(keys, options, B)
+            queries, of_keys, values = _Blocks(q, keys.q_block), _Blocks(k, keys.k_block), _Blocks(v, keys.k_block)
+            for piece in pieces(q, k, keys, options):
+                inputs = (queries.of_rows(piece), of_keys.of_columns(piece), values.of_columns(piece))
+                part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
+                if piece.is_second:
+                    merge_(part_out, part_lse.transpose(1, 2), _taken(out, keys, piece), _taken(_one_dim(lse), keys, piece)[..., 0])
+                _put(out, part_out, keys, piece)
+                _put(_one_dim(lse), _one_dim(part_lse), keys, piece)
+            return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""
         if keys is None:
             return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
         assert isinstance(keys, BlockLists)
-        return self._backward_blocks(dout, q, k, v, out, lse, keys, options, dlse)
-
-    @torch.no_grad()
-    def _forward_blocks(self, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options) -> tuple[Tensor, Tensor]:
-        B, Nq, H, _ = q.shape
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        if q.is_meta:
-            return out, lse
-        masks = _Masks(lists, options, B)
-        queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-        for piece in pieces(q, k, lists, options):
-            inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
-            part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
-            if piece.is_second:
-                merge_(part_out, part_lse.transpose(1, 2), _taken(out, lists, piece), _taken(_one_dim(lse), lists, piece)[..., 0])
-            _put(out, part_out, lists, piece)
-            _put(_one_dim(lse), _one_dim(part_lse), lists, piece)
-        return out, lse
-
-    @torch.no_grad()
-    def _backward_blocks(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: BlockLists, options: Options,
-        dlse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns (dq, dk, dv), dk and dv in float32 (float64 for float64)."""
-        dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = _Sums(k, lists, options), _Sums(v, lists, options)
-        if q.is_meta:
+        with torch.no_grad():
+            dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            dk, dv = _Sums(k, keys, options), _Sums(v, keys, options)
+            if q.is_meta:
+                return dq, dk.result(), dv.result()
+            masks = _Masks(keys, options, q.shape[0])
+            # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+            douts, queries, outs, lses = (_Blocks(x, keys.q_block) for x in (dout, q, out, _one_dim(lse)))
+            dlses = None if dlse is None else _Blocks(_one_dim(dlse), keys.q_block)
+            of_keys, values = _Blocks(k, keys.k_block), _Blocks(v, keys.k_block)
+            for piece in pieces(q, k, keys, options):
+                inputs = (
+                    douts.of_rows(piece),
+                    queries.of_rows(piece),
+                    of_keys.of_columns(piece),
+                    values.of_columns(piece),
+                    outs.of_rows(piece),
+                )
+                part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
+                part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
+                dq_share, dk_share, dv_share = self.dense_backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
+                if piece.is_second:
+                    dq_share = dq_share + _taken(dq, keys, piece)
+                _put(dq, dq_share.to(q.dtype), keys, piece)
+                dk.add(dk_share, piece)
+                dv.add(dv_share, piece)
             return dq, dk.result(), dv.result()
-        masks = _Masks(lists, options, q.shape[0])
-        # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        douts, queries, outs, lses = (_Blocks(x, lists.q_block) for x in (dout, q, out, _one_dim(lse)))
-        dlses = None if dlse is None else _Blocks(_one_dim(dlse), lists.q_block)
-        keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-        for piece in pieces(q, k, lists, options):
-            inputs = (douts.of_rows(piece), queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece), outs.of_rows(piece))
-            part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
-            part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
-            dq_share, dk_share, dv_share = self.dense_backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
-            if piece.is_second:
-                dq_share = dq_share + _taken(dq, lists, piece)
-            _put(dq, dq_share.to(q.dtype), lists, piece)
-            dk.add(dk_share, piece)
-            dv.add(dv_share, piece)
-        return dq, dk.result(), dv.result()
 
 
 def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: int | None = None) -> Iterator[GatherProblems]:

@@ -44,21 +44,14 @@ def row_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     Args:
         together: the number of heads that share a key head and so must stay in one table.
     """
-
-    def make(lists: BlockLists) -> tuple[BlockTable, ...]:
-        return tuple(_tables(lists, lists.row_starts, lists.columns, lists.masks, lists.num_rows, together))
-
-    return lists.derived(("row_tables", together), make)
+    return lists.derived(
+        ("row_tables", together), lambda x: tuple(_tables(x, x.row_starts, x.columns, x.masks, x.num_rows, together))
+    )  # fmt: skip
 
 
 def column_tables(lists: BlockLists, together: int = 1) -> tuple[BlockTable, ...]:
     """Returns tables of the query blocks of every key block."""
-
-    def make(lists: BlockLists) -> tuple[BlockTable, ...]:
-        by_column = lists.by_column
-        return tuple(_tables(lists, by_column.starts, by_column.rows, by_column.masks, lists.num_columns, together))
-
-    return lists.derived(("column_tables", together), make)
+    return lists.derived(("column_tables", together), lambda x: tuple(_tables(x, *x.by_column, x.num_columns, together)))
 
 
 def _tables(lists: BlockLists, starts: Tensor, others: Tensor, masks: Tensor | None, blocks: int, together: int) -> Iterator[BlockTable]:

@@ -103,11 +103,9 @@ class TritonBlocksBackend(Backend):
         call.launch(
             "query", query_kernel, tensors, (*strides, *call.sizes, q.shape[1], *numbers), OWN=False, DLSE=dlse is not None
         )  # fmt: skip
-        tensors = q, k, v, dout, stats, dk, dv, dk, dv, lse, lse, call.padding, lse
-        strides = *_strides(q, k, v, dout, dk, dv), pad
-        call.launch(
-            "key", key_kernel, tensors, (*strides, B, H, H // group, H, group, *rows, q.shape[1], *numbers), SHARED=True
-        )  # fmt: skip
+        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, lse, lse, call.padding, lse
+        of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
+        call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
         return dq, dk, dv
 
 

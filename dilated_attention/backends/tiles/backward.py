@@ -317,7 +317,7 @@ def key_kernel(
             if FORM is not None:
                 SUBS: tl.constexpr = FORM.visited_block // BLOCK
                 start, stop, block_row = list_steps(lists, batch, head, block_column, SUBS)
-                parts = (start, start, stop)
+                parts = (start, start, stop, stop)
             for x in tl.static_range(0 if RIGHT else 1, 3 if FORM is None else 2):
                 for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
                     a = step
