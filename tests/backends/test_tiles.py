@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
-from dilated_attention.engine.kernels import tiles, tiles_layout
+from dilated_attention.engine.kernels import tiles
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
 
@@ -111,14 +111,14 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
     heads = 4 if "dropout_p" not in options else 2
     tensors = made(heads=heads, batch=1 if heads == 4 else 2)
     together = run(tensors, [24, 24], [1, 2], **options)
-    shares, make = [], tiles.make_shares
+    shares, make = [], tiles.shares_of
 
     def counted(*args: Any, **kwargs: Any) -> tuple[tiles.Share, ...]:
         shares.append(make(*args, **kwargs))
         return shares[-1]
 
-    monkeypatch.setattr(tiles, "make_shares", counted)
-    monkeypatch.setattr(tiles_layout, "transient_budget", lambda _: 1)
+    monkeypatch.setattr(tiles, "shares_of", counted)
+    monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
     registry.cached.clear()
     in_turn = run(tensors, [24, 24], [1, 2], **options)
     # both passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -10,26 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends import registry
-from dilated_attention.engine.branches import branch_buffers, chunking, fused_merge, launch_views
-from dilated_attention.engine.branches.plan import Shape, make_plan
-from dilated_attention.engine.branches.views import query_rows
+from dilated_attention.backends import Options, registry
+from dilated_attention.engine.branches import branch_buffers, chunking, launches
+from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.testing import Space, random_case
 from tests.helpers import merge_twin
-from tests.helpers.fused import run_fused
 
 SPACE = Space(window=False, dropout=False, max_length=60)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused path on a CPU; the list tells which passes ran through it."""
-    run_fused(monkeypatch)
-    ran: list[str] = []
-    for name in ("forward", "backward"):
-        original = getattr(fused_merge, name)
-        monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
-    return ran
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------------------------------
@@ -88,23 +76,26 @@ def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) -> None:
-    """Written through ``of_problem``, read by position: the same rows, and no row written twice."""
+    """Written through ``BranchBuffers.view``, read by position: the same rows, and no row written twice."""
     case = random_case(seed + 90, SPACE)
     n, heads = case.num_keys, case.heads
     if not n:
         return
     layers = branch_buffers.make_branch_buffers(case.pattern, heads, (0, heads), n, False)
     counts = torch.zeros(heads * layers.rows(with_direct=True))
-    views = layers.split(counts, 1, head_dim=1, with_direct=True)
+    views = merge_twin.split(layers, counts, 1, head_dim=1, with_direct=True)
     label = torch.arange(n * heads, dtype=torch.float32).view(1, n, heads, 1) + 1
-    plan = make_plan(case.pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), case.is_causal))
-    for problem in plan.problems:
-        layer = views[problem.branch]
-        assert layer is not None
-        rows = query_rows(problem, 0, label)
-        part = branch_buffers.of_problem(problem, layer)
-        assert part.shape == rows.shape and not part.any()
-        part.copy_(rows)
+    for problem in problems_of(case.pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), case.is_causal)).problems:
+        place = functools.partial(layers.view, index=1, batch=1, head_dim=1, with_direct=True)
+        rows = [
+            launches.Rows(0, False, label.shape, label.stride(), place=None),
+            launches.Rows(0, False, label.shape, label.stride(), place=place),
+        ]
+        (made,) = launches.launches_of([problem], rows, registry.get("math").capabilities, None, Options(scale=1.0))
+        for launch in made:
+            source, part = launch.of([label, counts])
+            assert part.shape == source.shape and not part.any()
+            part.copy_(source)
     m = [case.pattern.branches, case.pattern.offsets(heads)]
     for branch, ((w, r), offsets) in enumerate(zip(*m, strict=True)):
         layer = views[branch]
@@ -115,7 +106,7 @@ def test_every_row_of_a_problem_has_the_place_that_the_merge_reads(seed: int) ->
             assert found[position, head] == (label[0, position, head, 0] if taken else 0)
 
 
-def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_equal_shapes_and_strides_have_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recorded launches are found by: two layers of one model share them, other lengths do not, and nothing is kept for ever."""
     keys: list[object] = []
     math = registry.get("math")
@@ -124,11 +115,14 @@ def test_launches_of_equal_shapes_and_strides_have_equal_keys(on_cpu: list[str],
     found = []
     for n in (64, 64, 72):
         keys.clear()
-        launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
+        registry.cached.clear()
         q, k, v = torch.randn(3, 1, n, 4, 8)
         dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
         found.append(list(keys))
     assert found[0] and found[0] == found[1]
     assert [hash(key) for key in found[0]] == [hash(key) for key in found[1]]
     assert set(found[2]) - set(found[0]), "a shorter last segment is another launch"
-    assert None not in (launch_views._of_plan.cache_info().maxsize, launch_views._of_problem.cache_info().maxsize)
+    monkeypatch.setattr(launches, "_MOST_GEOMETRIES", 0)
+    registry.cached.clear()
+    dilated_attention(q, k, v, [16, 32], [1, 2], backend="math")
+    assert len(launches._geometries) == 1
