@@ -18,6 +18,7 @@ from _memory import measured
 from recipe.main import run_safely
 
 from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.backends import detect
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.parsing import size
 
@@ -35,7 +36,7 @@ def branches(length: int) -> tuple[list[int], list[int]]:
 
 def predicted(length: int, args: argparse.Namespace, device: str, dtype: torch.dtype) -> int:
     pattern = DilatedPattern(*branches(length))
-    return attention_memory(pattern, length, args.heads, args.head_dim, dtype=dtype, device_type=device, is_causal=args.causal).peak
+    return attention_memory(pattern, length, args.heads, args.head_dim, dtype=dtype, hardware=detect(device), is_causal=args.causal).peak
 
 
 def available(device: str) -> int:

@@ -53,9 +53,10 @@ def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
         from dilated_attention.backends.merge_inplace_triton import merge_onto as fused
 
         fused(out, lse, part_out, part_lse)
-    elif out.dtype is lse.dtype:
-        merge_(out, lse, part_out, part_lse)
+        return
+    merged, weight, part_weight = merge_weights(lse, part_lse)
+    if out.dtype is lse.dtype:
+        out.mul_(weight[..., None]).addcmul_(part_out.to(out.dtype), part_weight[..., None])
     else:
-        merged, weight, part_weight = merge_weights(lse, part_lse)
         out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
-        lse.copy_(merged)
+    lse.copy_(merged)

@@ -26,7 +26,7 @@ from dilated_attention.distributed.block_exchange.plan import entries_of
 from dilated_attention.distributed.exchange.plan import RingBlockProblem
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.distributed.sharding.layout import joined
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.base import Entries

@@ -26,9 +26,9 @@ from dilated_attention.distributed.exchange.computation import Masks, Pair, Tens
 from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.branches.sequential import without_padding
+from dilated_attention.engine.branches.launches import without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare
+from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
 from dilated_attention.engine.ops.settings import CallSettings
 
@@ -43,6 +43,7 @@ class ResolvedRing(ResolvedCall):
     """
 
     name = "ring_attention"
+    any_length = False
     make_setup = staticmethod(make_setup)
 
     @cached_property
@@ -115,7 +116,7 @@ class ResolvedRing(ResolvedCall):
             try:
                 for is_backward in (False, True) if settings.needs_grad else (False,):
                     views = (q, k, v, q) if is_backward else (q, k, v)
-                    prepare(is_backward, views, settings.pattern, settings, padding, num_keys=num_keys)
+                    make_plan(settings, views, is_backward, has_padding=padding is not None, num_keys=num_keys)
             except BackendUnavailable as error:
                 # raising here would leave the other ranks waiting
                 unavailable.append(error)
@@ -181,7 +182,7 @@ class RingPass:
             tensors = tuple([kernel_ready(x) for x in tensors])
         elif accepted is None:
             given, tensors = tensors, tuple([kernel_ready(x) for x in tensors])
-            call.keep_pass(given, tuple(map(operator.is_, given, tensors)))
+            call.keep_pass(tuple([x.stride() for x in given]), tuple(map(operator.is_, given, tensors)))
         elif False in accepted:
             tensors = tuple(
                 [x if fits else x.clone(memory_format=torch.contiguous_format) for x, fits in zip(tensors, accepted, strict=True)]

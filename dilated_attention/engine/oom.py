@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dilated_attention.backends import detect
 from dilated_attention.engine.memory import attention_memory, readable
 from dilated_attention.engine.ops.settings import pattern_of
 
@@ -42,8 +43,8 @@ def needed(x: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     (B, N, H, D), Hk = q.shape, k.shape[2]
     if x["branches"] and not x["blocks"] and not x["sharding"] and k.shape[1] == N:
         found = attention_memory(
-            pattern_of(x["branches"]), N, H, D, batch_size=B, num_kv_heads=Hk, dtype=q.dtype, device_type=q.device.type,
-            is_causal=x["is_causal"], needs_grad=trains,
+            pattern_of(x["branches"]), N, H, D, batch_size=B, num_kv_heads=Hk, dtype=q.dtype, hardware=detect(q.device),
+            is_causal=x["is_causal"], needs_grad=trains, detached=x["detached"], backend=x["backend"], dropout_p=x["dropout_p"],
         )  # fmt: skip
         return max(found.forward, found.backward, key=lambda terms: sum(size for _, size in terms))
     inputs = q.nbytes + 2 * k.nbytes

@@ -15,6 +15,7 @@ from dilated_attention.backends import (
     detect,
     registry,
 )
+from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.blocks.base import checked_block_size
@@ -211,16 +212,21 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
     )
     if pattern is None or num_positions is None:
         return f"{rule}, as in short ones; pattern= and num_positions= give the estimates"
-    shape = tiles_choice.whole_shape(request, num_positions)
-    try:
-        choices = tiles_choice.choices_of(pattern, shape, request, 1, needs_grad=request.needs_grad)
-    except BackendUnavailable:
-        return ""
+    shape = whole_shape(request.num_heads, request.num_kv_heads, num_positions, request.causal)
     parts = []
-    for name, choice in zip(("forward", "backward"), choices, strict=False):
-        library, taken = choice.library, tiles_choice.NAME if choice.tiles else choice.library
-        of_both = f" {choice.tiles_ms:.2f} ms against {choice.library_ms:.2f} on {library}: {taken}"
-        parts.append(name + (f" {taken}, preferred for dense problems, too" if library == tiles_choice.NAME else of_both))
+    for name in ("forward", "backward")[: 1 + request.needs_grad]:
+        asked = replace(request, needs_grad=name == "backward")
+        try:
+            library = registry.select(asked).name
+        except BackendUnavailable:
+            return ""
+        if library == tiles_choice.NAME:
+            parts.append(f"{name} {library}, preferred for dense problems, too")
+            continue
+        taken = tiles_choice.NAME if tiles_choice.runs_on_tiles(pattern, shape, asked, 1, library) else library
+        tiles_ms = tiles_choice.tiles_ms(pattern, shape, asked, 1)
+        library_ms = tiles_choice.library_ms(pattern, shape, asked, 1, library)
+        parts.append(f"{name} {tiles_ms:.2f} ms against {library_ms:.2f} on {library}: {taken}")
     return f"{rule}: {' · '.join(parts)}"
 
 

@@ -66,8 +66,10 @@ def attend(
         options_key = _options_key(given, fixed)
         # the record of a pattern that holds a function or a tensor would keep it alive
         if options_key is not None and (blocks is None or not blocks.lives_here):
-            tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
-            key = function, branches, blocks, group, window, options_key, tensors, needs_grad(q, k, v, sinks)
+            # in one process a record serves calls of all lengths
+            sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
+            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
+            key = function, branches, blocks, group, window, options_key, sizes, tensors, needs_grad(q, k, v, sinks)
             known = find(key, q.dtype)
     if known is None:
         check_names(function, given)
@@ -80,6 +82,11 @@ def attend(
                 remember(key, q.dtype, known)
     else:
         settings = known.settings
+        if q.shape[0] != k.shape[0] or k.shape != v.shape or settings.query_offset + q.shape[1] > k.shape[1]:
+            check.check_tensors(q, k, v)
+            check.check_query_offset(settings.query_offset, q.shape[1], k.shape[1])
+        if blocks is not None:
+            blocks.check_batch(q.shape[0])
         if has_masks:
             check.check_key_padding_mask(padding, k)
             check.check_cu_seqlens(cu_seqlens, q, k)

@@ -22,7 +22,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable, rates, registry
 from dilated_attention.distributed.exchange import cost
-from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import MOST_FOR_SIZE
@@ -280,6 +280,5 @@ def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
     if problem.computes == "block_sparse":
         return call + max(1, exchange.steps) * _LAUNCH[backward]
     assert isinstance(problem.pattern, DilatedPattern)
-    whole = (0, local_rows(problem))
-    plan = make_plan(problem.pattern, Shape(problem.num_heads, problem.num_kv_heads, whole, whole, (whole,), problem.is_causal))
-    return call + (len(plan.problems) + exchange.steps) * _LAUNCH[backward]
+    shape = whole_shape(problem.num_heads, problem.num_kv_heads, local_rows(problem), problem.is_causal)
+    return call + (len(problems_of(problem.pattern, shape).problems) + exchange.steps) * _LAUNCH[backward]

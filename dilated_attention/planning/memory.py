@@ -11,8 +11,7 @@ from typing import Any
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
-from dilated_attention.engine.branches.strategy import is_fused
-from dilated_attention.engine.kernels.tiles_choice import tiles_passes
+from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts
@@ -33,7 +32,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
         return _of_blocks(problem)
     if problem.world_size > 1:
         return _of_ring(problem)
-    return _of_engine(problem, problem.num_positions, tiles=on_tiles(problem))
+    return _of_engine(problem, problem.num_positions)
 
 
 def _of_engine(
@@ -41,19 +40,10 @@ def _of_engine(
 ) -> MemoryEstimate:
     """Asks the engine's own account. ``pattern``, ``heads``: if not the problem's, or not all heads of queries and of keys."""
     pattern, (H, Hk) = pattern or problem.pattern, heads or (problem.num_heads, problem.num_kv_heads)
-    asked = {"device_type": problem.device_type} | options
     return attention_memory(
-        pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk,
-        dtype=problem.dtype, is_causal=problem.is_causal, needs_grad=problem.training, expands_keys=_expands_keys(problem), **asked,
+        pattern, num_positions, H, problem.head_dim, batch_size=problem.batch_size, num_kv_heads=Hk, dtype=problem.dtype,
+        hardware=problem.hardware, is_causal=problem.is_causal, needs_grad=problem.training, **options,
     )  # fmt: skip
-
-
-def on_tiles(problem: Problem) -> tuple[bool, bool]:
-    """Whether the forward and the backward run on a table of tiles, following the choice of ``backend="auto"``."""
-    if not is_fused(problem.device_type) or not isinstance(problem.pattern, DilatedPattern):
-        return False, False
-    request = problem.request(backward=False, length=0)
-    return tiles_passes(problem.pattern, request, problem.batch_size, problem.num_positions, problem.training)
 
 
 def counts_of(problem: Problem, most: int = MOST_BLOCKS) -> BlockCounts:
@@ -137,7 +127,7 @@ def _of_ring(problem: Problem) -> MemoryEstimate:
         return _estimate(problem, [*common, ("out", Q * e)], [*backward, ("sums of kernels in float32", sums // exchange.steps)])
     if gathers and exchange.home is None:
         # ranges of the keys in memory are read problem by problem, as on a CPU
-        local = _of_engine(problem, rows, device_type="cpu")
+        local = _of_engine(problem, rows, runner=run_problems)
         more = "dk, dv of all keys in memory", (received - 2 * K) * (a + e * (a != e))
         return _estimate(problem, [*local.forward, keys], [*local.backward, keys, more])
     local = _of_engine(problem, rows, exchange.home)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.engine.ops.prepare import saved_elements_of_sequence
+from dilated_attention.engine.ops.prepare import saved_elements
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import settings_of
 from dilated_attention.factory import create_model
@@ -250,8 +250,8 @@ def _kept_bytes(problem: Problem) -> int:
     """Returns the bytes of branch outputs that a call with detached mixing saves on a GPU (engine/ops/prepare.py)."""
     if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
         return 0
-    shape = problem.batch_size, problem.num_positions, problem.num_heads, problem.head_dim
-    return problem.itemsize * int(saved_elements_of_sequence(problem.pattern, shape, problem.num_kv_heads, problem.itemsize))
+    q, k = ((problem.batch_size, problem.num_positions, heads, problem.head_dim) for heads in (problem.num_heads, problem.num_kv_heads))
+    return problem.itemsize * int(saved_elements(problem.pattern, q, k, problem.itemsize))
 
 
 class _Moment(NamedTuple):

@@ -17,7 +17,7 @@ from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.engine.kernels import tiles, tiles_layout
+from dilated_attention.engine.kernels import tiles
 from dilated_attention.testing import Case, Space, inputs, measure, random_case, results
 from dilated_attention.testing.check import call
 
@@ -114,14 +114,14 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
     heads = 4 if "dropout_p" not in options else 2
     tensors = made(heads=heads, batch=1 if heads == 4 else 2)
     together = run(tensors, [24, 24], [1, 2], **options)
-    shares, make = [], tiles.make_shares
+    shares, make = [], tiles.shares_of
 
     def counted(*args: Any, **kwargs: Any) -> tuple[tiles.Share, ...]:
         shares.append(make(*args, **kwargs))
         return shares[-1]
 
-    monkeypatch.setattr(tiles, "make_shares", counted)
-    monkeypatch.setattr(tiles_layout, "transient_budget", lambda _: 1)
+    monkeypatch.setattr(tiles, "shares_of", counted)
+    monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
     registry.cached.clear()
     in_turn = run(tensors, [24, 24], [1, 2], **options)
     # both passes
@@ -211,9 +211,9 @@ def test_what_compiles_ahead_is_what_is_launched(options: dict[str, Any], monkey
         if device != NO_DEVICE:
             launch(self, pointers, tensors, device)
 
-    def on_gpu(pattern: Any, shape: Any, tensors: Any, call: Any, **which: bool) -> None:
-        there = [SimpleNamespace(shape=x.shape, stride=x.stride, dtype=x.dtype, device=torch.device("cuda")) for x in tensors]
-        ahead(pattern, shape, there, call, **which)
+    def on_gpu(plan: Any, tensors: Any, has_padding: bool) -> None:
+        there = tuple(SimpleNamespace(shape=x.shape, stride=x.stride, dtype=x.dtype, device=torch.device("cuda")) for x in tensors)
+        ahead(plan, there, has_padding)
 
     monkeypatch.setattr(KernelLaunch, "__call__", recorded)
     monkeypatch.setattr(tiles, "compile_ahead", on_gpu)

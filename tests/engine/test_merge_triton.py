@@ -49,7 +49,7 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
     flat_lse = torch.randn(B * H * buffers.rows(with_direct=True), device=DEVICE) * 4
     flat_lse[torch.rand_like(flat_lse) < 0.2] = -torch.inf
     flat_lse[torch.rand_like(flat_lse) < 0.1] = 1e4
-    lse_views = buffers.split(flat_lse, B, head_dim=0, with_direct=True)
+    lse_views = merge_twin.split(buffers, flat_lse, B, head_dim=0, with_direct=True)
     # heads of a larger tensor, as a chunk's
     out = torch.randn(B, n, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
     if buffers.direct is not None:
@@ -71,7 +71,7 @@ def test_kernels_equal_their_twins(monkeypatch: pytest.MonkeyPatch, seed: int, d
         torch.testing.assert_close(found, out, atol=tolerance, rtol=0)
         twin = flat.clone()
         merge_twin.merge_buffers(buffers, found, found_lse.transpose(1, 2), twin, flat_lse, own=True)
-        own_views, twins = (buffers.split(x, B, head_dim=D, with_direct=True) for x in (own, twin))
+        own_views, twins = (merge_twin.split(buffers, x, B, head_dim=D, with_direct=True) for x in (own, twin))
         for branch, (view, twin) in enumerate(zip(own_views, twins, strict=True)):
             rows, expected = (merge_twin.at_positions(buffers, branch, x, 0.0) for x in (view, twin))
             torch.testing.assert_close(rows, expected, atol=tolerance, rtol=0)

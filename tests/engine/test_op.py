@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.engine.blocks.lists import clear_block_lists
-from dilated_attention.engine.branches import sequential
+from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.pattern import BigBird, BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
 from tests.helpers.forms import Looks
@@ -317,7 +317,7 @@ def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
     calls: list[int] = []
-    for module, name in ((sequential, "run_forward"), (resolve_blocks, "forward_lists")) if function is not both else ():
+    for module, name in ((run_problems, "run_forward"), (resolve_blocks, "forward_lists")) if function is not both else ():
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, _f=original, **options: calls.append(1) or _f(*x, **options))
     extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}

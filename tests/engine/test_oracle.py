@@ -18,7 +18,7 @@ from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
 from dilated_attention.backends.torch_ops import math as math_module
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.branches import chunking, fused_merge, launch_views, strategy
+from dilated_attention.engine.branches import chunking, launches, run_branches
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     FLOAT32_TOLERANCE,
@@ -258,24 +258,25 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
     fused = way == "one merge"
     budget, changes = RUNNERS[runner]
     monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
-    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
+    monkeypatch.setitem(launches.PART_BYTES, "cuda", 0)
     monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **changes))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at
     monkeypatch.setattr(type(registry.get("math")), "reasons_against", lambda self, request: [])
-    launch_views._of_plan.cache_clear(), launch_views._of_problem.cache_clear()
     if "max_extent" in changes:
-        monkeypatch.setitem(launch_views.PART_BYTES, "cpu", 2**10)
+        monkeypatch.setitem(launches.PART_BYTES, "cpu", 2**10)
         monkeypatch.setattr(math_module, "_BLOCK_BYTES", 2**10)
     ran: list[str] = []
-    make_tiers, tiers = strategy.make_tiers, [0]
+    make_tiers, tiers = run_branches.make_tiers, [0]
     monkeypatch.setattr(
-        strategy, "make_tiers", lambda *args: [tiers.append(len(made)) for made in [make_tiers(*args)]] and make_tiers(*args)
+        run_branches, "make_tiers", lambda *args: [tiers.append(len(made)) for made in [make_tiers(*args)]] and make_tiers(*args)
     )
     if fused:
         run_fused(monkeypatch)
-        for name in ("forward", "backward"):
-            original = getattr(fused_merge, name)
-            monkeypatch.setattr(fused_merge, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1])
+        for name in ("_forward", "_backward"):
+            original = getattr(run_branches, name)
+            monkeypatch.setattr(
+                run_branches, name, lambda *args, _name=name, _f=original, **more: (ran.append(_name), _f(*args, **more))[1]
+            )
     for seed in range(500, 512 if way == "blocks" else 524):
         case = random_case(seed, BLOCKS if way == "blocks" else ANY)
         if seed % 4:
@@ -286,7 +287,7 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
         elif runner == "no gradient of lse":
             case = replace(case, lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
         check(case, backend="math")
-    assert not fused or {*ran} == {"forward", "backward"}
+    assert not fused or {*ran} == {"_forward", "_backward"}
     # short branches in chunks of positions, then the long ones
     assert not (fused and runner == "tiers") or max(tiers) > 1
 

@@ -14,9 +14,10 @@ from dilated_attention import DilatedPattern, attention, dilated_attention
 from dilated_attention.backends import Options, registry
 from dilated_attention.backends.base import Bounds
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.branches import packed, strategy
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.ops.prepare import prepare
+from dilated_attention.engine.branches.launches import Masks
+from dilated_attention.engine.branches.problems import Shape
+from dilated_attention.engine.kernels.tiles_choice import is_packed
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.functional import arguments
 from dilated_attention.functional.options import Options as CallOptions
 
@@ -41,7 +42,7 @@ class ByBounds(MathBackend):
     def forward(self, q: Any, k: Any, v: Any, options: Options, keys: Any = None, **views: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if keys is None:
             return super().forward(q, k, v, options)
-        out = views["out"][0] if "out" in views else torch.empty_like(q)
+        out = views["out"][0]
         lse = torch.full((1, q.shape[2], q.shape[1]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
         for a, b in self._documents(keys):
             out[:, a], lse[:, :, a] = self.forward(q[:, a], k[:, b], v[:, b], options)
@@ -114,20 +115,18 @@ def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -
     settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=first)
     mine = [x[:, first:last].detach() for x in (dout, q, out)]
     keys = k.detach(), v.detach()
-    shape, call = prepare(False, (mine[1], *keys), WHOLE, settings, None, documents, None, 60)
-    assert isinstance(shape, Shape) and shape.queries == (first, last)
-    run = strategy.choose_forward(WHOLE, shape, (mine[1], *keys), call)
+    plan = make_plan(settings, (mine[1], *keys), False, documents=documents, pattern=WHOLE, num_keys=60)
+    assert plan.shape.queries == (first, last)
     place = torch.full_like(mine[1], torch.nan)
-    some_out, some_lse = run(mine[1], *keys, call, None, (place,))
+    some_out, some_lse = plan.runner.forward(plan, mine[1], *keys, Masks(), None, (place,))
     assert by_bounds.launches == 1 and some_out is place
     torch.testing.assert_close(some_out, out[:, first:last], atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(some_lse, lse[:, :, first:last], atol=1e-12, rtol=1e-12)
 
     views = mine[0], mine[1], *keys, mine[2]
-    shape, call = prepare(True, (mine[1], *keys, mine[0]), WHOLE, settings, None, documents, None, 60)
-    backward = strategy.choose_backward(WHOLE, shape, views, call)
+    plan = make_plan(settings, (*views[1:4], *views[::4]), True, documents=documents, pattern=WHOLE, num_keys=60)
     places = tuple(torch.full_like(x, torch.nan) for x in views[1:4])
-    dq, dk, dv = backward((*views, lse[:, :, first:last].detach().contiguous()), call, None, None, places)
+    dq, dk, dv = plan.runner.backward(plan, (*views, lse[:, :, first:last].detach().contiguous()), Masks(), None, None, places)
     assert by_bounds.launches == 2 and dq is places[0] and dk is places[1] and dv is places[2]
     for a, b in zip((dq, dk, dv), (wanted[0][:, first:last], *wanted[1:]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
@@ -147,5 +146,5 @@ def test_calls_that_take_more_than_one_launch(by_bounds: ByBounds) -> None:
     dilated_attention(q, k, v, [8], [1], **options)
     assert by_bounds.launches == 1
     size = by_bounds.capabilities, 1
-    assert packed.is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 9), (9, 24)), True), *size)
-    assert not packed.is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 24),), True), *size)
+    assert is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 9), (9, 24)), True), *size)
+    assert not is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 24),), True), *size)

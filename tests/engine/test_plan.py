@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Backend, registry
+from dilated_attention.backends import AttentionRequest, Backend, Options, detect, registry
 from dilated_attention.engine.branches.heads import HeadGroup
-from dilated_attention.engine.branches.plan import Plan, Shape, branch_plans, make_plan
-from dilated_attention.engine.branches.views import extent, key_rows, launches, query_rows
+from dilated_attention.engine.branches.launches import Launch, Rows, launches_of, problems_at_once
+from dilated_attention.engine.branches.problems import Problem, Problems, Shape, problems_of
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import Case, Space, inputs, random_case
@@ -59,11 +59,11 @@ def truth_of(pattern: DilatedPattern, shape: Shape, n: int) -> torch.Tensor:
 
 def heads_of(group: HeadGroup) -> list[tuple[int, int]]:
     """(query head, key/value head) as a kernel pairs them: evenly many query heads to each key/value head."""
-    per_kv = group.count // group.kv_count
-    return [(group.start + i * group.step, group.kv_start + i // per_kv * group.kv_step) for i in range(group.count)]
+    per_kv = group.size // group.kv_count
+    return [(group.start + i * group.step, group.kv_start + i // per_kv * group.kv_step) for i in range(group.size)]
 
 
-def pairs_of(plan: Plan, shape: Shape, pattern: DilatedPattern, n: int) -> torch.Tensor:
+def pairs_of(plan: Problems, shape: Shape, pattern: DilatedPattern, n: int) -> torch.Tensor:
     """What the problems compute, pair by pair."""
     m = torch.zeros(pattern.num_branches, shape.num_heads, n, n, dtype=torch.int64)
     for problem in plan.problems:
@@ -94,7 +94,7 @@ def test_problems_are_the_pairs_of_the_pattern(seed: int) -> None:
     """For any range of queries and any range of keys, branch by branch and head by head."""
     case = random_case(seed, Space(max_length=48))
     shape = random_shape(seed, case)
-    plan = make_plan(case.pattern, shape)
+    plan = problems_of(case.pattern, shape)
     found = pairs_of(plan, shape, case.pattern, case.num_keys)
     truth = truth_of(case.pattern, shape, case.num_keys)
     assert torch.equal(found, truth)
@@ -111,7 +111,7 @@ def test_first_and_opens_mark_rows_not_written_before(seed: int) -> None:
     """first: no row of the problem was written before by any; opens: by none of its branch. And covered, single follow."""
     case = random_case(seed, Space(max_length=32))
     shape = random_shape(seed, case)
-    plan = make_plan(case.pattern, shape)
+    plan = problems_of(case.pattern, shape)
     written = torch.zeros(case.pattern.num_branches, case.heads, case.num_keys, dtype=torch.int64)
     for problem in plan.problems:
         rows = torch.cat(
@@ -128,9 +128,9 @@ def test_first_and_opens_mark_rows_not_written_before(seed: int) -> None:
     total = written.sum(0)[:, slice(*shape.queries)]
     assert not plan.covered or bool((total > 0).all()), "covered: no row keeps what torch.empty left"
     assert not plan.single or bool((total <= 1).all())
-    for separate, part in branch_plans(plan):
+    for separate, part in plan.branches():
         assert part.problems == tuple(p for p in plan.problems if p.branch == part.problems[0].branch)
-        assert [replace(p, first=False) for p in separate.problems] == [replace(p, first=False) for p in part.problems]
+        assert [p._replace(first=False) for p in separate.problems] == [p._replace(first=False) for p in part.problems]
         assert all(p.first == p.opens for p in separate.problems) and separate.single == all(p.opens for p in separate.problems)
 
 
@@ -145,7 +145,7 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
     cuts = [0, *sorted(draw.randint(0, n) for _ in range(3)), n]
     brought = torch.zeros(pattern.num_branches, case.heads, n, dtype=torch.int64)
     for keys in itertools.pairwise(cuts):
-        for problem in make_plan(pattern, replace(whole, keys=keys)).problems:
+        for problem in problems_of(pattern, whole._replace(keys=keys)).problems:
             assert problem.zero_keys >= 0
             for place, (head, _) in enumerate(heads_of(problem.heads)):
                 for segment in range(problem.segments):
@@ -157,7 +157,7 @@ def test_zero_keys_are_brought_once(seed: int) -> None:
                     )
                     brought[problem.branch, head, rows] += problem.zero_keys
     expected = torch.zeros_like(brought)
-    m = truth_of(pattern, replace(whole, is_causal=False), n)
+    m = truth_of(pattern, whole._replace(is_causal=False), n)
     for branch, (length, rate) in enumerate(pattern.branches):
         for a, b in whole.documents:
             places = -(-min(length, b - a) // rate)
@@ -178,11 +178,11 @@ def test_conventions_need_one_group_per_offset(convention: str, heads: int, kv_h
     for rate in (1, 2, 4, 8, 16):
         shape = Shape(heads, kv_heads, (0, 64), (0, 64), ((0, 64),), False)
         if rate <= heads:
-            plan = make_plan(DilatedPattern((16,), (rate,), convention), shape)
+            plan = problems_of(DilatedPattern((16,), (rate,), convention), shape)
             most = 1 if convention == "zero" else rate
             assert len(plan.problems) <= (min(most, heads // rate) if heads == kv_heads else most)
             assert all(problem.segments == 4 for problem in plan.problems)
-            apart = make_plan(DilatedPattern((16,), (rate,), convention), replace(shape, shifted_heads=False))
+            apart = problems_of(DilatedPattern((16,), (rate,), convention), shape._replace(shifted_heads=False))
             assert all(problem.heads.shift == 0 for problem in apart.problems)
 
 
@@ -190,8 +190,8 @@ def test_equal_segments_are_one_problem() -> None:
     """A million positions are a handful of launches, however many segments; a range adds its two ends."""
     pattern, n = DilatedPattern((1024, 65536), (1, 4)), 2**20
     shape = Shape(8, 8, (0, n), (0, n), ((0, n),), True)
-    assert len(make_plan(pattern, shape).problems) == 1 + 2
-    assert len(make_plan(pattern, replace(shape, queries=(5, n - 5))).problems) <= 3 * 5 + 2 * 5
+    assert len(problems_of(pattern, shape).problems) == 1 + 2
+    assert len(problems_of(pattern, shape._replace(queries=(5, n - 5))).problems) <= 3 * 5 + 2 * 5
 
 
 @pytest.mark.timeout(20)
@@ -199,7 +199,7 @@ def test_planning_one_query_does_not_walk_all_segments() -> None:
     """Decoding at the end of a long cache: time by what is asked, not by the number of segments."""
     pattern, n = DilatedPattern((16, 64), (1, 4)), 2**30
     for position in (0, n // 2, n - 1):
-        plan = make_plan(pattern, Shape(8, 8, (position, position + 1), (0, n), ((0, n),), True))
+        plan = problems_of(pattern, Shape(8, 8, (position, position + 1), (0, n), ((0, n),), True))
         assert 1 <= len(plan.problems) <= 2
         assert plan.pairs <= 8 * (16 + 16)
 
@@ -207,74 +207,79 @@ def test_planning_one_query_does_not_walk_all_segments() -> None:
 # --- views -------------------------------------------------------------------------------------------------------------------------------
 
 
+CAPABILITIES = registry.get("math").capabilities
+
+
+def rows_of(x: torch.Tensor, keys: bool = False, position: int = 0) -> Rows:
+    return Rows(0, keys, x.shape, x.stride(), position)
+
+
+def views_of(problem: Problem, x: torch.Tensor, rows: Rows, part_bytes: int | None = None, **limits: int | None) -> list[torch.Tensor]:
+    """The rows of a problem in x, one view (P, L, G, …) a launch."""
+    (made,) = launches_of([problem], [rows], replace(CAPABILITIES, **limits), part_bytes, Options(scale=1.0))
+    return [launch.of([x])[0] for launch in made]
+
+
+def extent(view: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) if view.numel() else 0
+
+
 @pytest.mark.parametrize("seed", range(60))
-def test_views_hold_the_rows_they_name_and_never_copy(seed: int) -> None:
+def test_launches_hold_the_rows_they_name_and_never_copy(seed: int) -> None:
+    """In every layout, however launches are cut: each row once, and no launch over a limit that it could keep."""
     case = random_case(
         seed, Space(layouts=("contiguous", "heads_first", "packed", "offset", "expanded_batch", "expanded_heads", "expanded_rows"))
     )
     case = replace(case, num_queries=case.num_keys, query_offset=0)
     x = inputs(case, torch.float32)
-    plan = make_plan(case.pattern, random_shape(seed, case))
-    for problem in plan.problems:
+    draw = random.Random(seed)
+    limits = {name: draw.choice([None, draw.randint(1, most)]) for name, most in (("max_batch", 8), ("max_extent", 400))}
+    for problem in problems_of(case.pattern, random_shape(seed, case)).problems:
         group = problem.heads
-        queries = (problem.q_start, problem.q_len, group.start, group.step, group.count)
+        queries = (problem.q_start, problem.q_len, group.start, group.step, group.size)
         keys = (problem.k_start, problem.k_len, group.kv_start, group.kv_step, group.kv_count)
-        for view, (start, length, head_start, head_step, count), y in (
-            (query_rows(problem, 0, x.q), queries, x.q), (key_rows(problem, 0, x.k), keys, x.k), (key_rows(problem, 0, x.v), keys, x.v),
-        ):  # fmt: skip
-            assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-            assert view.storage_offset() + extent(view) <= y.untyped_storage().nbytes() // y.element_size()
+        for of_keys, (start, length, head_start, head_step, count), y in ((False, queries, x.q), (True, keys, x.k), (True, keys, x.v)):
             positions = start + problem.stride * torch.arange(problem.segments)[:, None] + problem.step * torch.arange(length)[None, :]
             positions = positions[..., None] + group.shift * torch.arange(count)
             heads = head_start + head_step * torch.arange(count)
             assert int(positions.max()) < case.num_keys
-            assert torch.equal(view, y[:, positions, heads.expand_as(positions)])
+            expected = y[:, positions, heads.expand_as(positions)]
+            part_bytes = draw.choice([None, draw.randint(1, 30) * 4 * y.shape[-1]])
+            views = views_of(problem, y, rows_of(y, of_keys), part_bytes, **limits)
+            for view in views:
+                assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+                assert view.storage_offset() + extent(view) <= y.untyped_storage().nbytes() // y.element_size()
+                assert limits["max_batch"] is None or len(view) <= limits["max_batch"]
+                assert part_bytes is None or len(view) == 1 or len(view) * length * group.size <= part_bytes // (4 * y.shape[-1])
+                # what one problem spans by itself cannot be cut, nor grows where all problems lie on one another
+                if limits["max_extent"] is not None and extent(view) > limits["max_extent"]:
+                    assert len(view) == 1 or view.stride(0) == 0
+            # folded by batch elements or by segments
+            whole = torch.cat(views)
+            assert torch.equal(whole, expected.flatten(0, 1)) or torch.equal(whole, expected.transpose(0, 1).flatten(0, 1))
 
 
-def segments_of(x: torch.Tensor, segments: int, stride: int, length: int, step: int) -> torch.Tensor:
-    """Rows 0, step, … of segments ``stride`` rows apart, for all heads: (B, S, L, H, D)."""
-    (B, _, H, D), (s_B, s_N, s_H, s_D) = x.shape, x.stride()
-    return x.as_strided((B, segments, length, H, D), (s_B, stride * s_N, step * s_N, s_H, s_D), x.storage_offset())
+def test_views_of_tensors_without_a_head_dim_entry() -> None:
+    """lse (B, N, H) has no last dimension, and a query origin moves the first row."""
+    shape = Shape(2, 2, (4, 12), (0, 12), ((0, 12),), False, shifted_heads=False)
+    problem = problems_of(DilatedPattern((4,), (2,)), shape).problems[0]
+    lse = torch.arange(2 * 8 * 2).view(2, 8, 2)
+    (view,) = views_of(problem, lse, rows_of(lse, position=4))
+    assert view.shape == (4, 2, 1) and torch.equal(view[:2, :, 0], torch.tensor([[0, 4], [8, 12]]))
 
 
-@given(data=st.data())
-@settings(max_examples=200)
-def test_launches_cut_within_limits_and_lose_nothing(data: st.DataObject) -> None:
-    """Every element of every view in exactly one launch, in step with the other views, and no launch over a limit it could keep."""
-    B, S, L, G, D = (data.draw(st.integers(1, high)) for high in (3, 5, 4, 3, 3))
-    limits = {name: data.draw(st.none() | st.integers(1, high)) for name, high in (("max_batch", 8), ("max_extent", 400), ("max_rows", 30))}
-    n = S * L * 2
-    tensors = []
-    for kind in data.draw(st.lists(st.sampled_from(["plain", "heads_first", "expanded"]), min_size=1, max_size=3)):
-        numbers = torch.arange(B * n * G * D)
-        tensors.append(
-            {
-                "plain": numbers.view(B, n, G, D),
-                "heads_first": numbers.view(B, G, n, D).transpose(1, 2),
-                "expanded": numbers[: n * G * D].view(1, n, G, D).expand(B, n, G, D),
-            }[kind]
-        )
-    step = data.draw(st.integers(1, 2))
-    views = [segments_of(x, S, L if step == 1 else L * 2, L, step) for x in tensors]
-    found = list(launches(views, **limits))
-    for index, view in enumerate(views):
-        pieces = [group[index] for group in found]
-        assert all(piece.untyped_storage().data_ptr() == view.untyped_storage().data_ptr() for piece in pieces)
-        whole = torch.cat(pieces)
-        assert whole.shape == (B * S, L, G, D)
-        # folded by batch elements or by segments: both orders are the same for all views
-        assert torch.equal(whole, view.flatten(0, 1)) or torch.equal(whole, view.transpose(0, 1).flatten(0, 1))
-    for group in found:
-        count = group[0].shape[0]
-        assert len({piece.shape[0] for piece in group}) == 1
-        if limits["max_batch"] is not None:
-            assert count <= limits["max_batch"]
-        if limits["max_rows"] is not None:
-            assert count == 1 or count * L <= limits["max_rows"]
-        if limits["max_extent"] is not None:
-            # what one problem spans by itself cannot be cut, nor grows where all problems lie on one another
-            over = [piece for piece in group if extent(piece) > limits["max_extent"]]
-            assert all(count == 1 or piece.stride(0) == 0 for piece in over)
+def test_views_of_several_tensors_are_cut_in_step() -> None:
+    """Where one tensor's batch and segments do not fold, no tensor's do."""
+    problem = problems_of(DilatedPattern((4,), (1,)), Shape(2, 2, (0, 12), (0, 12), ((0, 12),), False)).problems[0]
+    plain = torch.arange(2 * 12 * 2 * 3).view(2, 12, 2, 3)
+    apart = torch.zeros(2, 20, 2, 3, dtype=torch.int64)[:, :12].copy_(plain)
+    rows = [rows_of(plain), Rows(1, True, apart.shape, apart.stride())]
+    (made,) = launches_of([problem], rows, CAPABILITIES, None, Options(scale=1.0))
+    assert len(made) == 2 and all(isinstance(launch, Launch) for launch in made)
+    for launch in made:
+        one, other = launch.of([plain, apart])
+        assert one.shape == (3, 4, 2, 3) and torch.equal(one, other)
+    assert made[0].options.geometry is made[1].options.geometry
 
 
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
@@ -284,15 +289,11 @@ def test_launches_cut_within_limits_and_lose_nothing(data: st.DataObject) -> Non
 def test_launches_of_huge_tensors_keep_to_the_extent(n: int) -> None:
     limit = 2**31
     q = torch.empty(1, n, 16, 64, dtype=torch.bfloat16, device="meta")
-    plan = make_plan(DilatedPattern((1024, 2**20), (1, 4)), Shape(16, 16, (0, n), (0, n), ((0, n),), False))
-    for problem in plan.problems:
-        view = query_rows(problem, 0, q)
-        total = 0
-        for (piece,) in launches([view], max_batch=65_535, max_extent=limit, max_rows=None):
-            assert extent(piece) <= limit and piece.shape[0] <= 65_535
-            assert piece.stride()[1:] == view.stride()[2:]
-            total += piece.shape[0]
-        assert total == problem.segments
+    for problem in problems_of(DilatedPattern((1024, 2**20), (1, 4)), Shape(16, 16, (0, n), (0, n), ((0, n),), False)).problems:
+        pieces = views_of(problem, q, rows_of(q), max_batch=65_535, max_extent=limit)
+        assert all(extent(piece) <= limit and len(piece) <= 65_535 for piece in pieces)
+        assert sum(len(piece) for piece in pieces) == problem.segments
+    assert problems_at_once(10, [(5, (3,), (1,))], replace(CAPABILITIES, max_extent=13)) == 3
 
 
 def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], pattern: DilatedPattern) -> AttentionRequest:
@@ -304,7 +305,8 @@ def request_of(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...
         return registry.get("math")
 
     monkeypatch.setattr(registry, "select", select)
-    prepare.prepare(False, tensors, pattern, PLAIN)
+    registry.cached.clear()
+    prepare.make_plan(PLAIN, tensors, False, pattern=pattern, hardware=detect("cpu"))
     return asked[0]
 
 
@@ -326,8 +328,8 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     assert request_of(monkeypatch, tensors, DilatedPattern((4096,), (1,))).extent in (0, 1 + (4095 + 7 * n) * dim + 63)
     pattern = DilatedPattern((4096, 2**23), (1, 2))
     request = request_of(monkeypatch, tensors, pattern)
-    plan = make_plan(pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), False))
-    needed = max(extent(query_rows(problem, 0, x)[:, :1]) for problem in plan.problems for x in tensors)
+    plan = problems_of(pattern, Shape(heads, heads, (0, n), (0, n), ((0, n),), False))
+    needed = max(extent(views_of(problem, x, rows_of(x), max_batch=1)[0]) for problem in plan.problems for x in tensors)
     assert request.extent >= needed
     # one head more than a problem may hold, but no more than all heads of one segment
     assert request.extent <= max(extent(x[:, : 2**23]) for x in tensors)

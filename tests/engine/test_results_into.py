@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.ops.prepare import prepare
+from dilated_attention.engine.branches.launches import Masks
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.functional import arguments
 from dilated_attention.functional.options import Options
 
@@ -29,17 +25,6 @@ def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return memory, memory[:, 2 : 2 + n, 1 : 1 + heads]
 
 
-def chosen(backend: str, pattern: DilatedPattern, shape: Shape, tensors: tuple[torch.Tensor, ...], call: Call, is_backward: bool) -> Any:
-    if backend != "tiles":
-        return (strategy.choose_backward if is_backward else strategy.choose_forward)(pattern, shape, tensors, call)
-    # interpreted, the kernels run on a CPU, which no call chooses them for
-    from dilated_attention.engine.kernels import tiles
-
-    q, k = tensors[is_backward:][:2]
-    shares = tiles.make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=False)
-    return functools.partial(tiles.backward if is_backward else tiles.forward, shares)
-
-
 @pytest.mark.parametrize("documents", [((0, N),), ((0, 12), (12, N))], ids=["one", "two"])
 @pytest.mark.parametrize("kind", sorted(PATTERNS))
 @pytest.mark.parametrize("backend", ["math", "sdpa_cpu", TILES])
@@ -49,23 +34,25 @@ def test_results_go_where_they_are_asked_to(backend: str, kind: str, documents: 
     given = Options(is_causal=True, return_lse=True, head_offsets="zero", backend="math" if backend == "tiles" else backend)
     settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=FIRST)
     q, dout = q[:, FIRST:LAST], dout[:, FIRST:LAST]
-    shape, call = prepare(False, (q, k, v), pattern, settings, None, documents, None, N)
-    run = chosen(backend, pattern, shape, (q, k, v), call, False)
-    out, lse = run(q, k, v, call, None)
+    runner = None
+    if backend == "tiles":
+        # interpreted, the kernels run on a CPU, which no call chooses them for
+        from dilated_attention.engine.kernels import tiles as runner
+    plan = make_plan(settings, (q, k, v), False, documents=documents, pattern=pattern, num_keys=N, runner=runner)
+    out, lse = plan.runner.forward(plan, q, k, v, Masks(), None)
     memory, place = inside(out)
-    same, same_lse = run(q, k, v, call, None, (place,))
+    same, same_lse = plan.runner.forward(plan, q, k, v, Masks(), None, (place,))
     assert same is place and torch.equal(place, out) and torch.equal(same_lse, lse)
     assert int(memory.isfinite().sum()) == out.numel()
 
     views = dout, q, k, v, out
-    shape, call = prepare(True, (q, k, v, dout), pattern, settings, None, documents, None, N)
-    backward = chosen(backend, pattern, shape, views, call, True)
-    grads = backward((*views, lse), call, None, None)
+    plan = make_plan(settings, (q, k, v, dout, out), True, documents=documents, pattern=pattern, num_keys=N, runner=runner)
+    grads = plan.runner.backward(plan, (*views, lse), Masks(), None, None)
     rooms = [inside(x) for x in grads]
     # some of them
     for some in ((0, 1, 2), (1, 2), (0,)):
         into = tuple(rooms[i][1] if i in some else None for i in range(3))
-        found = backward((*views, lse), call, None, None, into)
+        found = plan.runner.backward(plan, (*views, lse), Masks(), None, None, into)
         for i, (x, y) in enumerate(zip(found, grads, strict=True)):
             assert torch.equal(x, y) and (x is into[i]) == (i in some)
     assert all(int(memory.isfinite().sum()) == x.numel() for (memory, _), x in zip(rooms, grads, strict=True))

@@ -10,8 +10,8 @@ import torch._dynamo
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.engine.branches import chunking, launch_views
-from dilated_attention.engine.ops import resolve
+from dilated_attention.engine.branches import chunking, launches
+from dilated_attention.engine.ops import prepare, resolve
 from dilated_attention.engine.reference import reference_attention
 from tests.helpers.fused import run_fused, use_merge_twin
 from tests.helpers.op_settings import settings
@@ -56,14 +56,14 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
     """However the backward is cut: its budget is another one here."""
     small = {"whole": 2**40, "chunks": 2**14, "tiers": 2**12}[cut]
     monkeypatch.setattr(chunking, "transient_budget", lambda size, is_backward=False: small if size else 2**40)
-    monkeypatch.setitem(launch_views.PART_BYTES, "cuda", 0)
+    monkeypatch.setitem(launches.PART_BYTES, "cuda", 0)
     launched = count_forwards(monkeypatch)
     pattern = PATTERNS[which]
     *qkv, dout = make(n, 1 if cut == "tiers" and which != 3 else 4)
     found = []
     for keeps in (True, False):
         if not keeps:
-            monkeypatch.setattr(resolve, "saved_elements", lambda *_: 0)
+            monkeypatch.setattr(prepare, "saved_elements", lambda *_: 0)
             registry.cached.clear()
         options: dict[str, Any] = {"head_offsets": pattern.head_offsets, "tail": pattern.tail, "mixture_grad": "detached"}
         out = dilated_attention(*qkv, pattern.segment_lengths, pattern.dilation_rates, backend="math", **options)
@@ -78,9 +78,15 @@ def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest
 
 def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    original = resolve.ResolvedPass
+    original = resolve.make_plan
+
+    def make_plan(*args: Any, **options: Any) -> Any:
+        plan = original(*args, **options)
+        kept.append(plan.saved)
+        return plan
+
     # what a call saves is decided once for all calls like it
-    monkeypatch.setattr(resolve, "ResolvedPass", lambda *decided: (kept.append(decided[2]), original(*decided))[1])
+    monkeypatch.setattr(resolve, "make_plan", make_plan)
     q, k, v, _ = make(20)
     elements = 2 * 2 * 4 * (3 * 8 + 5)
 

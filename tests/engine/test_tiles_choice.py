@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Hardware, Options, rates, registry
-from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Shape
+from dilated_attention.backends import AttentionRequest, Hardware, detect, rates, registry
+from dilated_attention.engine.branches.problems import Shape
 from dilated_attention.engine.kernels.tiles_choice import packed_library, runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
@@ -30,17 +27,14 @@ def is_chosen(
     *,
     is_backward: bool = False,
     documents: int = 1,
-    device: str = "cuda",
     backend: str = "auto",
-    **changes: Any,
+    both: bool = False,
 ) -> bool:
     """What a pass is told that runs on N positions in equal documents."""
     ranges = tuple((N * i // documents, N * (i + 1) // documents) for i in range(documents))
     shape = Shape(12, 12, (0, N), (0, N), ranges, False)
     request = replace(request, needs_grad=is_backward, length=N // documents)
-    call = Call(registry.select(request, backend), Options(scale=0.125), request=request, named=backend != "auto")
-    q: Any = SimpleNamespace(device=torch.device(device), shape=(1, N, 12, request.head_dim))
-    return runs_on_tiles(LONGNET, shape, q, replace(call, **changes), is_backward)
+    return runs_on_tiles(LONGNET, shape, request, 1, registry.select(request, backend).name, both=both, named=backend != "auto")
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -87,7 +81,7 @@ def test_kernels_that_are_no_match_lose_at_any_length() -> None:
 def test_what_was_asked_for_by_name_stays() -> None:
     assert is_chosen(1024)
     assert not is_chosen(1024, backend="flash4")
-    assert not is_chosen(1024, device="cpu")
+    assert not is_chosen(1024, replace(REQUEST, hardware=detect("cpu")))
     assert is_chosen(2**20, backend="tiles")
 
 
@@ -107,7 +101,7 @@ def test_passes_of_detached_mixing_go_one_way() -> None:
         request = replace(REQUEST, hardware=hardware, head_dim=head_dim, deterministic=deterministic)
         for N in lengths:
             apart = [is_chosen(N, request, is_backward=b) for b in (False, True)]
-            both = [is_chosen(N, request, is_backward=b, detached=True, needs_grad=True) for b in (False, True)]
+            both = [is_chosen(N, request, is_backward=b, both=True) for b in (False, True)]
             assert both[0] == both[1], (request, N)
             differ += apart[0] != apart[1]
     assert differ
@@ -123,11 +117,10 @@ def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one answer holds for both passes, too."""
-    both: dict[str, Any] = {"detached": True, "needs_grad": True}
-    assert not is_chosen(2**17, **both)
+    assert not is_chosen(2**17, both=True)
     monkeypatch.setattr(registry, "_orders", dict(registry._orders))
     registry.set_order("sm90", ("sdpa_efficient",))
-    assert is_chosen(2**17, **both)
+    assert is_chosen(2**17, both=True)
 
 
 def test_hardware_without_a_table_has_rates_to_go_by() -> None:
@@ -145,9 +138,7 @@ def test_a_part_of_the_queries(first: int, is_backward: bool) -> None:
     request = replace(REQUEST, hardware=machine("flash-attn-3"), head_dim=48, num_heads=16, num_kv_heads=16, needs_grad=is_backward)
     request = replace(request, length=12500)
     shape = Shape(16, 16, (first, first + 25000), (0, 50000), ((0, 50000),), False)
-    call = Call(registry.select(request), Options(scale=0.125), request=request)
-    q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 25000, 16, 48))
-    assert runs_on_tiles(pattern, shape, q, call, is_backward)
+    assert runs_on_tiles(pattern, shape, request, 1, registry.select(request).name)
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -170,6 +161,4 @@ def test_a_rank_of_a_dense_ring_takes_the_library_where_it_is_one_launch() -> No
     """The last quarter of 8,192 positions, 32/8 heads: 0.33 ms on FlashAttention-3 and 0.49 on the tiles (H100)."""
     request = replace(REQUEST, hardware=machine("flash-attn-3"), head_dim=128, num_heads=32, num_kv_heads=8, causal=True, length=8192)
     shape = Shape(32, 8, (6144, 8192), (0, 8192), ((0, 8192),), True, aligned_last=True)
-    call = Call(registry.select(request), Options(scale=0.1), request=request, host_ms=0.6)
-    q: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 2048, 32, 128))
-    assert not runs_on_tiles(DilatedPattern((8192,), (1,)), shape, q, call, False)
+    assert not runs_on_tiles(DilatedPattern((8192,), (1,)), shape, request, 1, registry.select(request).name, host_ms=0.6)

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends import Options, registry
-from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.kernels import tiles_choice
-from dilated_attention.engine.kernels.tiles_layout import ranges_of, tiles_scratch
+from dilated_attention.engine.branches.launches import Masks
+from dilated_attention.engine.kernels import tiles
 from dilated_attention.engine.memory import attention_memory
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.factory import EXAMPLES, explain_backend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.planning.gpus import find_gpu, machine_of
-from dilated_attention.planning.memory import memory_of, on_tiles
+from dilated_attention.planning.memory import memory_of
 from dilated_attention.planning.problem import make_problem
+from tests.helpers.op_settings import settings
 
 N, H, D = 4096, 8, 64
 PATTERN = DilatedPattern((1024, 4096), (1, 4))
@@ -30,7 +29,7 @@ def terms_of(side: Sequence[tuple[str, int]]) -> int:
 
 
 def account(**options: Any) -> tuple[int, int]:
-    options = {"dtype": torch.bfloat16, "device_type": "cuda", "tiles": (True, True), "batch_size": 2} | options
+    options = {"dtype": torch.bfloat16, "hardware": EXAMPLES["hopper"], "backend": "tiles", "batch_size": 2} | options
     found = attention_memory(PATTERN, N, H, D, **options)
     return terms_of(found.forward), terms_of(found.backward)
 
@@ -50,7 +49,6 @@ def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pyte
 def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from dilated_attention.backends.tiles import launch, run
-    from dilated_attention.engine.kernels import tiles
 
     monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
@@ -62,19 +60,19 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
             taken.append(self.memory.numel())
 
     monkeypatch.setattr(run, "Workspace", Recorded)
-    shape = Shape(H, kv_heads, (0, N), (0, N), ((0, N),), True)
     q, k, v = (torch.zeros(2, N, heads, D, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads))
-    call = Call(backend=registry.get("tiles"), options=Options(scale=1.0), is_causal=True, detached=detached, needs_grad=True)
-    counted = {which: tiles_scratch(PATTERN, shape, 2, D, torch.bfloat16, is_backward=which, detached=detached) for which in (False, True)}
-    out, lse = tiles.forward(tiles.make_shares(PATTERN, shape, q, k, call, is_backward=False, is_saved=False), q, k, v, call, None)
-    assert max(taken) == counted[False]
+    branches = (PATTERN.segment_lengths, PATTERN.dilation_rates, "cyclic", "all", "mask")
+    call = settings(branches=branches, is_causal=True, detached=detached, needs_grad=True, backend="math")
+    plan = make_plan(call, (q, k, v), False, runner=tiles)
+    out, lse = tiles.forward(plan, q, k, v, Masks(), None)
+    assert [("scratch of the tiles", max(taken))] == tiles.terms(plan)
     taken.clear()
-    shares = tiles.make_shares(PATTERN, shape, q, k, call, is_backward=True, is_saved=False)
-    parts = ranges_of(PATTERN, shape, 2, D, torch.bfloat16, is_backward=True, detached=detached, is_saved=False)
+    plan = make_plan(call, (q, k, v, q, out), True, runner=tiles)
+    shares, parts = tiles.shares_of(plan, q.device), tiles.ranges_of(plan)
     assert [(share.batch, share.heads) for share in shares] == list(parts) and (len(parts) > 1) == (budget < 2**29)
-    tiles.backward(shares, (out, q, k, v, out, lse), call, None, None)
+    tiles.backward(plan, (out, q, k, v, out, lse), Masks(), None, None)
     own = max(x.prepared.extent.own_outputs() for x in shares) * 2 if detached else 0
-    assert own + max(taken) == counted[True]
+    assert [("scratch of the tiles", own + max(taken))] == tiles.terms(plan)
 
 
 def test_plans_ask_what_a_call_asks() -> None:
@@ -82,32 +80,16 @@ def test_plans_ask_what_a_call_asks() -> None:
         shape = {"num_positions": n, "num_heads": 16, "head_dim": 64, "gpu": find_gpu("H200"), "is_causal": True}
         return make_problem("dilated", segment_lengths=[2048, 8192], dilation_rates=[1, 4], **shape, **options)
 
+    def on_tiles(problem: Any) -> tuple[bool, bool]:
+        found = memory_of(problem)
+        return "scratch of the tiles" in dict(found.forward), "scratch of the tiles" in dict(found.backward)
+
     short, long = planned(8192), planned(2**20)
     assert on_tiles(short) == (True, True) and on_tiles(long) == (False, False)
-    for problem, there in ((short, True), (long, False)):
-        found = memory_of(problem)
-        assert ("scratch of the tiles" in dict(found.backward)) == there == ("scratch of the tiles" in dict(found.forward))
     assert on_tiles(planned(8192, training=False)) == (True, False)
     assert on_tiles(dataclasses.replace(short, dtype=torch.float64)) == (False, False)
-    assert on_tiles(dataclasses.replace(short, machine=machine_of("cpu"))) == (False, False)
-
-
-def test_the_choice_without_tensors_is_that_of_a_run() -> None:
-    request = dataclasses.replace(make_problem("dense", num_positions=8192, num_heads=8, head_dim=64, gpu=find_gpu("H200")).request(
-        backward=False, length=8192
-    ), hardware=EXAMPLES["hopper"])  # fmt: skip
-    for n in (512, 8192, 2**17, 2**20):
-        shape = tiles_choice.whole_shape(request, n)
-        for choice, is_backward in zip(tiles_choice.choices_of(PATTERN, shape, request, 1, needs_grad=True), (False, True), strict=True):
-            asked = dataclasses.replace(request, needs_grad=is_backward)
-            call = Call(backend=registry.get(choice.library), options=Options(scale=1.0), request=asked, needs_grad=True)
-
-            class OnGpu:
-                device, shape = torch.device("cuda"), (1, n, 8, 64)
-
-            q: Any = OnGpu()
-            assert tiles_choice.runs_on_tiles(PATTERN, shape, q, call, is_backward) == choice.tiles
-            assert choice.tiles == (choice.tiles_ms < choice.library_ms)
+    cpu = machine_of("cpu")
+    assert on_tiles(dataclasses.replace(short, machine=cpu, hardware=EXAMPLES["cpu"])) == (False, False)
 
 
 def test_explain_backend_names_the_rule_and_the_estimates() -> None:

@@ -70,11 +70,11 @@ def test_a_mapped_dropout_may_be_the_same_for_all_entries_and_is_refused_by_defa
 
 def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    from dilated_attention.engine.branches import sequential
+    from dilated_attention.engine.branches import run_problems
 
     for name in ("run_forward", "run_backward"):
-        inner = getattr(sequential, name)
-        monkeypatch.setattr(sequential, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
+        inner = getattr(run_problems, name)
+        monkeypatch.setattr(run_problems, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         vmap(grad(loss_of(lambda *x: da.dilated_attention(*x, *BRANCHES))))(*many())

@@ -20,7 +20,7 @@ import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.cli import main
 from dilated_attention.distributed import explain_exchange
-from dilated_attention.engine.branches import sequential, strategy
+from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Sampling, SlideEncoderConfig, VisionConfig
 from dilated_attention.models.images.positions import grid_positions
@@ -375,7 +375,7 @@ def test_what_values_and_shapes_say_is_refused_before_results_are_allocated(
     # those of blocks name the pattern
     of_blocks = {"pattern"} & arguments.keys()
     calls = [(name, given_to(name, **arguments)) for name in NAMES[2 if of_blocks else 0 : 4] if "nested" not in words or name == NAMES[2]]
-    runs = [(resolve_blocks, "forward_lists"), (strategy, "choose_forward"), (sequential, "run_forward")]
+    runs = [(resolve_blocks, "forward_lists"), (run_problems, "forward"), (run_problems, "run_forward")]
     for module, what in runs[:1] if of_blocks else runs:
         monkeypatch.setattr(module, what, lambda *_, **__: pytest.fail("ran"))
     for what in () if of_blocks else ("empty", "zeros", "full", "empty_like", "zeros_like", "full_like"):

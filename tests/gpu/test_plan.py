@@ -10,9 +10,6 @@ import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import AttentionRequest, detect, registry
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.branches.strategy import saved_budget
-from dilated_attention.engine.kernels.tiles_layout import num_places
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetLM
@@ -68,13 +65,9 @@ def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_g
     if registry.get("tiles").reasons_against(AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=dim)):
         pytest.skip("tiles cannot run on this GPU")
     n, pattern = 2**16, DilatedPattern(**LONGNET)
-    # by name nothing is kept where query heads share keys, and in inference
-    detached = mixture_grad == "detached" and training
-    shape = Shape(heads, kv_heads, (0, n), (0, n), ((0, n),), False)
-    own = num_places(pattern, shape) * heads * dim * 2
     counted = attention_memory(
-        pattern, n, heads, dim, num_kv_heads=kv_heads, dtype=torch.bfloat16, device_type="cuda", needs_grad=training, tiles=(True, True),
-        detached=detached, saved_bytes=own if detached and heads == kv_heads and own <= saved_budget() else 0,
+        pattern, n, heads, dim, num_kv_heads=kv_heads, dtype=torch.bfloat16, hardware=detect("cuda"), needs_grad=training,
+        backend="tiles", detached=mixture_grad == "detached",
     )  # fmt: skip
     options = LONGNET | {"mixture_grad": mixture_grad, "backend": "tiles"}
     found = peak_of(lambda: called(dilated_attention, (1, n, heads, dim), kv_heads, training, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +13,29 @@ from dilated_attention.backends.merge import merge_
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers
 
 
+def split(buffers: BranchBuffers, flat: Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[Tensor | None]:
+    """Returns views (B, S, L, H, D) of one flat buffer, one per branch; for lse, with ``head_dim`` 0, they are (B, S, H, L)."""
+    views: list[Tensor | None] = []
+    start = 0
+    for branch in range(len(buffers.branches)):
+        if branch == buffers.direct and not with_direct:
+            views.append(None)
+            continue
+        S, L = buffers.size(branch)
+        shape = (batch, S, L, buffers.heads, head_dim) if head_dim else (batch, S, buffers.heads, L)
+        count = functools.reduce(int.__mul__, shape)
+        views.append(flat[start : start + count].view(shape))
+        start += count
+    assert start == flat.numel()
+    return views
+
+
 def merge_buffers(
     buffers: BranchBuffers, out: Tensor, lse: Tensor, flat: Tensor, flat_lse: Tensor, *, is_concurrent: bool = False, own: bool = False
 ) -> None:
     B, _, _, D = out.shape
-    parts = buffers.split(flat, B, head_dim=D, with_direct=False)
-    part_lses = [x for x in buffers.split(flat_lse, B, head_dim=0, with_direct=True) if x is not None]
+    parts = split(buffers, flat, B, head_dim=D, with_direct=False)
+    part_lses = [x for x in split(buffers, flat_lse, B, head_dim=0, with_direct=True) if x is not None]
     acc_dtype = part_lses[0].dtype
     high = torch.full(lse.shape, -torch.inf, dtype=acc_dtype, device=lse.device)
     spread = [at_positions(buffers, b, part_lse, -torch.inf) for b, part_lse in enumerate(part_lses)]
@@ -56,7 +74,7 @@ def count_zero_keys(buffers: BranchBuffers, parts: Sequence[Tensor], part_lses: 
 def sum_buffers(buffers: BranchBuffers, grads: Sequence[Tensor], parts: Sequence[Tensor], *, is_concurrent: bool = False) -> None:
     for grad, flat in zip(grads, parts, strict=True):
         acc = torch.zeros(grad.shape, dtype=accumulation_dtype(grad.dtype), device=grad.device)
-        for b, part in enumerate(buffers.split(flat, grad.shape[0], head_dim=grad.shape[3], with_direct=False)):
+        for b, part in enumerate(split(buffers, flat, grad.shape[0], head_dim=grad.shape[3], with_direct=False)):
             acc += grad if part is None else at_positions(buffers, b, part, 0.0)
         grad.copy_(acc)
 

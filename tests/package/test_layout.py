@@ -33,7 +33,6 @@ KNOWN_PAIRS = {
     "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",
-    "engine.branches engine.kernels",
 }
 
 # what each part of the package may import; files, interrupt, parsing and validation are single modules

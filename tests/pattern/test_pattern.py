@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.pattern import NOT_IN_BRANCH, taken
 from dilated_attention.testing import random_case
 
@@ -80,7 +80,7 @@ def test_counts_are_those_of_the_mask(drawn: tuple[DilatedPattern, int, int], is
 @settings(max_examples=200)
 def test_plan_has_the_pairs_of_the_pattern(drawn: tuple[DilatedPattern, int, int], is_causal: bool, kv: int | None) -> None:
     pattern, heads, n = drawn
-    plan = make_plan(pattern, Shape(heads, kv or heads, (0, n), (0, n), ((0, n),), is_causal))
+    plan = problems_of(pattern, Shape(heads, kv or heads, (0, n), (0, n), ((0, n),), is_causal))
     assert plan.pairs == pattern.pairs(n, heads, is_causal=is_causal)
 
 

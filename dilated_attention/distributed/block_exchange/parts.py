@@ -40,9 +40,9 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
-from dilated_attention.engine.branches.launch_views import Into
-from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.ops.prepare import prepare, select_backend
+from dilated_attention.engine.branches.launches import Into
+from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import make_plan, select_backend
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -332,7 +332,8 @@ def make_block_setup(
     branches: RingProblem | None = None
     if settings.branches is not None:
         for is_backward in (False, True) if settings.needs_grad else (False,):
-            prepare(is_backward, (*tensors, q) if is_backward else tensors, settings.pattern, settings, padding, num_keys=ring.seq_len)
+            views = (*tensors, q) if is_backward else tensors
+            make_plan(settings, views, is_backward, has_padding=padding is not None, num_keys=ring.seq_len)
         branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal)
     load = load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
     # heads that run different branches are not divided

@@ -26,7 +26,7 @@ from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY
 from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem
 from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
 from dilated_attention.distributed.sharding.layout import Span, joined
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,11 +22,12 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.sharding.layout import joined
-from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.launch_views import Call, Into
-from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.ops.prepare import prepare
+from dilated_attention.engine.branches.launches import Into
+from dilated_attention.engine.branches.launches import Masks as Masks
+from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
@@ -34,13 +35,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 # host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
 # (bench scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
 HOST_MS = {False: 0.6, True: 1.7}
-
-
-class Masks(NamedTuple):
-    """What differs from call to call: padding of all keys (B, N) bool or None, and the seed of dropout."""
-
-    padding: torch.Tensor | None
-    seed: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,10 +85,9 @@ class QueryPart(Part):
     writes_keys = True
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
-        views = narrow(self.rows, 1, q)[0], *narrow(self.key_rows, 1, k, v)
-        run, call = self._resolved(views, masks, strategy.choose_forward)
-        out, lse = run(*views, call, None, into)
-        return out, lse
+        (q,), (k, v) = narrow(self.rows, 1, q), narrow(self.key_rows, 1, k, v)
+        plan = self._plan((q, k, v), masks)
+        return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, into)
 
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
         dout, q, k, v, out, lse = tensors
@@ -102,33 +95,26 @@ class QueryPart(Part):
         views = dout, q, *narrow(self.key_rows, 1, k, v), out
         lse = lse[:, :, self.rows].contiguous()
         dlse = None if dlse is None else dlse[:, :, self.rows].contiguous()
-        run, call = self._resolved(views, masks, strategy.choose_backward)
-        return run((*views, lse), call, dlse, None, into)  # type: ignore[no-any-return]
+        plan = self._plan(views, masks)
+        return plan.runner.backward(plan, (*views, lse), self._masks_of(masks), dlse, None, into)
 
-    def _resolved(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
+    def _masks_of(self, masks: Masks) -> Masks:
+        """Returns the masks of the positions that the call counts."""
+        return masks if masks.padding is None else masks._replace(padding=masks.padding[:, self.span.start : self.span.end])
+
+    def _plan(self, views: Tensors, masks: Masks) -> Plan:
         kind = (masks.padding is None, *[x.stride() for x in views])
-        known = self.passes.get(kind)
-        if known is None:
-            known = self.passes[kind] = self._choose(views, masks, choose)
-        run, call = known
-        if masks.padding is None and not call.dropout_p:
-            return run, call
-        return run, replace(call, padding=self._padding(masks), seed=masks.seed)
-
-    def _padding(self, masks: Masks) -> torch.Tensor | None:
-        """Returns the padding mask of the positions that the call counts."""
-        return masks.padding if masks.padding is None else masks.padding[:, self.span.start : self.span.end]
-
-    def _choose(self, views: Tensors, masks: Masks, choose: Any) -> tuple[Any, Call]:
-        span, pattern, is_backward = self.span, self.pattern, len(views) > 3
-        q, k, v = views[1:4] if is_backward else views
-        given = (q, k, v, views[0]) if is_backward else views
-        settings = self.settings._replace(query_offset=self.queries[0] - span.start, seq_len=-1)
-        num_keys = span.end - span.start
-        shape, call = prepare(is_backward, given, pattern, settings, self._padding(masks), span.documents, None, num_keys)
-        call = replace(call, first_head=self.first_head + self.heads[0], position_offset=span.start, host_ms=HOST_MS[is_backward])
-        # the mask of this call must not stay in memory
-        return choose(pattern, shape, views, call), replace(call, padding=None)
+        plan = self.passes.get(kind)
+        if plan is None:
+            span, is_backward = self.span, len(views) > 3
+            tensors = (*views[1:4], views[0], *views[4:]) if is_backward else views
+            settings = self.settings._replace(query_offset=self.queries[0] - span.start, seq_len=-1)
+            plan = self.passes[kind] = make_plan(
+                settings, tensors, is_backward, has_padding=masks.padding is not None, documents=span.documents, pattern=self.pattern,
+                num_keys=span.end - span.start, host_ms=HOST_MS[is_backward], position_offset=span.start,
+                first_head=self.first_head + self.heads[0],
+            )  # fmt: skip
+        return plan  # type: ignore[no-any-return]
 
     @property
     def pattern(self) -> DilatedPattern:

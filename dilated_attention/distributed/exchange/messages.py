@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 
 # more runs than this are sent as units
 MOST_RUNS = 8

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 
 P = TypeVar("P", DilatedPattern, BlockPattern)

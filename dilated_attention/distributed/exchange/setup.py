@@ -18,7 +18,7 @@ from dilated_attention.distributed.exchange.crossing import SparseRows, crossing
 from dilated_attention.distributed.exchange.messages import StepPlan, gathering
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.settings import CallSettings
 
 # the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted

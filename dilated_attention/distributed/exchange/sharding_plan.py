@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 
 # the last two run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")

@@ -15,7 +15,7 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.sharding.layout import Span
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 
 
 @dataclass(frozen=True, slots=True)

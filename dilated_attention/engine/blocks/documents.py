@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention.backends import AttentionRequest
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
-from dilated_attention.engine.branches.sequential import lse_share
-from dilated_attention.engine.branches.views import launches
+from dilated_attention.engine.branches.launches import problems_at_once
+from dilated_attention.engine.branches.run_problems import lse_share
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 Tensors = tuple[Tensor, ...]
@@ -92,17 +92,14 @@ def _launches(
     capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options
 ) -> Iterator[tuple[slice, BlockLists, Options]]:
     """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
-    if capabilities.max_batch is None and capabilities.max_extent is None:
+    B = tensors[0].shape[0]
+    size = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
+    if size == B:
         yield slice(None), lists, options
         return
-    B = tensors[0].shape[0]
-    views = [x[:, None] for x in tensors]
-    start = 0
-    for group in launches(views, max_batch=capabilities.max_batch, max_extent=capabilities.max_extent, max_rows=None):
-        size = group[0].shape[0]
-        where = slice(start, start + size)
-        start += size
-        yield (where, lists, options) if size == B else (where, _lists_of(lists, where), _options_of(options, where))
+    for start in range(0, B, size):
+        where = slice(start, min(start + size, B))
+        yield where, _lists_of(lists, where), _options_of(options, where)
 
 
 def _lists_of(lists: BlockLists, where: slice) -> BlockLists:

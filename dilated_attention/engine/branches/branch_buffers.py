@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.engine.branches.plan import Problem
+from dilated_attention.engine.branches.launches import View
+from dilated_attention.engine.branches.problems import Problem
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
@@ -73,21 +74,28 @@ class BranchBuffers:
         """Returns the number of places in all buffers, for one batch element and head."""
         return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
 
-    def split(self, flat: Tensor, batch: int, *, head_dim: int, with_direct: bool) -> list[Tensor | None]:
-        """Returns views (B, S, L, H, D) of one flat buffer, one per branch; for lse, with ``head_dim`` 0, they are (B, S, H, L)."""
-        views: list[Tensor | None] = []
-        start = 0
-        for branch in range(len(self.branches)):
-            if branch == self.direct and not with_direct:
-                views.append(None)
-                continue
-            S, L = self.size(branch)
-            shape = (batch, S, L, self.heads, head_dim) if head_dim else (batch, S, self.heads, L)
-            count = functools.reduce(int.__mul__, shape)
-            views.append(flat[start : start + count].view(shape))
-            start += count
-        assert start == flat.numel()
-        return views
+    def view(
+        self, problem: Problem, index: int, batch: int, head_dim: int = 0, *, with_direct: bool = False, first: int = 0
+    ) -> View | None:
+        """Returns the problem's rows in a flat buffer, the tensor ``index``; None for the direct branch, unless it is in the buffer.
+
+        Args:
+            head_dim: 0 for lse.
+            first: branch 0 of the problems among these.
+        """
+        branch = problem.branch + first
+        if branch == self.direct and not with_direct:
+            return None
+        (S, L), H, heads = self.size(branch), self.heads, problem.heads
+        rows = [s * n for s, n in map(self.size, range(branch))]
+        start = sum([count for b, count in enumerate(rows) if with_direct or b != self.direct])
+        segment = problem.q_start // problem.stride
+        if not head_dim:
+            offset = (batch * start + segment * L) * H + heads.start * L
+            return index, S * L * H, L * H, (problem.q_len, heads.size), (1, heads.step * L), offset
+        width = H * head_dim
+        offset = (batch * start + segment * L) * width + heads.start * head_dim
+        return index, S * L * width, L * width, (problem.q_len, heads.size, head_dim), (width, heads.step * head_dim, 1), offset
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,17 +105,6 @@ def make_branch_buffers(pattern: DilatedPattern, num_heads: int, heads: tuple[in
     offsets = tuple(row[slice(*heads)] for row in pattern.offsets(num_heads))
     direct = next((b for b, (_, rate) in enumerate(branches) if rate == 1 and NOT_IN_BRANCH not in offsets[b]), None)
     return BranchBuffers(branches, offsets, positions, direct, pattern.tail == "zero_keys" and not is_causal)
-
-
-def of_problem(problem: Problem, buffer: Tensor) -> Tensor:
-    """Returns the problem's rows of its branch's buffer: (B, S, L, G, D) of out or a gradient, (B, S, L, G) of lse."""
-    heads = problem.heads
-    first = problem.q_start // problem.stride
-    segments = slice(first, first + problem.segments)
-    which = slice(heads.start, heads.start + (heads.count - 1) * heads.step + 1, heads.step)
-    if buffer.dim() == 5:
-        return buffer[:, segments, : problem.q_len, which]
-    return buffer[:, segments, which, : problem.q_len].transpose(2, 3)
 
 
 @functools.lru_cache(maxsize=256)

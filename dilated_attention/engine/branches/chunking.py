@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
 from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
-from dilated_attention.engine.branches.launch_views import PART_BYTES
+from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.pattern import DilatedPattern
 
 # a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
@@ -26,16 +23,14 @@ TRANSIENT_SHARE = 0.05
 CONCURRENT_CHUNKS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Heads [first, last) and positions [first, last)."""
 
     heads: tuple[int, int]
     positions: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSizes:
+class ChunkSizes(NamedTuple):
     """Heads and positions of each chunk, how many chunks are alive at once, and whether their waiting results fit the budget."""
 
     heads: int
@@ -62,11 +57,6 @@ class CallSizes(NamedTuple):
     @property
     def input_bytes(self) -> int:
         return self.batch * self.num_positions * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.itemsize
-
-
-def sizes_of(q: Tensor, k: Tensor) -> CallSizes:
-    B, N, H, D = q.shape
-    return CallSizes(B, N, H, k.shape[2], D, q.element_size())
 
 
 def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:

@@ -1,179 +1,229 @@
-"""Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward."""
+"""Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
+
+Results that wait for the merge or the sum have the same budget as elsewhere (``chunking.transient_budget``). If they would exceed it, heads
+run one group after another. What runs at a time, and the scratch memory it takes, follow from shapes alone and do not need Triton.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.dropout import Words
-from dilated_attention.backends.dropout_triton import dropout_words
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles import run as tiles
-from dilated_attention.backends.tiles.backend import float32_precision
-from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
-from dilated_attention.engine.branches.launch_views import Call, Into, results_like
-from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.kernels.tiles_layout import layout_of, ranges_of
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
+from dilated_attention.backends.tiles.table import Walk, make_spans
+from dilated_attention.engine.branches.chunking import transient_budget
+from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
+from dilated_attention.engine.branches.problems import Range, Shape
+from dilated_attention.engine.plan import Plan, Tensors, Terms
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
-Tensors = tuple[Tensor, ...]
 # kinds of passes whose kernels are compiled or being compiled
 _started: set[Hashable] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Batch entries and query heads that run together. ``whole``: the share covers all of them."""
+class Layout(NamedTuple):
+    """The layout of some query heads: walk, offset of each branch and head, and whether query heads of one key head read the same keys."""
+
+    walk: Walk
+    offsets: tuple[tuple[int, ...], ...]
+    shared: bool
+
+
+class Share(NamedTuple):
+    """Batch entries and query heads that run together, and what their launches have in common (``backends.tiles.call.Prepared``).
+
+    ``whole``: the share covers all of them.
+    """
 
     batch: Range
     heads: Range
     whole: bool
-    prepared: Prepared
+    prepared: Any
+
+    def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
+        """Returns views of its batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
+        if self.whole:
+            return tensors
+        return tuple([x[slice(*self.batch), :, slice(*[h * x.shape[2] // num_heads for h in self.heads])] for x in tensors])
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x if self.whole else x[slice(*self.batch), slice(*self.heads)]
 
 
 @functools.lru_cache(maxsize=256)
-def tile_call(pattern: DilatedPattern, shape: Shape, scale: float, keeps_parts: bool, precision: str, heads: Range) -> TileCall:
-    """Returns the call of query heads [first, last)."""
+def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
+    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
+    rows = tuple([row[slice(*heads)] for row in pattern.offsets(shape.num_heads)])
+    documents = tuple([document for document in shape.documents if document[0] < document[1]])
+    everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
+    group = shape.num_heads // shape.num_kv_heads
+    shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
+    direct = everywhere[0] if everywhere and not keeps_parts else -1
+    key_direct = everywhere[0] if everywhere and shared else -1
+    return Layout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)
+
+
+def num_places(pattern: DilatedPattern, shape: Shape) -> int:
+    """Returns the number of output rows of one head over all branches, if every branch has a separate output."""
+    return make_spans(layout_of(pattern, shape, True, (0, shape.num_heads)).walk, False).num_places
+
+
+def head_bytes(
+    pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int], is_backward: bool, detached: bool, is_saved: bool = False
+) -> tuple[int, int]:
+    """Returns (bytes of waiting results per head, budget in bytes).
+
+    Args:
+        size: see ``Plan``.
+        detached: mixing is detached.
+        is_saved: the per-branch outputs are saved from forward to backward.
+    """
+    batch, head_dim, itemsize = size
+    own, width = detached and pattern.num_branches > 1, head_dim * itemsize
+    spans = make_spans(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
+    queries, keys = (last - first for first, last in (shape.queries, shape.keys))
+    budget = transient_budget(batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * width)
+    if is_backward:
+        # dq, dk, dv and per-branch outputs; δ and lse of each row
+        return spans.num_places * width * (3 + own) + spans.all_places * 8, budget
+    return spans.num_places * (width + 4), budget
+
+
+def ranges_of(plan: Plan) -> tuple[tuple[Range, Range], ...]:
+    """Returns (batch entries, query heads) that run at a time: all if the waiting results fit the budget, else heads of one batch entry."""
+    B, H = plan.size[0], plan.shape.num_heads
+    row_bytes, budget = head_bytes(plan.pattern, plan.shape, plan.size, plan.is_backward, plan.is_detached, plan.is_saved)
+    # with saved outputs both passes run everything at once
+    if plan.is_saved or B * H * row_bytes <= budget:
+        return (((0, B), (0, H)),)
+    group = H // plan.shape.num_kv_heads
+    count = min(H, max(1, budget // max(1, group * row_bytes)) * group)
+    return tuple([((b, b + 1), (h, min(h + count, H))) for b in range(B) for h in range(0, H, count)])
+
+
+def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
+    """Returns the shares that run one after another, each with the data its launches have in common."""
+    # what follows needs Triton
+    from dilated_attention.backends.tiles.backend import float32_precision
+    from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
+
+    shape, pattern = plan.shape, plan.pattern
     # clamp the window to the sequence, so that one compiled kernel serves windows of any width
     left, right = (None if side is None else min(side, shape.keys[1]) for side in shape.window or (None, None))
     if shape.is_causal:
         right = 0 if right is None else min(right, 0)
-    layout = layout_of(pattern, shape, keeps_parts, heads)
-    zero_keys = pattern.tail == "zero_keys" and not shape.is_causal
-    return TileCall(layout.walk, layout.offsets, scale, left, right, zero_keys, precision)
-
-
-def make_shares(
-    pattern: DilatedPattern, shape: Shape, q: Tensor, k: Tensor, call: Call, *, is_backward: bool, is_saved: bool
-) -> tuple[Share, ...]:
-    """Returns the shares that run one after another (``tiles_layout.ranges_of``), each with the data its launches have in common.
-
-    Args:
-        is_saved: the per-branch outputs are saved from forward to backward.
-    """
-    B, _, H, D = q.shape
-    keeps_parts = call.detached and pattern.num_branches > 1 if is_backward else is_saved
-    precision = float32_precision() if q.dtype is torch.float32 else "ieee"
-    group = H // shape.num_kv_heads
-    ranges = ranges_of(pattern, shape, B, D, q.dtype, is_backward=is_backward, detached=call.detached, is_saved=is_saved)
-    shares = []
+    zero_keys, keeps_parts = pattern.tail == "zero_keys" and not shape.is_causal, plan.is_detached if plan.is_backward else plan.is_saved
+    precision = float32_precision() if plan.dtype is torch.float32 else "ieee"
+    group, ranges, shares = shape.num_heads // shape.num_kv_heads, ranges_of(plan), []
     for batch, heads in ranges:
-        found = tile_call(pattern, shape, call.options.scale, keeps_parts, precision, heads)
+        layout = layout_of(pattern, shape, keeps_parts, heads)
+        call = TileCall(layout.walk, layout.offsets, plan.options.scale, left, right, zero_keys, precision)
         # the documents of a batch do not recur, so caching would not help
         make = prepared if len(shape.documents) == 1 else Prepared
-        made = make(found, batch[1] - batch[0], (heads[1] - heads[0]) // group, D, q.dtype, q.device)
+        made = make(call, batch[1] - batch[0], (heads[1] - heads[0]) // group, plan.size[1], plan.dtype, device)
         shares.append(Share(batch, heads, len(ranges) == 1, made))
     return tuple(shares)
 
 
-def compile_ahead(pattern: DilatedPattern, shape: Shape, tensors: Tensors, call: Call, *, is_backward: bool, is_saved: bool) -> None:
-    """Starts compiling all kernels of a pass over tensors like these, unless it did so for one of the kind: a run on meta tensors does."""
-    *_, dtype, device = kind = (
-        pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
-        call.padding is None, call.detached, is_backward, is_saved, tensors[0].shape[-1], tensors[0].dtype, tensors[0].device,
+def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
+    """Starts compiling all kernels of a plan for tensors like these, unless it did so for one of the kind: a run on meta tensors does."""
+    shape, q = plan.shape, tensors[0]
+    kind = (
+        plan.pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
+        has_padding, plan.is_detached, plan.is_backward, plan.is_saved, plan.size[1], q.dtype, q.device,
     )  # fmt: skip
     # the words of dropout are drawn by a kernel that takes no meta tensors
-    if device.type != "cuda" or call.dropout_p or kind in _started:
+    if q.device.type != "cuda" or plan.settings.dropout_p or kind in _started:
         return
     _started.add(kind)
-    *dout, q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta") for x in tensors[: 3 + is_backward])
-    if call.padding is not None:
-        call = replace(call, padding=call.padding.to("meta"))
-    shares = make_shares(pattern, shape, q, k, call, is_backward=is_backward, is_saved=is_saved)
-    saved = q.new_empty(0) if is_saved else None
-    with on_device(device):
-        if is_backward:
-            out = torch.empty(q.shape, dtype=dtype, device="meta")
+    q, k, v, *dout = (torch.empty_strided(x.shape, x.stride(), dtype=q.dtype, device="meta") for x in tensors[: 3 + plan.is_backward])
+    masks = Masks(torch.empty((q.shape[0], shape.keys[1]), dtype=torch.bool, device="meta") if has_padding else None)
+    rehearsed, saved = replace(plan, made={}), q.new_empty(0) if plan.is_saved else None
+    with on_device(tensors[0].device):
+        if plan.is_backward:
+            out = torch.empty(q.shape, dtype=q.dtype, device="meta")
             lse = out.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-            backward(shares, (*dout, q, k, v, out, lse), call, None, saved)
+            backward(rehearsed, (*dout, q, k, v, out, lse), masks, None, saved)
         else:
-            forward(shares, q, k, v, call, saved)
+            forward(rehearsed, q, k, v, masks, saved)
 
 
 def forward(
-    shares: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, call: Call, saved_branch_outputs: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out (B, Nq, H, D), lse (B, H, Nq)), contiguous. ``saved_branch_outputs`` receives the branches' outputs for ``backward``."""
-    k, v = without_padding(k, v, call.padding)
+    k, v = without_padding(k, v, masks.padding)
     (out,) = results_like((q,), into)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-    for share in shares:
-        _forward(share, _narrow(share, q.shape[2], q, k, v, out), _rows_of(share, lse), call, saved_branch_outputs)
+    for share in plan.once("shares", lambda: shares_of(plan, q.device)):
+        _forward(plan, share, share.narrow(q.shape[2], q, k, v, out), share.rows(lse), masks, saved)
     return out, lse
 
 
-def backward(
-    shares: tuple[Share, ...], tensors: Tensors, call: Call, dlse: Tensor | None, saved_branch_outputs: Tensor | None,
-    into: Into | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (dq, dk, dv) in the inputs' dtype.
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+    from dilated_attention.backends.tiles import run
 
-    Args:
-        tensors: dout, q, k, v, out (B, N, H, D) and lse (B, H, Nq).
-        dlse: gradient of lse (B, H, Nq).
-        saved_branch_outputs: the per-branch outputs as ``forward`` left them. If None, detached mixing recomputes them.
-    """
     dout, q, k, v, out, lse = tensors
-    k, v = without_padding(k, v, call.padding)
+    k, v = without_padding(k, v, masks.padding)
     grads = results_like((q, k, v), into)
-    for share in shares:
+    for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         p = share.prepared
-        dout_, q_, k_, v_, out_, dq, dk, dv = _narrow(share, q.shape[2], dout, q, k, v, out, *grads)
-        lse_, dlse_ = _rows_of(share, lse), None if dlse is None else _rows_of(share, dlse)
-        parts = None
-        if call.detached and p.call.walk.num_branches > 1:
-            parts = saved_branch_outputs
-            if parts is None:
-                parts = q.new_empty(p.batch * p.num_heads * p.part_rows * p.head_dim)
-                _forward(share, (q_, k_, v_, out_.new_empty(out_.shape)), lse_.new_empty(lse_.shape), call, parts)
-        padding, words = _padding(call, share), _words(call, share)
-        tiles.backward(
-            p, (dout_, q_, k_, v_, out_, lse_), dlse_, (dq, dk, dv), parts=parts, padding=padding, words=words, dropout_p=call.dropout_p
-        )
-    dq, dk, dv = grads
-    return dq, dk, dv
+        dout_, q_, k_, v_, out_, dq, dk, dv = share.narrow(q.shape[2], dout, q, k, v, out, *grads)
+        lse_, dlse_ = share.rows(lse), None if dlse is None else share.rows(dlse)
+        parts = saved if plan.is_detached else None
+        if plan.is_detached and parts is None:
+            parts = q.new_empty(p.batch * p.num_heads * p.part_rows * p.head_dim)
+            _forward(plan, share, (q_, k_, v_, out_.new_empty(out_.shape)), lse_.new_empty(lse_.shape), masks, parts)
+        run.backward(p, (dout_, q_, k_, v_, out_, lse_), dlse_, (dq, dk, dv), parts=parts, **_masks_of(plan, share, masks))
+    return grads
 
 
-def _forward(share: Share, tensors: Tensors, lse: Tensor, call: Call, parts: Tensor | None = None) -> None:
+def _forward(plan: Plan, share: Share, tensors: Tensors, lse: Tensor, masks: Masks, parts: Tensor | None) -> None:
+    from dilated_attention.backends.tiles import run
+
     q, k, v, out = tensors
-    padding, words = _padding(call, share), _words(call, share)
-    tiles.forward(share.prepared, q, k, v, out, lse, parts=parts, padding=padding, words=words, dropout_p=call.dropout_p)
+    run.forward(share.prepared, q, k, v, out, lse, parts=parts, **_masks_of(plan, share, masks))
 
 
-def _narrow(share: Share, num_heads: int, *tensors: Tensor) -> Tensors:
-    """Returns views of a share's batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
-    if share.whole:
-        return tensors
-    return tuple(x[slice(*share.batch), :, slice(*(h * x.shape[2] // num_heads for h in share.heads))] for x in tensors)
+def _masks_of(plan: Plan, share: Share, masks: Masks) -> dict[str, Any]:
+    """Returns a share's padding, and the words of its queries and keys that decide dropout (``backends/dropout.py``)."""
+    p, dropout_p, words = share.prepared, plan.settings.dropout_p, None
+    if dropout_p:
+        from dilated_attention.backends.dropout_triton import dropout_words
+
+        words = dropout_words(
+            masks.seed, p.batch, p.num_heads, p.num_queries, p.device, position_offset=plan.position_offset + p.q_first,
+            num_keys=p.num_keys, key_position_offset=plan.position_offset, first_head=plan.first_head + share.heads[0],
+            first_batch=share.batch[0],
+        )  # fmt: skip
+    padding = None if masks.padding is None else masks.padding[slice(*share.batch)]
+    return {"padding": padding, "words": words, "dropout_p": dropout_p}
 
 
-def _rows_of(share: Share, x: Tensor) -> Tensor:
-    return x if share.whole else x[slice(*share.batch), slice(*share.heads)]
-
-
-def _padding(call: Call, share: Share) -> Tensor | None:
-    return None if call.padding is None else call.padding[slice(*share.batch)]
-
-
-def _words(call: Call, share: Share) -> Words | None:
-    """Returns the words of a share's queries and keys that decide dropout (``backends/dropout.py``)."""
-    if not call.dropout_p:
-        return None
-    p = share.prepared
-    return dropout_words(
-        call.seed,
-        p.batch,
-        p.num_heads,
-        p.num_queries,
-        p.device,
-        position_offset=call.position_offset + p.q_first,
-        num_keys=p.num_keys,
-        key_position_offset=call.position_offset,
-        first_head=call.first_head + share.heads[0],
-        first_batch=share.batch[0],
-    )
+def terms(plan: Plan) -> Terms:
+    (_, head_dim, itemsize), shape = plan.size, plan.shape
+    own, is_saved, dropout = plan.is_detached, plan.is_saved, plan.settings.dropout_p > 0
+    queries_and_keys = 2 * (shape.queries[1] - shape.queries[0]) + shape.keys[1] - shape.keys[0]
+    most = 0
+    # all batch entries take the same amount
+    for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
+        layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
+        queries, keys = make_spans(layout.walk, False), make_spans(layout.walk, True)
+        H = heads[1] - heads[0]
+        key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
+        extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
+        size = forward = scratch_bytes(extent.forward(plan.dtype, is_saved=is_saved or (own and plan.is_backward)))
+        if plan.is_backward:
+            size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout))
+            if own and not is_saved:
+                # the per-branch outputs are recomputed, along with a result and an lse that are not used
+                rows = B * H * (shape.queries[1] - shape.queries[0])
+                size = extent.own_outputs() * itemsize + max(size, forward + rows * (head_dim * itemsize + 4))
+        # dropout words: two per query, one per key
+        most = max(most, size + 4 * B * H * queries_and_keys * dropout)
+    return [("scratch of the tiles", most)]

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from dilated_attention.backends import AttentionRequest, BackendUnavailable, rates, registry
+from dilated_attention.backends import AttentionRequest, Capabilities, rates, registry
 from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
-from dilated_attention.engine.branches.launch_views import PART_BYTES, Call
-from dilated_attention.engine.branches.packed import is_packed
-from dilated_attention.engine.branches.plan import Shape
-from dilated_attention.engine.kernels.tiles_layout import fits
+from dilated_attention.engine.branches.launches import PART_BYTES
+from dilated_attention.engine.branches.problems import Shape, whole_shape
+from dilated_attention.engine.kernels.tiles import head_bytes
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 NAME = "tiles"
@@ -46,66 +43,20 @@ _SLOWER = frozenset({"math", "flex"})
 _SLOWER_HALF = frozenset({"sdpa_efficient", "xformers"})
 
 
-def runs_on_tiles(pattern: DilatedPattern, shape: Shape, q: Tensor, call: Call, is_backward: bool) -> bool:
-    """Whether this pass runs on tiles. With detached mixing both passes decide alike, since the backward reads what the forward saved."""
-    if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
-        # tables have all keys of the documents
+def is_packed(pattern: DilatedPattern, shape: Shape, capabilities: Capabilities, batch: int) -> bool:
+    """Whether a library that takes boundaries in place of problems computes a call in one launch, if it has no mask by position and its
+    backward no gradient of lse."""
+    if not capabilities.documents or batch != 1 or shape.window is not None or shape.heads is not None:
         return False
-    both = call.detached and call.needs_grad
-    if call.named or call.request is None:
-        return call.backend.capabilities.whole_calls
-    if call.backend.capabilities.whole_calls and not both:
-        return True
-    if q.device.type != "cuda":
+    if pattern.branches[0][1] != 1 or pattern.num_branches > 1 or pattern.branch_heads != "all":
         return False
-    request = replace(call.request, extent=0)
-    library = None if both else call.backend.name
-    return _is_faster(pattern, shape, request, q.shape[0], library, is_backward, call.host_ms)
-
-
-class Choice(NamedTuple):
-    """The choice for one pass: the registry's preferred backend, whether tiles run, and both estimates in ms (0 if none was made)."""
-
-    library: str
-    tiles: bool
-    tiles_ms: float = 0.0
-    library_ms: float = 0.0
-
-
-def choices_of(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, *, needs_grad: bool) -> tuple[Choice, ...]:
-    """Predicts ``runs_on_tiles`` with backend="auto" for the forward and, with ``needs_grad``, the backward, without the call's tensors.
-
-    Raises:
-        BackendUnavailable: no backend can compute it.
-    """
-    found = []
-    for is_backward in (False, True)[: 1 + needs_grad]:
-        asked = replace(request, needs_grad=is_backward, extent=0)
-        chosen = registry.select(asked)
-        if asked.hardware.device_type != "cuda" or chosen.capabilities.whole_calls:
-            found.append(Choice(chosen.name, chosen.capabilities.whole_calls))
-            continue
-        is_faster = _is_faster(pattern, shape, asked, batch, chosen.name, is_backward)
-        times = _tiles_ms(pattern, shape, asked, batch), _library_ms(pattern, shape, asked, batch, chosen.name)
-        found.append(Choice(chosen.name, is_faster, *times))
-    return tuple(found)
-
-
-def whole_shape(request: AttentionRequest, num_positions: int) -> Shape:
-    """Returns the shape of the self-attention of one sequence."""
-    whole = 0, num_positions
-    return Shape(request.num_heads, request.num_kv_heads, whole, whole, (whole,), request.causal)
-
-
-def tiles_passes(pattern: DilatedPattern, request: AttentionRequest, batch: int, num_positions: int, needs_grad: bool) -> tuple[bool, bool]:
-    """Whether the forward and the backward of self-attention over one sequence run on tiles; False if no backend can compute it."""
-    length = max((-(-min(w, num_positions) // r) for w, r in pattern.branches), default=0)
-    shape = whole_shape(request, num_positions)
-    try:
-        found = choices_of(pattern, shape, replace(request, length=length), batch, needs_grad=needs_grad)
-    except BackendUnavailable:
-        return False, False
-    return found[0].tiles, needs_grad and found[-1].tiles
+    # a segment at the end has zero keys
+    if pattern.tail != "mask" and not shape.is_causal:
+        return False
+    # keys of a part of the sequence, like those of one rank, have other positions; self-attention of one document is folded into a batch
+    if shape.keys != (0, shape.documents[-1][1]) or shape.queries[1] > shape.keys[1]:
+        return False
+    return len(shape.documents) > 1 or shape.is_cut
 
 
 def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, preferred: str) -> str:
@@ -119,52 +70,60 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
         backend = registry.get(name)
         if not is_packed(pattern, shape, backend.capabilities, batch) or backend.reasons_against(request):
             continue
-        mine, theirs = (_library_ms(pattern, shape, request, batch, which) for which in (name, preferred))
-        if name == preferred or mine > theirs:
+        packed_ms, preferred_ms = (library_ms(pattern, shape, request, batch, which) for which in (name, preferred))
+        if name == preferred or packed_ms > preferred_ms:
             return preferred
         registry.tell_once(f"backend {name} (in place of {preferred}, estimated to take longer or as long) for {request.describe()}")
         return name
     return preferred
 
 
-def _is_faster(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool,
+def runs_on_tiles(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, *, both: bool = False, named: bool = False,
     host_ms: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Whether tiles are faster: for one pass if its library is given, otherwise for both passes together."""
+    """Whether a pass runs on tiles in place of ``library``.
+
+    Args:
+        both: both passes decide alike, by their times together: with detached mixing the backward reads what the forward saved.
+        named: the caller named the library.
+        host_ms: host time in ms that what surrounds the pass takes.
+    """
+    if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
+        # tables have all keys of the documents
+        return False
+    if registry.get(library).capabilities.whole_calls and (named or not both):
+        return True
+    if named or request.hardware.device_type != "cuda":
+        return False
     if shape.queries == shape.keys and len(shape.documents) == 1:
         # one answer for all lengths between two of four binary digits
-        step = 1 << max(0, shape.keys[1].bit_length() - 4)
-        whole = 0, -(-shape.keys[1] // step) * step
-        shape = replace(shape, queries=whole, keys=whole, documents=(whole,))
-    # remembered where another order of backends forgets it
-    call = pattern, shape, request, batch, library, is_backward, host_ms
-    known: bool | None = registry.cached.get((NAME, call))
-    if known is None:
-        known = _compare(*call)
-        registry.remember((NAME, call), known)
-    return known
-
-
-def _compare(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str | None, is_backward: bool,
-    host_ms: float,
-) -> bool:  # fmt: skip
+        shape = whole_shape(shape.num_heads, shape.num_kv_heads, rounded(shape.keys[1]), shape.is_causal)._replace(window=shape.window)
     tiles = registry.get(NAME)
-    passes = [replace(request, needs_grad=which) for which in ((False, True) if library is None else (is_backward,))]
+    passes = [replace(request, needs_grad=which, extent=0) for which in ((False, True) if both else (request.needs_grad,))]
     if any(tiles.reasons_against(request) for request in passes):
         return False
-    if not all(fits(pattern, shape, request.head_dim, request.dtype, batch, request.needs_grad, library is None) for request in passes):
-        return False
-    mine = theirs = 0.0
+    tiles_total = library_total = 0.0
     for request in passes:
-        name = library or packed_library(pattern, shape, request, batch, registry.select(request).name)
+        # the smallest group of heads that can run at a time stays within the budget
+        size = batch, request.head_dim, request.dtype.itemsize
+        of_head, budget = head_bytes(pattern, shape, size, request.needs_grad, both)
+        if of_head * (shape.num_heads // shape.num_kv_heads) > budget:
+            return False
+    for request in passes:
+        name = packed_library(pattern, shape, request, batch, registry.select(request).name) if both else library
         if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
             return True
-        own = _tiles_ms(pattern, shape, request, batch, host_ms)
-        mine += own
-        theirs += own if name == NAME else _library_ms(pattern, shape, request, batch, name, host_ms)
-    return mine <= theirs
+        own_ms = tiles_ms(pattern, shape, request, batch, host_ms)
+        tiles_total += own_ms
+        library_total += own_ms if name == NAME else library_ms(pattern, shape, request, batch, name, host_ms)
+    return tiles_total <= library_total
+
+
+def rounded(num_positions: int) -> int:
+    """Returns the number of positions by which decisions are made: the next one of four binary digits."""
+    step = 1 << max(0, num_positions.bit_length() - 4)
+    return -(-num_positions // step) * step
 
 
 def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
@@ -187,14 +146,14 @@ def _pairs(pattern: DilatedPattern, shape: Shape) -> int:
     return pairs
 
 
-def _tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
+def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
     rate = rates.rate_of(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9
     is_whole = not shape.is_cut and len(shape.documents) == 1
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
 
 
-def _library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
+def library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
     rate = rates.rate_of(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9
     masked = request.key_mask or request.dropout

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import detect
 from dilated_attention.engine.ops.definition import define_attention
-from dilated_attention.engine.ops.prepare import saved_elements
+from dilated_attention.engine.ops.prepare import fuses, saved_elements
 from dilated_attention.engine.ops.resolve import ResolvedDilated, resolve
 from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, resolve_blocks
+from dilated_attention.engine.ops.settings import CallSettings
+
+
+def _new_saved(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
+    """Returns a tensor like the third output: over packed documents, whose number is not known without values, nothing is saved."""
+    q, k, *_, cu_seqlens = inputs[:5]
+    may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype, settings.strategy)
+    return q.new_empty(saved_elements(settings.pattern, q.shape, k.shape, q.element_size()) if may_save else 0)
+
 
 dilated_attention_op = define_attention(
     ResolvedDilated.name,
     resolve,
     "dilated_attention.engine.reference.reference_attention, which is plain autograd",
-    new_saved=lambda inputs, settings: inputs[0].new_empty(saved_elements(inputs[0], inputs[1], settings, inputs[4])),
+    new_saved=_new_saved,
 )
 block_sparse_attention_op = define_attention(
     ResolvedBlocks.name, resolve_blocks, "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.transforms import each
 
 # tensors on a GPU whose bounds are remembered; at this many, all are forgotten

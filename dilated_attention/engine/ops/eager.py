@@ -34,7 +34,11 @@ def is_eager(tensors: Iterable[Any]) -> bool:
         return False
     if _len_torch_function_stack() and not _only_default_device():
         return False
-    return all(map(_is_plain, tensors))
+    for x in tensors:
+        # wrapped tensors left over from a transform, and tensors with a pending negation, need the dispatcher
+        if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x) or x.is_neg():
+            return False
+    return True
 
 
 def is_transformed() -> bool:
@@ -45,11 +49,6 @@ def is_transformed() -> bool:
 def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
     """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients, and zeros without storage."""
     return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
-
-
-def _is_plain(x: Any) -> bool:
-    # wrapped tensors left over from a transform, and tensors with a pending negation, need the dispatcher
-    return type(x) in _PLAIN and x.layout is _STRIDED and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x) or x.is_neg())
 
 
 def _only_default_device() -> bool:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.engine.blocks.documents import pieces_of
-from dilated_attention.engine.branches.plan import Shape, make_plan
+from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK
@@ -54,7 +54,7 @@ def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> i
     (_, Nq, H, _), (_, Nk, Hk, _) = q.shape, k.shape
     first = settings.query_offset
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, settings.window_sides, WINDOW_BLOCK)
-    return make_plan(settings.pattern, shape).pairs
+    return problems_of(settings.pattern, shape).pairs
 
 
 def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], settings: CallSettings) -> int:

@@ -1,24 +1,25 @@
-"""Prepares a call: chooses its backend and the shape of its plan, and puts tensors into a form that kernels accept.
+"""Makes the plan of a pass: chooses its backend and the way it runs, and puts tensors into a form that kernels accept.
 
-Both the single-process op and the distributed op use it.
+Both the single-process ops and the distributed ones use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.backends import AttentionRequest, Backend, Options, detect, registry
-from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Range, Shape
-from dilated_attention.engine.kernels.tiles_choice import packed_library
+from dilated_attention.backends import AttentionRequest, Backend, Bounds, Hardware, Options, detect, registry
+from dilated_attention.engine.branches import chunking, run_branches, run_problems
+from dilated_attention.engine.branches.problems import Range, Shape
+from dilated_attention.engine.kernels import tiles
+from dilated_attention.engine.kernels.tiles_choice import NAME, is_packed, packed_library, rounded, runs_on_tiles
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.plan import Plan, Runner, Tensors
 from dilated_attention.pattern import DilatedPattern
 
 # queries per windowed problem on a backend that masks keys instead of skipping them
@@ -26,78 +27,155 @@ WINDOW_BLOCK = 512
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def prepare(
-    is_backward: bool, views: tuple[torch.Tensor, ...], pattern: DilatedPattern, settings: CallSettings,
-    padding: torch.Tensor | None = None, documents: tuple[Range, ...] | None = None, seed: torch.Tensor | None = None,
-    num_keys: int | None = None,
-) -> tuple[Shape, Call]:  # fmt: skip
-    """Chooses the backend of this pass and returns the plan's shape and the call for ``views`` (q, k and the other tensors kernels read).
+def make_plan(
+    settings: CallSettings, tensors: Tensors, is_backward: bool, *, has_padding: bool = False, documents: tuple[Range, ...] | None = None,
+    saved: bool = False, pattern: DilatedPattern | None = None, num_keys: int | None = None, host_ms: float = 0.0,
+    hardware: Hardware | None = None, runner: Runner | None = None, position_offset: int = 0, first_head: int = 0,
+) -> Plan:  # fmt: skip
+    """Decides how a pass runs on these tensors: q, k, v and in a backward dout and out. Every such decision is made here.
 
     The forward of a call that needs gradients checks both passes, so BackendUnavailable is raised before anything is allocated.
 
     Args:
+        has_padding: there is a mask of keys.
         documents: (start, end) pairs that partition the keys; None for a single document.
+        saved: a forward may save the branches' outputs; a backward gets those that its forward has saved.
+        pattern: the branches, if not those of the settings.
         num_keys: number of keys of the whole sequence, where k holds only a part of it.
+        host_ms: host time in ms that what surrounds the pass takes, for the choice of how it runs.
+        hardware: of another machine; then the tensors may have no memory.
+        runner: use this one, whichever is faster.
+        position_offset, first_head: see ``Plan``.
     """
-    q, k = views[:2]
-    _, Nq, H, _ = q.shape
-    Nk, Hk = num_keys if num_keys is not None else k.shape[1], k.shape[2]
+    q, k = tensors[:2]
+    pattern = settings.pattern if pattern is None else pattern
+    (B, Nq, H, D), Hk = q.shape, k.shape[2]
+    Nk, first = num_keys if num_keys is not None else k.shape[1], settings.query_offset
+    is_plain, is_one = documents is None, documents is None or len(documents) == 1
     documents = ((0, Nk),) if documents is None else documents
-    longest = min(max(pattern.segment_lengths), max((end - start for start, end in documents), default=0))
-    request = request_of(
-        views,
-        settings,
-        is_backward,
-        longest,
-        key_mask=padding is not None,
-        window=bool(settings.window),
-        precision=settings.precision,
-        length=max(-(-min(w, longest) // r) for w, r in pattern.branches),
-    )
-    chosen = select_backend(request, settings)
-    shape = Shape(
-        num_heads=H,
-        num_kv_heads=Hk,
-        queries=(settings.query_offset, settings.query_offset + Nq),
-        keys=(0, Nk),
-        documents=documents,
-        is_causal=settings.is_causal,
-        window=settings.window_sides,
-        shifted_heads=padding is None and settings.dropout_p == 0,
-    )
-    if settings.backend == "auto":
-        chosen = registry.get(packed_library(pattern, shape, request, q.shape[0], chosen.name))
+    longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
+    length = max([-(-min(w, longest) // r) for w, r in pattern.branches])
+    causal, window = settings.is_causal, settings.window_sides
+    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not settings.dropout_p)
+    both = settings.detached and (settings.needs_grad or is_backward)
+
+    def decide() -> tuple[AttentionRequest, Backend, bool]:
+        request = request_of(
+            tensors[:4], settings, is_backward, longest, length, hardware=hardware, key_mask=has_padding, window=window is not None,
+            precision=settings.precision,
+        )  # fmt: skip
+        chosen = select_backend(request, settings)
+        named = settings.backend != "auto"
+        if not named:
+            chosen = registry.get(packed_library(pattern, shape, request, B, chosen.name))
+        return request, chosen, runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms)
+
+    if is_one and shape.queries == shape.keys:
+        # one answer for calls of this kind, whatever their length
+        is_gpu = (q.device.type if hardware is None else hardware.device_type) == "cuda"
+        kinds = rounded(Nk) if is_gpu else 0, rounded_length(length), extent_of(tensors[:4], longest)
+        state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, kinds, state
+        decided = registry.cached.get(kind)
+        if decided is None:
+            decided = decide()
+            registry.remember(kind, decided)
+        request, chosen, is_whole = decided
+    else:
+        request, chosen, is_whole = decide()
+
     can = chosen.capabilities
-    shape = replace(shape, window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
-    call = Call(
-        backend=chosen,
-        options=Options(scale=settings.scale, deterministic=request.deterministic, softcap=settings.softcap),
-        query_offset=settings.query_offset,
-        padding=padding,
-        dropout_p=settings.dropout_p,
-        seed=int(seed.item()) if seed is not None else 0,
-        detached=settings.detached,
-        is_causal=settings.is_causal,
-        request=request,
-        named=settings.backend != "auto",
-        needs_grad=settings.needs_grad or is_backward,
-        strategy=settings.strategy,
-    )
-    return shape, call
+    shape = shape._replace(window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
+    plan = Plan(
+        settings=settings, pattern=pattern, shape=shape, is_backward=is_backward, size=(B, D, q.element_size()),
+        runner=run_problems, request=request, backend=chosen, capabilities=can,
+        options=Options(scale=settings.scale, deterministic=request.deterministic, softcap=settings.softcap), dtype=q.dtype,
+        position_offset=position_offset, first_head=first_head,
+    )  # fmt: skip
+    plan.is_saved = saved and is_backward
+    if saved and not is_backward and both and pattern.num_branches > 1:
+        if is_plain:
+            may_save = settings.saves_outputs and fuses(request.hardware, q.dtype, settings.strategy)
+            plan.saved = saved_elements(pattern, q.shape, k.shape, q.element_size()) if may_save else 0
+        elif is_whole:
+            elements = tiles.num_places(pattern, shape) * B * H * D
+            plan.saved = elements if elements * q.element_size() <= saved_budget() else 0
+        plan.is_saved = plan.saved > 0
+    if runner is not None:
+        plan.runner = runner
+    elif is_whole:
+        plan.runner, plan.backend = tiles, registry.get(NAME)
+        plan.capabilities = plan.backend.capabilities
+        tiles.compile_ahead(plan, tensors, has_padding)
+    else:
+        # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
+        is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not settings.dropout_p
+        is_fused = is_fused and fuses(request.hardware, q.dtype, settings.strategy)
+        # backends that write into views given to them copy nothing where the call is fused
+        may_be_one = not plan.is_saved and not has_padding and not settings.dropout_p and pattern.num_branches == 1
+        if not (may_be_one and (_in_one_launch(plan, tensors, is_fused) or _with_bounds(plan, q.device))) and is_fused:
+            plan.runner = run_branches
+    return plan
+
+
+def _in_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
+    """Puts a call that is one dense problem of all queries, keys and heads into one launch."""
+    can = plan.capabilities
+    if is_fused and can.writes_views:
+        return False
+    problems = plan.problems
+    problem = problems.problems[0] if len(problems.problems) == 1 and problems.covered else None
+    if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys:
+        return False
+    if problem.band is not None or (problem.k_start, problem.k_start + problem.k_len) != plan.shape.keys:
+        return False
+    if can.max_batch is not None and plan.size[0] > can.max_batch:
+        return False
+    if can.max_extent is not None:
+        extents = [1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)]) for x in tensors]
+        if max(extents) > can.max_extent:
+            return False
+    plan.one_launch, plan.options = True, replace(plan.options, causal=problem.causal)
+    return True
+
+
+def _with_bounds(plan: Plan, device: torch.device) -> bool:
+    """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries."""
+    shape, pattern = plan.shape, plan.pattern
+    if not is_packed(pattern, shape, plan.capabilities, plan.size[0]):
+        return False
+    (first, last), length = shape.queries, pattern.segment_lengths[0]
+    touched: list[Range] = []
+    for start, end in shape.documents:
+        low = start + max(0, first - start) // length * length
+        touched += [(a, min(a + length, end)) for a in range(low, min(end, last), length) if min(a + length, end) > first]
+    if not touched:
+        return False
+    seen = [min(end, last) if shape.is_causal else end for _, end in touched]
+    low = touched[0][0]
+    queries, keys = [0, *(min(end, last) - first for _, end in touched)], [0, *(end - low for end in seen)]
+    longest = max(b - a for a, b in itertools.pairwise(queries)), max(b - a for a, b in itertools.pairwise(keys))
+    of_queries, of_keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
+    plan.bounds = Bounds(of_queries, of_keys, *longest)
+    plan.one_launch, plan.options, plan.key_rows = True, replace(plan.options, causal=shape.is_causal), slice(low, seen[-1])
+    return True
+
+
+def fuses(hardware: Hardware, dtype: torch.dtype, strategy: str = "auto") -> bool:
+    """Whether branches run in chunks with one merge each. On a CPU a launch costs little, and merging each problem stays in the cache."""
+    if hardware.device_type != "cuda":
+        return strategy == "fused"
+    return dtype is not torch.float64 and "triton" in hardware.packages
 
 
 def request_of(
-    views: tuple[torch.Tensor, ...], settings: CallSettings, is_backward: bool, span: int, length: int, **more: Any
+    views: Tensors, settings: CallSettings, is_backward: bool, span: int, length: int, *, hardware: Hardware | None = None, **more: Any
 ) -> AttentionRequest:
-    """Builds the request to a backend for ``views`` (q, k and the other tensors it reads), whose problems span up to ``span`` positions.
-
-    Lengths are rounded, so that the answer to one request holds for calls of nearly all lengths.
-    """
+    """Builds the request to a backend for ``views`` (q, k and the other tensors it reads), whose problems span up to ``span`` positions."""
     q, k = views[:2]
-    extent = max(segment_extent(x, span) for x in views)
     torch_deterministic = torch.are_deterministic_algorithms_enabled()
     return AttentionRequest(
-        hardware=detect(q.device),
+        hardware=hardware or detect(q.device),
         dtype=q.dtype,
         head_dim=q.shape[3],
         num_heads=q.shape[2],
@@ -109,11 +187,23 @@ def request_of(
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
-        # spans within 32 bits suit every backend
-        extent=extent if extent >= 2**31 else 0,
-        length=2 ** round(math.log2(max(1, length))),
+        extent=extent_of(views, span),
+        length=rounded_length(length),
         **more,
     )
+
+
+def extent_of(views: Tensors, length: int) -> int:
+    """Returns the most elements that ``length`` positions of all heads span in memory; in a heads-first layout, heads are far apart.
+
+    Spans within 32 bits suit every backend and are 0, so that the answer to one request holds for nearly all lengths.
+    """
+    extent = max([(length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] for x in views])
+    return extent if extent >= 2**31 else 0
+
+
+def rounded_length(length: int) -> int:
+    return 2 ** round(math.log2(max(1, length)))  # type: ignore[no-any-return]
 
 
 def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend:
@@ -127,36 +217,23 @@ def select_backend(request: AttentionRequest, settings: CallSettings) -> Backend
     return chosen
 
 
-def saved_elements(q: torch.Tensor, k: torch.Tensor, settings: CallSettings, cu_seqlens: torch.Tensor | None) -> Any:
-    """Number of elements of per-branch outputs that the forward saves for a detached backward; 0 where the backward recomputes them.
+def saved_elements(pattern: DilatedPattern, q: Any, k: Any, itemsize: int) -> Any:
+    """Number of elements of per-branch outputs that a forward of one whole sequence saves for a detached backward; 0 if it saves none.
 
-    They are saved where all of them are in memory at once anyway: in the fused forward of a call that is one chunk. The result depends
-    only on shapes, so fake tensors work too, and a symbolic length stays symbolic.
+    They are saved where all of them are in memory at once anyway: in the fused forward (``fuses``) of a call that is one chunk. The result
+    depends only on the shapes q and k, so fake tensors work too, and a symbolic length stays symbolic.
     """
-    if not (settings.detached and settings.needs_grad):
-        return 0
-    if not strategy.is_fused(q.device.type, settings.strategy) or (q.device.type == "cuda" and not has_kernels(q)):
-        return 0
-    if cu_seqlens is not None or settings.dropout_p or settings.window:
-        return 0
-    if settings.query_offset != 0 or k.shape[1] != q.shape[1]:
-        return 0
-    return saved_elements_of_sequence(settings.pattern, q.shape, k.shape[2], q.element_size())
-
-
-def saved_elements_of_sequence(pattern: DilatedPattern, shape: tuple[int, ...], num_kv_heads: int, itemsize: int) -> Any:
-    """The same for a detached call on one whole sequence that is fused, from the shape of q, (B, N, H, D)."""
-    B, N, H, D = shape
-    if pattern.num_branches == 1 or pattern.branch_heads == "split" or num_kv_heads != H:
+    B, N, H, D = q
+    if k[1] != N or k[2] != H or pattern.num_branches == 1 or pattern.branch_heads == "split":
         return 0
     rows = sum(((N + w - 1) // w) * ((torch.sym_min(N, w) + r - 1) // r) for w, r in pattern.branches)
     elements = B * H * D * rows
-    return elements if elements * itemsize <= strategy.saved_budget() else 0
+    return elements if elements * itemsize <= saved_budget() else 0
 
 
-def segment_extent(x: torch.Tensor, length: int) -> int:
-    """Number of elements that ``length`` positions of all heads span in memory; in a heads-first layout, heads are far apart."""
-    return 1 + (length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] - 1
+def saved_budget() -> int:
+    """Limit in bytes of the per-branch outputs that a call saves for its backward: the budget of a chunk, whatever the inputs' size."""
+    return chunking.transient_budget(0)
 
 
 def kernel_ready(x: torch.Tensor) -> torch.Tensor:

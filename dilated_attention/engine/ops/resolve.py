@@ -1,8 +1,8 @@
-"""Resolves a call once for all calls like it, and runs it. Every decision about how a call runs is made here.
+"""Resolves a call once for all calls like it, and runs it.
 
-A record (``ResolvedCall``) is looked up by everything the decision depends on: shapes, dtype, device, options, and the state of torch and
-of the registry. The decision also depends on strides, which only each pass knows, since gradients have their own strides. So each pass
-chooses its backend and the way it runs (``branches/strategy.py``) the first time it gets tensors with these strides.
+A record (``ResolvedCall``) is looked up by the kind of call: dtype, heads, head dim, device, options, and the state of torch and of the
+registry. Each pass makes its plan (``prepare.make_plan``) the first time it gets tensors of some shapes and strides: gradients have their
+own strides, and lengths change from call to call.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.backends.base import Capabilities, new_lse
+from dilated_attention.backends.base import new_lse
 from dilated_attention.backends.tiles.ahead import is_compiling
 from dilated_attention.backends.tiles.scratch import all_aligned
-from dilated_attention.engine.branches import strategy
-from dilated_attention.engine.branches.launch_views import Call
-from dilated_attention.engine.branches.plan import Range
+from dilated_attention.engine.branches.launches import Masks
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.oom import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like, prepare, saved_elements
+from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.plan import Plan
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
 # the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; sinks: of the heads (H,)
 INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "sinks")
-# the largest number of sets of strides that are remembered for one kind of call
-MOST_PASSES = 16
+_OUTER = ("dout", "dlse", "out", "lse", "saved")
+# the largest number of sets of shapes and strides that are remembered for one kind of call
+MOST_PASSES = 256
 # the largest number of records with documents that are kept, each with its tables
 _MOST_PACKED = 4
 Self = TypeVar("Self", bound="ResolvedCall")
@@ -51,18 +52,20 @@ class ResolvedCall(ABC):
         documents: (start, end) pairs of packed documents, read from ``cu_seqlens``; None for a single document.
         saves_documents: a forward over documents may save tensors whose size depends on the documents. The op saves none, since its
             fake implementation does not know the documents.
-        passes: how a pass runs, keyed by the strides of the tensors it reads: q, k, v, and in a backward dout and out.
-        packed: records with documents, keyed by their bounds, which the layers of a model share, and ``saves_documents``.
+        passes: how a pass runs, keyed by the shapes and strides of the tensors it reads: q, k, v, and in a backward dout and out.
+        packed: records with documents, keyed by their bounds, which the layers of a model share, N, and ``saves_documents``.
         alive: a pattern that holds a function or a tensor. It is found by its name only while it is alive: until after the backward.
     """
 
     name: ClassVar[str]
+    # whether a record serves calls of all lengths and batch sizes
+    any_length: ClassVar[bool] = True
     settings: CallSettings
     device_type: str
     documents: tuple[Range, ...] | None = None
     saves_documents: bool = False
     passes: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
-    packed: dict[tuple[tuple[int, ...], bool], Any] = field(default_factory=dict)
+    packed: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     alive: Any = None
 
     @abstractmethod
@@ -92,23 +95,18 @@ class ResolvedCall(ABC):
         sinks = inputs[-1]
         return *grads, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
 
-    def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], *tensors: tuple[Any, ...]) -> Any:
-        """Returns ``compute(*given)``. ``tensors``: see ``_arguments``."""
+    def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], inputs: tuple[Any, ...], outer: tuple[Any, ...] = ()) -> Any:
+        """Returns ``compute(*given)``. ``outer``: dout, dlse and the outputs of a backward."""
         if torch.is_autocast_enabled(self.device_type):
             # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
             with torch.autocast(self.device_type, enabled=False):
-                return self._run(compute, given, *tensors)
+                return self._run(compute, given, inputs, outer)
         try:
             return compute(*given)
         except RuntimeError as error:
-            x = self._arguments(*tensors)
-            explain_shortage(error, f"{'backward' if 'dout' in x else 'forward'} of {self.name}", x)
+            x = dict(zip(INPUTS, inputs, strict=True)) | self.settings._asdict() | dict(zip(_OUTER, outer, strict=False))
+            explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
             raise
-
-    def _arguments(self, inputs: tuple[Any, ...], of_backward: tuple[Any, ...] = ()) -> dict[str, Any]:
-        """Returns the arguments of a pass by name. ``of_backward``: dout, dlse and the outputs; () in a forward."""
-        found = dict(zip(INPUTS, inputs, strict=True)) | self.settings._asdict()
-        return found | dict(zip(("dout", "dlse", "out", "lse", "saved"), of_backward, strict=True)) if of_backward else found
 
     def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
@@ -130,7 +128,7 @@ class ResolvedCall(ABC):
         """
         if cu_seqlens is None or self.documents is not None:
             return self
-        key = bounds_of(cu_seqlens), saves
+        key = bounds_of(cu_seqlens), num_keys, saves
         record: Self | None = self.packed.get(key)
         if record is None:
             record = replace(self, documents=document_ranges(key[0], num_keys), saves_documents=saves, passes={}, packed={})
@@ -139,10 +137,10 @@ class ResolvedCall(ABC):
             self.packed[key] = record
         return record
 
-    def keep_pass(self, tensors: Tensors, found: Any) -> None:
+    def keep_pass(self, key: tuple[Any, ...], found: Any) -> None:
         if len(self.passes) >= MOST_PASSES:
             self.passes.clear()
-        self.passes[tuple([x.stride() for x in tensors])] = found
+        self.passes[key] = found
 
 
 class DirectAttention(torch.autograd.Function):
@@ -182,7 +180,10 @@ def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch
 
 
 class LocalCall(ResolvedCall):
-    """Calls of one process: packed documents are read here, and a call without queries has nothing to compute."""
+    """Calls of one process: packed documents are read here, and a call without queries has nothing to compute.
+
+    ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides.
+    """
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns the outputs.
@@ -214,7 +215,7 @@ class LocalCall(ResolvedCall):
 
     @abstractmethod
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Any:
-        """Chooses how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
+        """Decides how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
 
     def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
@@ -226,79 +227,53 @@ class LocalCall(ResolvedCall):
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
-                found = self.passes.get(tuple([x.stride() for x in tensors]))
+                found = self.passes.get(key_of(tensors))
                 if found is not None and (found := found.again()) is not None:
                     return tensors, found
-            tensors = tuple(kernel_ready(x) for x in tensors)
+            if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
+                break
+            tensors = tuple([kernel_ready(x) for x in tensors])
         return tensors, self.make_pass(tensors, padding, seed, more)
 
 
-class ResolvedPass(NamedTuple):
-    """How one pass runs on tensors of given strides.
-
-    Args:
-        run: ``strategy.Forward`` or ``strategy.Backward``.
-        saved: number of elements of per-branch outputs that a forward saves for the backward.
-        capabilities: what the backend declared when this was decided.
-    """
-
-    call: Call
-    run: Any
-    saved: int
-    capabilities: Capabilities
-
-    def again(self) -> ResolvedPass | None:
-        """Returns the pass for later calls, or None if the backend now declares something else."""
-        return self if self.capabilities is self.call.backend.capabilities else None
+def key_of(tensors: Tensors) -> tuple[Any, ...]:
+    return (tensors[0].shape, tensors[1].shape, *[x.stride() for x in tensors])
 
 
 class ResolvedDilated(LocalCall):
-    """Calls of dilated attention, of which dense attention is one branch of rate 1. ``passes`` holds a ``ResolvedPass`` for each."""
+    """Calls of dilated attention, of which dense attention is one branch of rate 1. A pass is a ``Plan``."""
 
     name = "dilated_attention"
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
         q, k, v, padding, _, seed, _ = inputs
-        (q, k, v), (call, run, elements, _) = self.ready((q, k, v), padding, seed, False)
-        saved = q.new_empty(elements) if elements else None
-        return *run(q, k, v, with_masks(call, padding, seed), saved), saved
+        (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
+        saved = q.new_empty(plan.saved) if plan.saved else None
+        return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed), saved), saved
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, _), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), (call, run, *_) = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
-        return run((dout, q, k, v, out, lse), with_masks(call, padding, seed), dlse, saved)  # type: ignore[no-any-return]
+        (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
+        return plan.runner.backward(plan, (dout, q, k, v, out, lse), masks_of(padding, seed), dlse, saved)  # type: ignore[no-any-return]
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> ResolvedPass:
-        """Chooses the backend of a pass and the way it runs. ``more``: a backward gets what the forward has saved."""
-        q, k, v, *of_backward = tensors
-        pattern = self.settings.pattern
-        shape, call = prepare(bool(of_backward), tensors[:4], pattern, self.settings, padding, self.documents, seed)
-        elements = 0
-        run: Any
-        if of_backward:
-            dout, out = of_backward
-            run = strategy.choose_backward(pattern, shape, (dout, q, k, v, out), call, saved=more)
-        else:
-            if self.saves_documents and self.settings.detached and self.settings.needs_grad:
-                elements = strategy.saved_elements_of_documents(pattern, shape, q, call)
-            elif self.documents is None:
-                elements = saved_elements(q, k, self.settings, None)
-            run = strategy.choose_forward(pattern, shape, tensors, call, saves=elements > 0)
-            if self.settings.needs_grad and is_compiling():
-                # the first call of a kind: kernels of its backward are compiled beside those of the forward
-                like = new_like(q)
-                self.make_pass((q, k, v, like, like), padding, seed, elements > 0)
-        # the mask and the seed belong to a single call, so the record holds neither
-        made = ResolvedPass(replace(call, padding=None, seed=0), run, elements, call.backend.capabilities)
-        self.keep_pass(tensors, made)
-        return made
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Plan:
+        """Returns the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
+        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
+        if self.settings.needs_grad and not plan.is_backward and is_compiling():
+            # the first call of a kind: kernels of its backward are compiled beside those of the forward
+            like = new_like(tensors[0])
+            self.make_pass((*tensors, like, like), padding, seed, plan.is_saved)
+        self.keep_pass(key_of(tensors), plan)
+        return plan
 
 
-def with_masks(call: Call, padding: Optional, seed: Optional) -> Call:
-    """Returns the call of a known pass with the mask and the seed of this call."""
-    return call if padding is None and seed is None else replace(call, padding=padding, seed=0 if seed is None else int(seed.item()))
+_NO_MASKS = Masks()
+
+
+def masks_of(padding: Optional, seed: Optional) -> Masks:
+    return _NO_MASKS if padding is None and seed is None else Masks(padding, 0 if seed is None else int(seed.item()))
 
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:
@@ -314,13 +289,13 @@ def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:
 def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-    state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
-    return key, state
+    return key, torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
 
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
     """Returns the record of calls like this one, which is made for the first of them."""
-    key = (kind, settings, q.shape, k.shape, q.dtype, q.device, padding is None)
+    sizes = (q.shape[2:], k.shape[2:]) if kind.any_length else (q.shape, k.shape)
+    key = (kind, settings, sizes, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
         found = kind(settings, q.device.type)

@@ -16,66 +16,56 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.backends.base import Capabilities, accumulation_dtype
+from dilated_attention.backends.base import Capabilities, accumulation_dtype, new_lse
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.documents import pieces_of, request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.branches.plan import Range
-from dilated_attention.engine.branches.sequential import without_padding
-from dilated_attention.engine.ops.prepare import select_backend
-from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, record_of, with_masks
+from dilated_attention.engine.branches.launches import without_padding
+from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import new_like, select_backend
+from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, masks_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
 
 class _Part(NamedTuple):
-    """The keys and rows of a document (see ``DocumentRows``), and the options and the backend, as it declares itself, that compute it."""
+    """A document, or the whole sequence as one (see ``DocumentRows``), and the options and the backend, as it declares itself.
+
+    ``lists``: of its blocks, in a remembered pass a weak reference to them.
+    """
 
     keys: slice
     rows: slice
     front: int
+    lists: Any
     options: Options
     backend: Backend
     capabilities: Capabilities
 
 
-class BlockPass(NamedTuple):
-    """How one pass runs: every document, or the whole sequence as one, and its lists, or in a remembered pass weak references to them."""
-
-    parts: tuple[_Part, ...]
-    lists: tuple[Any, ...]
-
-    def remembered(self) -> BlockPass:
-        """Returns the pass for later calls. It does not keep the lists alive, which have a cache of limited size."""
-        return self._replace(lists=tuple(map(weakref.ref, self.lists)))
+class BlockPass(tuple[_Part, ...]):
+    """How one pass runs: every document."""
 
     def again(self) -> BlockPass | None:
         """Returns a remembered pass with its lists, or None if they are gone or a backend now declares something else."""
-        lists = tuple([found() for found in self.lists])
-        if None in lists or not all(part.backend.capabilities is part.capabilities for part in self.parts):
-            return None
-        return BlockPass(self.parts, lists)
+        parts = BlockPass([part._replace(lists=part.lists()) for part in self])
+        return None if any(part.lists is None or part.backend.capabilities is not part.capabilities for part in parts) else parts
 
 
-def blocks_forward(found: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+def blocks_forward(parts: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
-    if padding is not None:
-        k, v = without_padding(k, v, padding)
-    if len(found.parts) == 1:
-        part = found.parts[0]
-        out, lse = forward_lists(part.backend, found.lists[0], q, k, v, part.options, front=part.front)
+    k, v = without_padding(k, v, padding)
+    if len(parts) == 1:
+        (part,) = parts
+        out, lse = forward_lists(part.backend, part.lists, q, k, v, part.options, front=part.front)
         return as_new(out), as_new(lse)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype), device=q.device)
-    for part, lists in zip(found.parts, found.lists, strict=True):
-        rows, keys = part.rows, part.keys
-        out[:, rows], lse[:, :, rows] = forward_lists(
-            part.backend, lists, q[:, rows], k[:, keys], v[:, keys], part.options, front=part.front
-        )
+    out, lse = new_like(q), new_lse(q)
+    for keys, rows, front, lists, options, backend, _ in parts:
+        out[:, rows], lse[:, :, rows] = forward_lists(backend, lists, q[:, rows], k[:, keys], v[:, keys], options, front=front)
     return out, lse
 
 
-def blocks_shares(found: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
+def blocks_shares(parts: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
@@ -83,20 +73,17 @@ def blocks_shares(found: BlockPass, tensors: Tensors, padding: Tensor | None, dl
         dlse: the gradient of lse (B, H, Nq).
     """
     dout, q, k, v, out, lse = tensors
-    if padding is not None:
-        k, v = without_padding(k, v, padding)
-    if len(found.parts) == 1:
-        part = found.parts[0]
-        return backward_lists(part.backend, found.lists[0], (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
+    k, v = without_padding(k, v, padding)
+    if len(parts) == 1:
+        (part,) = parts
+        return backward_lists(part.backend, part.lists, (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
     # documents share no rows, so nothing needs to be summed
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for part, lists in zip(found.parts, found.lists, strict=True):
-        rows, keys = part.rows, part.keys
-        inside = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
+    dq, dk, dv = (new_like(x) for x in (q, k, v))
+    for keys, rows, front, lists, options, backend, _ in parts:
+        inside = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
         part_dlse = None if dlse is None else dlse[:, :, rows]
-        shares = backward_lists(part.backend, lists, inside, part.options, part_dlse, front=part.front)
-        grads[0][:, rows], grads[1][:, keys], grads[2][:, keys] = shares
-    return grads
+        dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, part_dlse, front=front)
+    return dq, dk, dv
 
 
 class ResolvedBlocks(LocalCall):
@@ -106,13 +93,13 @@ class ResolvedBlocks(LocalCall):
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept = inputs
-        (q, k, v), found = self.ready((q, k, v), padding, seed, kept)
-        return *blocks_forward(found, q, k, v, padding), None
+        (q, k, v), parts = self.ready((q, k, v), padding, seed, kept)
+        return *blocks_forward(parts, q, k, v, padding), None
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), found = self.ready((q, k, v, dout, out), padding, seed, kept)
-        shares = blocks_shares(found, (dout, q, k, v, out, lse), padding, dlse)
+        (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, kept)
+        shares = blocks_shares(parts, (dout, q, k, v, out, lse), padding, dlse)
         return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> BlockPass:
@@ -121,7 +108,7 @@ class ResolvedBlocks(LocalCall):
         settings, number = self.settings, 0 if seed is None else int(seed.item())
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-        parts, found = [], []
+        parts = []
         for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, more, q.device):
             backend = select_backend(request_of(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
             mask, dropout = Mask(None if padding is None else padding[:, keys]), None
@@ -129,12 +116,11 @@ class ResolvedBlocks(LocalCall):
                 first = settings.query_offset + rows.start - front
                 dropout = _dropout(q, settings.dropout_p, number, (first, first + lists.num_queries), (keys.start, keys.stop))
             options = Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
-            parts.append(_Part(keys, rows, front, options, backend, backend.capabilities))
-            found.append(lists)
-        made = BlockPass(tuple(parts), tuple(found))
+            parts.append(_Part(keys, rows, front, lists, options, backend, backend.capabilities))
         if padding is None and seed is None and more is None:
-            self.keep_pass(tensors, made.remembered())
-        return made
+            # without keeping the lists alive, which have a cache of limited size
+            self.keep_pass(key_of(tensors), BlockPass([part._replace(lists=weakref.ref(part.lists)) for part in parts]))
+        return BlockPass(parts)
 
 
 class ResolvedUnion(LocalCall):
@@ -156,7 +142,7 @@ class ResolvedUnion(LocalCall):
         q, k, v, padding, _, seed, kept = inputs
         (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, kept)
         part_out, part_lse = blocks_forward(blocks, q, k, v, padding)
-        out, lse = branches.run(q, k, v, with_masks(branches.call, padding, seed), None)
+        out, lse = branches.runner.forward(branches, q, k, v, masks_of(padding, seed), None)
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
@@ -164,7 +150,7 @@ class ResolvedUnion(LocalCall):
         (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, kept)
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
-        shares = branches.run(tensors, with_masks(branches.call, padding, seed), dlse, None)
+        shares = branches.runner.backward(branches, tensors, masks_of(padding, seed), dlse, None)
         more = blocks_shares(blocks, tensors, padding, dlse)
         return tuple(as_new((a.to(acc) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
 

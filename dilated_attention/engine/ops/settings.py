@@ -65,6 +65,12 @@ class CallSettings(NamedTuple):
         left, right = self.window
         return None if left < 0 else left, None if right < 0 else right
 
+    @property
+    def saves_outputs(self) -> bool:
+        """Whether the forward of a call on one whole sequence saves the branches' outputs for the backward, where it can."""
+        alone = not (self.dropout_p or self.window or self.query_offset)
+        return self.detached and self.needs_grad and alone
+
     def arguments(self) -> tuple[Any, ...]:
         """Returns the op's arguments that follow its tensors."""
         return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len

@@ -1,0 +1,221 @@
+"""Turns a pattern and the shape of one call into dense problems on strided views, each exact on its own keys.
+
+Every problem is a full rectangle, a causal square, or a band (sliding window), so that kernels cannot disagree on how to align its
+mask. The exception is a causal rectangle, for backends that declare how they align it (``aligned_last``). A query range or key range
+(decoding, a chunk, a rank's shard) cuts problems only at its edges.
+
+Positions are those of the whole sequence; ``launches.py`` turns them into strides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dilated_attention.engine.branches.heads import HeadGroup, head_groups
+from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+
+Range = tuple[int, int]
+Band = tuple[int | None, int | None]
+
+
+class Problem(NamedTuple):
+    """``segments`` equal attention problems, ``stride`` positions apart, on every ``step``-th position of each.
+
+    Args:
+        branch: index of the branch in the pattern.
+        q_start, q_len: first query position, and number of queries per segment.
+        k_start, k_len: first key position, and number of keys per segment.
+        causal: query i of q_len sees keys up to i + k_len − q_len, so the last query sees the last key. The problem is square unless
+            the backend aligns its causal mask this way.
+        band: allowed range of (key index − query index), for windows.
+        zero_keys: z of ``tail="zero_keys"``.
+        opens: no earlier problem of the same branch wrote these (query, head) rows.
+        first: no earlier problem of the whole call did.
+    """
+
+    branch: int
+    heads: HeadGroup
+    segments: int
+    stride: int
+    step: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    causal: bool
+    band: Band | None
+    zero_keys: int
+    opens: bool
+    first: bool
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) products computed, not counting the zero keys."""
+        rows = self.segments * self.heads.size
+        if self.causal:
+            return rows * (self.q_len * (self.q_len + 1) // 2 + self.q_len * (self.k_len - self.q_len))
+        return rows * self.q_len * self.k_len
+
+
+class Problems(NamedTuple):
+    """The problems of a call in the order they are merged.
+
+    Args:
+        covered: every (query, head) row is written by some problem, so outputs need no initial value.
+        single: no row is written twice, so nothing is merged.
+    """
+
+    problems: tuple[Problem, ...]
+    covered: bool
+    single: bool
+
+    @property
+    def pairs(self) -> int:
+        return sum(problem.pairs for problem in self.problems)
+
+    def branches(self) -> Iterator[tuple[Problems, Problems]]:
+        """Yields the problems of each branch twice: as separate ones, and as a part of the whole."""
+        for index in sorted({problem.branch for problem in self.problems}):
+            part = tuple([problem for problem in self.problems if problem.branch == index])
+            separate = tuple([problem._replace(first=problem.opens) for problem in part])
+            yield Problems(separate, False, all(problem.first for problem in separate)), self._replace(problems=part)
+
+
+class Shape(NamedTuple):
+    """What problems depend on in addition to the pattern. ``documents`` are (start, end) pairs that partition the keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    queries: Range
+    keys: Range
+    documents: tuple[Range, ...]
+    is_causal: bool
+    window: Band | None = None
+    # most queries of one problem under a window: a kernel without native windows computes and masks its whole problem
+    window_block: int | None = None
+    # take only these heads, numbered from the first of them; groups that share a key/value head must be whole
+    heads: Range | None = None
+    # whether one problem may hold heads of several offsets; masks by position need a single offset per problem
+    shifted_heads: bool = True
+    # causal problems may have more keys than queries, since the backend aligns the last query with the last key
+    aligned_last: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some position has no query or no key."""
+        return self.queries != self.keys
+
+
+def whole_shape(num_heads: int, num_kv_heads: int, num_positions: int, is_causal: bool) -> Shape:
+    """Returns the shape of the self-attention of one sequence."""
+    whole = 0, num_positions
+    return Shape(num_heads, num_kv_heads, whole, whole, (whole,), is_causal)
+
+
+@functools.lru_cache(maxsize=128)
+def problems_of(pattern: DilatedPattern, shape: Shape) -> Problems:
+    """Returns the dense problems whose merged result is the attention of ``pattern``."""
+    problems: list[Problem] = []
+    seen_heads: set[int] = set()
+    rows_written = 0
+    first_head, last_head = shape.heads or (0, shape.num_heads)
+    branch_offsets = pattern.offsets(shape.num_heads)
+    for branch, (length, rate) in enumerate(pattern.branches):
+        offsets = branch_offsets[branch][first_head:last_head]
+        runs = {o: _runs(length, rate, o, shape) for o in set(offsets) if o != NOT_IN_BRANCH}
+        # heads that differ only in their offset have the same runs, apart from where these begin
+        kinds = {o: tuple([(run.first - o, *run[1:]) for run in of_offset]) for o, of_offset in runs.items()}
+        members = [(head, o, (kinds[o], head not in seen_heads)) for head, o in enumerate(offsets) if o != NOT_IN_BRANCH]
+        for heads, leader, offset in head_groups(members, shape.num_heads // shape.num_kv_heads, shape.shifted_heads):
+            first = leader not in seen_heads
+            for run, (q0, q1), (k0, k1), causal, opens, band in _cut(runs[offset], shape):
+                zero = 0
+                # only the part with the segment's first key adds the zero keys, so that a cut does not add them twice
+                if not shape.is_causal and run.keys[0] == 0:
+                    zero = pattern.zero_keys(branch, run.document, run.num_keys)
+                # with a single row the step is unused, and it may exceed what a stride can hold
+                step = rate if max(q1 - q0, k1 - k0) > 1 else 1
+                rows = min(length, run.document), step, run.first + rate * q0, q1 - q0, run.first + rate * k0, k1 - k0
+                problems.append(Problem(branch, heads, run.segments, *rows, causal, band, zero, opens, opens and first))
+                if opens and first:
+                    rows_written += run.segments * (q1 - q0) * heads.size
+        seen_heads.update([member[0] for member in members])
+    covered = rows_written == (last_head - first_head) * (shape.queries[1] - shape.queries[0])
+    return Problems(tuple(problems), covered, all(problem.first for problem in problems))
+
+
+class _Run(NamedTuple):
+    """Equal consecutive segments. Index i of a segment is its i-th taken position, first + step · i. ``document``: its length."""
+
+    first: int
+    segments: int
+    num_keys: int
+    queries: Range
+    keys: Range
+    document: int
+
+
+def _runs(length: int, rate: int, offset: int, shape: Shape) -> list[_Run]:
+    """Returns the segments of all documents that hold both queries and keys, with equal neighbors joined into one run."""
+    (q_first, q_last), (k_first, k_last) = shape.queries, shape.keys
+    runs = []
+    for start, end in shape.documents:
+        # from the later of the two first segments to the earlier of the two last ones; no other segment holds both
+        low, high = max(start, q_first, k_first), min(end, q_last, k_last)
+        index, last = (low - start) // length, (high - 1 - start) // length
+        while index <= last:
+            begin = start + index * length
+            segments = (high - begin) // length if begin >= low and begin + length <= high else 1
+            first = begin + offset
+            # ceil((positions − offset) / rate)
+            count = -((offset - min(length, end - begin)) // rate)
+            # indices of the positions in the range of queries, and in that of keys
+            q0, q1 = max(0, -((first - q_first) // rate)), min(count, -((first - q_last) // rate))
+            k0, k1 = max(0, -((first - k_first) // rate)), min(count, -((first - k_last) // rate))
+            if q0 < q1 and k0 < k1:
+                runs.append(_Run(first, segments, count, (q0, q1), (k0, k1), end - start))
+            index += segments
+    return runs
+
+
+def _cut(runs: list[_Run], shape: Shape) -> list[tuple[_Run, Range, Range, bool, bool, Band | None]]:
+    """Cuts runs into problems whose masks all kernels interpret in the same way: (run, queries, keys, causal, opens, band)."""
+    pieces: list[tuple[_Run, Range, Range, bool, bool, Band | None]] = []
+    left, right = shape.window or (None, None)
+    if shape.is_causal:
+        right = 0 if right is None else min(right, 0)
+    for run in runs:
+        (q0, q1), (k0, k1) = run.queries, run.keys
+        if shape.window is not None:
+            block = shape.window_block or (q1 - q0)
+            for low in range(q0, q1, block):
+                high = min(low + block, q1)
+                first_key = k0 if left is None else max(k0, low - left)
+                last_key = k1 if right is None else min(k1, high + right)
+                if first_key < last_key:
+                    shift = low - first_key
+                    band = None if left is None else shift - left, None if right is None else shift + right
+                    pieces.append((run, (low, high), (first_key, last_key), False, True, band))
+        elif not shape.is_causal:
+            pieces.append((run, (q0, q1), (k0, k1), False, True, None))
+        elif q1 - q0 == 1:
+            # a single query, as in decoding, sees a contiguous range of keys: one launch and no merge
+            if k0 < min(k1, q1):
+                pieces.append((run, (q0, q1), (k0, min(k1, q1)), False, True, None))
+        elif shape.aligned_last and k0 < q0 and q1 <= k1:
+            pieces.append((run, (q0, q1), (k0, q1), True, True, None))
+        else:
+            # queries [q0, q1) see keys up to their own position: a rectangle for the keys before q0, then the square on the diagonal,
+            # then a rectangle of the square's keys for queries beyond the last key
+            opens = k0 >= min(k1, q0)
+            if not opens:
+                pieces.append((run, (q0, q1), (k0, min(k1, q0)), False, True, None))
+            s0, s1 = max(q0, k0), min(q1, k1)
+            if s0 < s1:
+                # one query and one key need no mask, and more kernels take a 1 × 1 problem without a causal mask
+                pieces.append((run, (s0, s1), (s0, s1), s1 - s0 > 1, opens, None))
+                if s1 < q1:
+                    pieces.append((run, (s1, q1), (s0, s1), False, opens, None))
+    return pieces

@@ -1,0 +1,246 @@
+"""Runs a call problem by problem on one backend, or in one launch where that computes everything.
+
+The forward merges every problem's (out, lse) into the result. The backward runs every problem's backward with the *merged* out and
+lse in place of its own, which yields exactly its share of dq, dk, dv; the shares are summed. No gradient flows through the merge and
+nothing is kept per branch. Accumulation is in float32 (float64 for float64).
+
+One launch computes a plain dense call, and of a library that takes boundaries of documents ("varlen" form) also dense calls over packed
+documents or with a part of the queries: segments that follow each other in q, k and v become its sequences. If such a call is causal, a
+segment's keys end with its last query: that is how these libraries align causality where there are more keys.
+
+Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends.base import Backend, Options, accumulation_dtype, placed
+from dilated_attention.backends.merge import add_zero_keys, merge_onto
+from dilated_attention.engine.branches.launches import (
+    PART_BYTES,
+    Into,
+    Launch,
+    Masks,
+    copied_into,
+    launches_of,
+    masked,
+    masks_of,
+    results_like,
+    rows_of,
+    without_padding,
+)
+from dilated_attention.engine.branches.problems import Problems
+from dilated_attention.engine.plan import Plan, Tensors, Terms
+
+
+def forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+) -> tuple[Tensor, Tensor]:
+    if not plan.one_launch:
+        out, lse = run_forward(plan, plan.problems, q, k, v, masks)
+        return copied_into((out,), into)[0], lse.transpose(1, 2).contiguous()
+    place = None if into is None else into[0]
+    if plan.key_rows is not None:
+        k, v = k[:, plan.key_rows], v[:, plan.key_rows]
+        (place,) = results_like((q,), into)
+    out, lse = placed(plan.backend.forward(q, k, v, plan.options, plan.bounds, out=(place, None)), (place, None))
+    return out if place is not None else out.contiguous(), lse.contiguous()
+
+
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+    can = plan.backend.capabilities
+    if not plan.one_launch or (plan.bounds is not None and dlse is not None):
+        # of documents in one launch, too, the share of dlse is computed problem by problem
+        dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+        tensors = dout, q, k, v, out, lse.transpose(1, 2).contiguous()
+        return copied_into(run_backward(plan, plan.problems, tensors, masks, dlse), into)
+    if plan.bounds is None and (into is None or not can.writes_views or (dlse is not None and not can.lse_grad)):
+        parts = shares(plan.backend, tensors, plan.options, dlse)
+        return copied_into(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
+    grads = dq, dk, dv = results_like((q, k, v), into)
+    if plan.key_rows is not None:
+        if (plan.key_rows.start, plan.key_rows.stop) != (0, k.shape[1]):
+            # rows that no query sees
+            dk.zero_(), dv.zero_()
+        k, v, dk, dv = (x[:, plan.key_rows] for x in (k, v, dk, dv))
+    views = dq, dk, dv
+    placed(plan.backend.backward(dout, q, k, v, out, lse, plan.options, plan.bounds, dlse=dlse, grads=views), views)
+    return grads
+
+
+def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) in the accumulation dtype)."""
+    acc = accumulation_dtype(q.dtype)
+    # without a merge, the kernels' own rounding is the final one
+    out_dtype = q.dtype if problems.single else acc
+    if problems.covered:
+        out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=acc, device=q.device)
+    else:
+        out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
+    if masks.padding is not None:
+        k, v = without_padding(k, v, masks.padding)
+    tensors, launches = _launches(plan, problems, "qkkqq", [q, k, v, out, lse], masks)
+    run, dropout_p, starts = plan.backend.forward, plan.settings.dropout_p, [x.storage_offset() for x in tensors]
+    for launch in launches:
+        # as launch.of(tensors), in the shortest loop of short calls
+        views = [tensors[i].as_strided(size, stride, starts[i] + at) for i, size, stride, at in launch.views]
+        q_, k_, v_, out_, lse_, *views = views
+        options = masked(launch, views, masks, dropout_p, plan.first_head) if views else launch.options
+        part_out, part_lse = run(q_, k_, v_, options)
+        part_lse = part_lse.transpose(1, 2)
+        if launch.problem.zero_keys:
+            part_out, part_lse = add_zero_keys(part_out, part_lse, launch.problem.zero_keys)
+        if launch.problem.first:
+            out_.copy_(part_out)
+            lse_.copy_(part_lse)
+        else:
+            merge_onto(out_, lse_, part_out, part_lse)
+    return out.to(q.dtype), lse
+
+
+def run_backward(plan: Plan, problems: Problems, tensors: Tensors, masks: Masks, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Returns (dq, dk, dv) in the inputs' dtype. ``tensors``: as in ``backward``, but lse and dlse are (B, Nq, H)."""
+    dout, q, k, v, out, lse = tensors
+    make = torch.empty if problems.covered else torch.zeros
+    dq = make(q.shape, dtype=lse.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    k_, v_ = without_padding(k, v, masks.padding)
+    # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if plan.settings.detached and not problems.single:
+        for separate, part in problems.branches():
+            # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
+            branch_out, _ = run_forward(plan, separate, q, k, v, masks)
+            _add_shares(plan, part, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), masks, None)
+    else:
+        _add_shares(plan, problems, (dq, dk, dv), (dout, q, k_, v_, out, lse), masks, dlse)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_shares(plan: Plan, problems: Problems, grads: Tensors, tensors: Tensors, masks: Masks, dlse: Tensor | None) -> None:
+    some = () if dlse is None else (dlse,)
+    given, launches = _launches(plan, problems, "qqkkqqqkk" + "q" * len(some), [*tensors, *grads, *some], masks)
+    for launch in launches:
+        dout, q, k, v, out, lse, dq, dk, dv, *views = launch.of(given)
+        dlse = views.pop(0).transpose(1, 2) if some else None
+        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head) if views else launch.options
+        part_dq, part_dk, part_dv = shares(plan.backend, (dout, q, k, v, out, lse.transpose(1, 2)), options, dlse)
+        if launch.problem.first:
+            dq.copy_(part_dq)
+        else:
+            dq.add_(part_dq)
+        dk.add_(part_dk)
+        dv.add_(part_dv)
+
+
+def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor], masks: Masks) -> tuple[list[Tensor], Sequence[Launch]]:
+    """Returns the tensors, followed by those that masks are cut from, and the launches of problems on them."""
+    q, k = tensors[letters.index("q")], tensors[letters.index("k")]
+    settings = plan.settings
+    if masks.padding is not None or settings.dropout_p:
+        # positions in the whole sequence, so that a cut does not change the position of a query row
+        first, last = plan.position_offset, plan.position_offset + max(settings.query_offset + q.shape[1], k.shape[1])
+        tensors += masks_of(masks, settings.dropout_p, (first, last), k.shape[0], q.device)
+    # a chunk, and in a detached backward each branch, has launches of its own
+    key = letters, problems.problems
+    made: Sequence[Launch] | None = plan.made.get(key)
+    if made is None:
+        rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0)
+        part_bytes = PART_BYTES.get(q.device.type, PART_BYTES["cuda"])
+        of_problems = launches_of(problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
+        made = plan.made[key] = tuple(itertools.chain.from_iterable(of_problems))
+    return tensors, made
+
+
+def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns a launch's shares (dq, dk, dv), including that of a gradient of lse.
+
+    ``tensors`` are dout, q, k, v, out and lse; lse and ``dlse`` are (P, G, L).
+    """
+    dout, q, k, v, out, lse = tensors
+    native = dlse if backend.capabilities.lse_grad else None
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, dlse=native)
+    if dlse is native:
+        return dq, dk, dv
+    assert dlse is not None
+    more_dq, more_dk = lse_share(backend.backward, q, k, lse, dlse, options)
+    return dq + more_dq, dk + more_dk, dv
+
+
+def lse_share(
+    backward: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Computes what a gradient of lse adds to dq and dk, with a ``Backend.backward`` that takes none. lse and dlse are (P, G, L).
+
+    dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
+    component of out carries what the first one loses in half precision.
+    """
+    dlse_PLG = dlse.transpose(1, 2)
+    ones = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    values = torch.zeros_like(ones)
+    ones[..., 0] = 1
+    values[..., 0] = -dlse_PLG
+    if q.shape[-1] > 1:
+        ones[..., 1] = 1
+        values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
+    no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
+    dq, dk, _ = backward(ones, q, k, no_v, values, lse, options=replace(options, dropout=None))
+    return dq, dk
+
+
+def terms(plan: Plan) -> Terms:
+    (B, D, e), shape, problems = plan.size, plan.shape, plan.problems
+    a, H, Hk = accumulation_dtype(plan.dtype).itemsize, shape.num_heads, shape.num_kv_heads
+    if plan.one_launch:
+        # the kernel's results are those of the call
+        return []
+    queries, keys = (B * (last - first) for first, last in (shape.queries, shape.keys))
+    Q, K, R = queries * H * D, keys * Hk * D, queries * H
+    if not plan.is_backward:
+        o = e if problems.single else a
+        return [("out in float32", Q * (o - e)), ("launch results, rounded out", _launch_bytes(plan, Q * e if o != e else 0))]
+    return [
+        # as the engine lays it out (the same memory if there is one head), and with +inf for empty rows
+        ("lse of the launches", R * a * (2 if H > 1 else 1)),
+        ("dq, dk, dv in float32", (Q + 2 * K) * (a - e)),
+        ("launch results, rounded dq, dk, dv", _launch_bytes(plan, (Q + 2 * K) * e if a != e else 0)),
+    ]
+
+
+def _launch_bytes(plan: Plan, rounded: int) -> int:
+    """Returns the most bytes alive at once: a launch's results with those of the previous one, with their temporaries, or rounded at last.
+
+    Args:
+        rounded: bytes of the results in the inputs' dtype.
+    """
+    B, D, e = plan.size
+    a, device_type = accumulation_dtype(plan.dtype).itemsize, plan.request.hardware.device_type
+    most = before = 0
+    for problem in plan.problems.problems:
+        heads, count = problem.heads, B * problem.segments
+        max_rows = PART_BYTES.get(device_type, PART_BYTES["cuda"]) // (4 * D * heads.size)
+        size = min(count, max(1, max_rows // max(problem.q_len, problem.k_len)))
+        whole, rest = divmod(count, size)
+        # of a sequence of equal launches, two are enough
+        for some in [size] * min(whole, 2) + [rest] * (rest > 0):
+            rows, keys = some * problem.q_len * heads.size, some * problem.k_len * heads.kv_count * D
+            if plan.is_backward:
+                results = (rows * D + 2 * keys) * e
+                # torch's CPU kernels convert a whole operand before they add it to a tensor of another dtype
+                temporaries = max(rows * D, keys) * a if device_type == "cpu" and e != a else 0
+            else:
+                results = rows * (D * e + a)
+                # a copy of the part in the accumulation dtype, and four tensors and one mask of lse's shape
+                temporaries = 0 if problem.first else rows * ((D * a if e != a else 0) + 4 * a + 1)
+            most = max(most, before + results, results + temporaries)
+            before = results
+    return max(most, rounded + before)
