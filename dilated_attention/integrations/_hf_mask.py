@@ -27,7 +27,7 @@ class KeyMask:
     """A layer's attention mask as its parts. ``AttentionMaskInterface`` makes it, and models pass it on to their layers unchanged.
 
     Args:
-        num_keys, num_filled: keys that the layer passes, and how many of them, from the first on, a static cache has filled.
+        num_keys, num_filled: keys that the layer passes, and those filled, from the first on; the others are the rest of a static cache.
         query_offset: index of the first query among the keys.
         key_offset: position in the sequence of the first key; above 0 in a sliding cache.
         window: (left, right) in positions, None for unbounded; None for no window.
