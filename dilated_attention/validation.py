@@ -127,9 +127,7 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, *, rotary: bo
 
 def check_counts(head_dim: Any, num_heads: Any, num_kv_heads: Any, *, most: int = MAX_LENGTH) -> tuple[int, int, int]:
     """Checks the numbers of a call that is asked about and not made, and returns them; ``num_kv_heads`` may be None for num_heads.
-
-    ``most``: the largest head_dim; an explanation says who takes which.
-    """
+    ``most``: the largest head_dim; an explanation says who takes which."""
     head_dim = as_int("head_dim", head_dim, minimum=1, maximum=most)
     num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
     num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads, minimum=1)

@@ -69,15 +69,9 @@ def _device_of(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def opened(args: argparse.Namespace, *, autocast: bool) -> Iterator[tuple[models.LongNetLM, models.Vocabulary, torch.device, torch.dtype]]:
-    """Loads the model of the arguments and computes in their dtype.
-
-    Args:
-        autocast: in 16 bits, cast where torch's autocast does, as in training; else cast the weights themselves.
-
-    Raises:
-        UsageError: if there is no such backend or device.
-        OSError: in place of errors of the files, the model and its device, in one line.
-    """
+    """Loads the model of the arguments and computes in their dtype. ``autocast``: in 16 bits cast where torch's autocast does, as in
+    training; else cast the weights. Raises UsageError without such a backend or device; OSError, in one line, for errors of files, model
+    and device."""
     registry.check_name(args.backend)
     device = _device_of(args.device)
     default = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"

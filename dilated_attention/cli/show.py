@@ -1,7 +1,5 @@
-"""``show``: a model preset in figures, or a pattern: drawn with characters, as a picture, or in figures.
-
-In a drawing rows are queries and columns keys, with one panel for the heads that attend alike.
-"""
+"""``show``: a model preset in figures, or a pattern: drawn with characters, as a picture, or in figures. In a drawing rows are queries and
+columns keys, with one panel for the heads that attend alike."""
 
 from __future__ import annotations
 
@@ -95,11 +93,8 @@ def _pattern(args: argparse.Namespace) -> int:
 
 
 def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
-    """Returns the figures of a pattern that ``show`` prints.
-
-    Pairs are counted over all heads. ``density`` and ``coverage`` are relative to dense attention with the same causality;
-    ``keys_per_query`` is the mean over heads and queries.
-    """
+    """Returns the figures of a pattern that ``show`` prints. Pairs are counted over all heads; ``density`` and ``coverage`` are relative to
+    dense attention with the same causality; ``keys_per_query`` is the mean over heads and queries."""
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads
     dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
@@ -137,14 +132,9 @@ def _text(told: dict[str, Any]) -> str:
 def drawing(
     pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, heads: tuple[int, ...], width: int
 ) -> list[str]:
-    """Returns lines of at most ``width`` characters, with a legend at the end.
-
-    A character represents one pair if a row of them fits, else the smallest square of positions for which it does.
-
-    Args:
-        heads: those to draw, of ``num_heads``.
-        width: of the terminal, in characters; at least ``NARROWEST``, or what a panel needs.
-    """
+    """Returns lines of at most ``width`` characters (at least ``NARROWEST``, or what a panel needs), with a legend at the end: of
+    ``heads``, those of ``num_heads`` to draw. A character is one pair if a row of them fits, else the smallest square of positions for
+    which it does."""
     margin = len(f"{num_positions - 1} ")
     cell = cell_size(pattern, num_positions, min(_WIDE_PANEL, max(_NARROW_PANEL, width - margin)))
     pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)

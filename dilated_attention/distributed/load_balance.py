@@ -195,10 +195,8 @@ class Dealer:
         return dealt
 
     def _exchange(self, loads: torch.Tensor, owner: torch.Tensor, excess: torch.Tensor) -> bool:
-        """Exchanges a piece of the most uneven process for one of another, or for none, to the least sum of squares of ``excess``.
-
-        Returns whether there was such an exchange. Without them as even a layout has three times as many runs.
-        """
+        """Exchanges a piece of the most uneven process for one of another, or for none, to the least sum of squares of ``excess``; returns
+        whether there was such an exchange. Without them as even a layout has three times as many runs."""
         rank, nothing = int(excess.abs().amax(1).argmax()), torch.zeros_like(excess)
         mine, others = (owner == rank).nonzero()[:, 0], (owner != rank).nonzero()[:, 0]
         given, taken = torch.cat([loads[mine], nothing[:1]]), torch.cat([loads[others], nothing])
@@ -215,10 +213,8 @@ class Dealer:
         return True
 
     def _pieces(self, largest: float, paired: bool) -> list[Runs]:
-        """Cuts documents with more than the largest load of some kind into chunks, or pairs of the i-th and the i-th last of 2k.
-
-        A pair has as many causal pairs as any other. Short neighbours form one piece.
-        """
+        """Cuts documents with more than the largest load of some kind into chunks, or pairs of the i-th and the i-th last of 2k, all with
+        as many causal pairs. Short neighbours form one piece."""
         found: list[Runs] = []
         # the loads of the last piece, if it is one of short neighbours
         small: torch.Tensor | None = None

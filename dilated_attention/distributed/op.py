@@ -1,8 +1,5 @@
-"""The ops of attention over a sharded sequence.
-
-With such an op as must-save in a selective-checkpointing policy, nothing is exchanged a second time in the recomputation. Its backward
-needs only its own out and lse.
-"""
+"""The ops of attention over a sharded sequence. Their backward needs only their own out and lse, so with such an op as must-save in a
+selective-checkpointing policy nothing is exchanged a second time in the recomputation."""
 
 from __future__ import annotations
 

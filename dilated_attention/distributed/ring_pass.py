@@ -1,8 +1,5 @@
-"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, setup, padding, exchange, computation.
-
-All kinds of attention run here. They differ in their setup, which says what is exchanged and what each step computes, and in when the
-ranks can tell whether they have kernels.
-"""
+"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, setup, padding, exchange, computation. All
+kinds of attention run here; they differ in their setup, and in when the ranks can tell whether they have kernels."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ MOST_KNOWN = 8
 
 
 class ResolvedRing(ResolvedCall):
-    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU.
-
-    ``passes`` holds which tensors of some strides kernels accept as they are.
-    """
+    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU. ``passes``
+    holds which tensors of some strides kernels accept as they are."""
 
     name = "ring_attention"
     any_length = False
@@ -100,14 +95,8 @@ class ResolvedRing(ResolvedCall):
         return RingPass(self, members, of_length(self.ring, N), bounds, inputs, dout, out).backward(lse, dlse)
 
     def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
-        """Returns what the ranks agree on and the number of the call, counted from 1 on its group; 0 in one process.
-
-        They make the same call, and all of them have kernels. Nothing has been sent by then.
-
-        Raises:
-            BackendUnavailable: if this rank has no kernels.
-            ValueError: if calls differ, or another rank has no kernels.
-        """
+        """Returns what the ranks agree on and the number of the call, counted from 1 on its group; 0 in one process. They make the same
+        call, all have kernels, and nothing has been sent by then; else BackendUnavailable (this rank has none) or ValueError."""
         unavailable: list[BackendUnavailable] = []
 
         def kernels() -> str:
@@ -155,13 +144,7 @@ class ResolvedRingBlocks(ResolvedRing):
 
 
 class RingPass:
-    """One pass on one rank.
-
-    Args:
-        bounds: of packed documents, or None.
-        inputs: see ``ResolvedCall``.
-        of_backward: dout and out.
-    """
+    """One pass on one rank. ``bounds``: of packed documents, or None; ``inputs``: see ``ResolvedCall``; ``of_backward``: dout and out."""
 
     def __init__(
         self,

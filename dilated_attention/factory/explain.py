@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import (
-    PRECISIONS,
-    AttentionRequest,
-    BackendUnavailable,
-    Hardware,
-    detect,
-    registry,
-)
+from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnavailable, Hardware, detect, registry
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern

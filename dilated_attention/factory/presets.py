@@ -44,12 +44,7 @@ _BYTES: dict[str, Any] = dict(zip(("segment_lengths", "dilation_rates"), geometr
 MODEL_PRESETS: dict[str, ModelConfig] = {
     # bytes in, bytes out; trains to below the bigram entropy of source text in under three minutes on two CPU cores
     "longnet-tiny": LongNetConfig(
-        vocab_size=256,
-        embed_dim=128,
-        num_layers=3,
-        num_heads=4,
-        segment_lengths=(512, 2048, 8192),
-        dilation_rates=(1, 4, 16),
+        vocab_size=256, embed_dim=128, num_layers=3, num_heads=4, segment_lengths=(512, 2048, 8192), dilation_rates=(1, 4, 16)
     ),
     "longnet-15m": LongNetConfig(**_BYTES, num_layers=8, embed_dim=384, num_heads=6),
     "longnet-50m": LongNetConfig(**_BYTES, num_layers=10, embed_dim=640, num_heads=10),

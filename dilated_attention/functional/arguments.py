@@ -1,7 +1,5 @@
-"""What every public function does: it checks its arguments once, makes the record of the call, and runs it.
-
-A call like an earlier one is recognized by its arguments and not checked again, except for the masks.
-"""
+"""What every public function does: it checks its arguments once, makes the record of the call, and runs it. A call like an earlier one is
+recognized by its arguments and not checked again, except for the masks."""
 
 from __future__ import annotations
 
@@ -44,16 +42,8 @@ def attend(
     window: tuple[int, ...] = (),
     **fixed: Any,
 ) -> Any:
-    """Returns out, or (out, lse), of a call.
-
-    Args:
-        function: the public function's name.
-        given: a dict of the caller's options, which is changed; and ``fixed``: further ones, which that function passes.
-        branches: see ``branches_of``; None without branches.
-        blocks: the block pattern, or None.
-        op: the op of a call on a sharded sequence; None in one process.
-        window: see ``CallSettings``.
-    """
+    """Returns out, or (out, lse), of a call of the public ``function``. ``given``: the caller's options, a dict, which is changed;
+    ``fixed``: of that function; ``branches``: see ``branches_of``; ``op``: that of a sharded call; ``window``: see ``CallSettings``."""
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))

@@ -43,11 +43,8 @@ _forced: bool | None = None
 
 @contextlib.contextmanager
 def plain_layers(forced: bool | None = False) -> Iterator[None]:
-    """Calls every layer as a normal module, for comparisons. Results are equal within rounding, except which elements dropout drops.
-
-    Args:
-        forced: True for the opposite, the kernels on any device: fake tensors of a GPU, Triton's interpreter.
-    """
+    """Calls every layer as a normal module, for comparisons: equal within rounding, except which elements dropout drops. ``forced=True``
+    for the opposite, the kernels on any device: fake tensors of a GPU, Triton's interpreter."""
     global _forced
     before, _forced = _forced, forced
     try:
@@ -64,10 +61,8 @@ def linear_layers(
     activation: str | None = None,
     gate: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x.
-
-    The kernels compute norm and activation in float32 and round once; separate layers round after the activation, and again after the norm.
-    """
+    """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x. The
+    kernels compute norm and activation in float32 and round once; separate layers round after each of them."""
     if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
         if activation is not None:
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
@@ -110,19 +105,14 @@ def compile_dropped(x: torch.Tensor, y: torch.Tensor, dropout: float, has_path: 
 
 
 def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes x + path · dropout(y), the end of a residual branch.
+    """Computes x + path · dropout(y), the end of a residual branch; x, y: (B, …), of equal shape.
 
-    Args:
-        x, y: (B, …), of equal shape.
-        dropout: p ∈ [0, 1): probability that an element of y is dropped; the kept elements are scaled by 1/(1 − p). Pass 0 in evaluation.
-        path: float factors of y, 0 where stochastic depth drops the branch: (B,), one per sample, or (B, N), one per row. None for 1.
-
-    Returns:
-        A tensor of x's shape. Without dropout and path it is plain x + y.
+    ``dropout``: p ∈ [0, 1), 0 in evaluation; kept elements are scaled by 1/(1 − p). ``path``: float factors of y, 0 where stochastic depth
+    drops the branch: (B,), one per sample, or (B, N), one per row.
 
     With the kernels, a hash of an element's index and a seed decides whether it is kept. The seed is drawn from the default generator of
-    x's device: it is reproducible under ``manual_seed``, repeated by activation checkpointing, and new in each replay of a CUDA graph.
-    The mask differs from that of nn.Dropout under the same seed.
+    x's device: it is reproducible under ``manual_seed``, repeated by activation checkpointing, and new in each replay of a CUDA graph. The
+    mask differs from that of nn.Dropout under the same seed.
     """
     if not dropout and path is None:
         return x + y
@@ -326,10 +316,8 @@ def _prepare_backward(
     x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None, stats: torch.Tensor,
     dz: torch.Tensor | None, activation: str, norm: str, dtype: torch.dtype, wide: torch.dtype, needs_z: bool, is_normal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (z, dx, dgate, gradients of the norm's weight and bias (2, K)) of rows x (M, K); what is not asked for is empty.
-
-    Where dz (M, K) has dx's dtype ``wide``, dx is empty and written to dz. ``is_normal``: x is x̂.
-    """
+    """Returns (z, dx, dgate, gradients of the norm's weight and bias (2, K)) of rows x (M, K); what is not asked for is empty. Where dz (M,
+    K) has dx's dtype ``wide``, dx is empty and written to dz. ``is_normal``: x is x̂."""
     needs_dx, needs_dgate = dz is not None and dz.dtype is not wide, dz is not None and gate is not None
     z = x.new_empty(x.shape if needs_z else (0,), dtype=dtype)
     dx, dgate = x.new_empty(x.shape if needs_dx else (0,), dtype=wide), x.new_empty(x.shape if needs_dgate else (0,))

@@ -1,8 +1,5 @@
-"""Triton kernels of ``fused_layers.py``: activation and norm of a row held in registers, and dropout.
-
-Forward and backward take one pass each: x, gate and dz are read once. The forward writes z; the backward writes z again, and the
-gradients of x and gate.
-"""
+"""Triton kernels of ``fused_layers.py``: activation and norm of a row held in registers, and dropout. Forward and backward read x, gate and
+dz once; the forward writes z, the backward z again, and the gradients of x and gate."""
 
 from __future__ import annotations
 
@@ -23,10 +20,8 @@ class Sizes(NamedTuple):
 
     Args:
         tile: elements that a program holds at a time, from one row or from several short ones; a row longer than this is one tile.
-        per_thread: elements of the tile per thread. 8 elements are 16 bytes of bfloat16; with more of them, more bytes are in flight and
-            fewer threads share a row.
-        threads_per_sm: threads of the backward per multiprocessor. Its programs loop over tiles, so that there are few partial column
-            sums.
+        per_thread: elements of the tile per thread. With more than 8 (16 bytes of bfloat16) more bytes are in flight, fewer threads a row.
+        threads_per_sm: of the backward per multiprocessor; its programs loop over tiles, so that partial column sums are few.
         stages: tiles that the backward prefetches; 1 for none.
         rows: the minimum number of rows in a tile, for up to 4096 columns.
     """
@@ -200,11 +195,8 @@ def prepare_backward(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, stats: torch.Tensor,
     dz: torch.Tensor | None, activation: str, norm: str, is_normal: bool, z: torch.Tensor, dx: torch.Tensor, dgate: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Writes z, dx and dgate, and returns the gradients of the norm's weight and bias, (2, K) float32.
-
-    z is not written if it is empty. An empty dx stands for dz (M, K), which is then overwritten; without dz only z is computed.
-    ``is_normal``: x is the x̂ that the forward kept.
-    """
+    """Writes z, dx and dgate, and returns the gradients of the norm's weight and bias, (2, K) float32. z is not written if it is empty. An
+    empty dx stands for dz (M, K), which is then overwritten; without dz only z is computed. ``is_normal``: x is x̂."""
     M, K = x.shape
     if not (M and K):
         return stats.new_zeros(2, K)

@@ -1,7 +1,5 @@
-"""The options of the public functions, once: what each means, its type, its default, and which function takes it.
-
-A function takes them as ``**options: Unpack[...]``, which type checkers and IDEs complete; ``shows_options`` spells them out for ``help``.
-"""
+"""The options of the public functions, once: what each means, its type, its default, and which function takes it. Type checkers and IDEs
+complete ``**options: Unpack[...]``; ``shows_options`` spells them out for ``help``."""
 
 from __future__ import annotations
 
@@ -128,10 +126,8 @@ class DecodeOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names.
-
-    ``window`` and ``strategy``: see ``CallSettings``.
-    """
+    """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names. ``window`` and
+    ``strategy``: see ``CallSettings``."""
 
     key_padding_mask: Any = None
     cu_seqlens: Any = None

@@ -33,28 +33,22 @@ def attend(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes one layer's attention, with the signature that ``AttentionInterface`` calls.
+    """Computes one layer's attention, with the signature that ``AttentionInterface`` calls; returns (out (B, Nq, H, D), None).
 
     Args:
         name: the registered name; its settings apply, together with those of the config.
         module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
-        query: (B, H, Nq, D).
-        key, value: (B, Hk, Nk, D), not repeated: Hk divides H. Values may have a smaller head dim than keys.
+        query, key, value: (B, H, Nq, D), (B, Hk, Nk, D), not repeated. Values may have a smaller head dim than keys.
         attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads. One of four dimensions is instead of the layer's
             causality and window.
-        dropout: dropout of attention weights, in training only.
+        dropout: of attention weights, in training only.
         is_causal: None to follow the mask or, without a mask, ``module.is_causal``.
-        sliding_window: the number of keys that a query sees, including itself, on both sides if not causal. Such a layer is dense within
-            its window.
+        sliding_window: the number of keys that a query sees, itself included, on both sides if not causal. Such a layer is dense within it.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents; they must be equal.
         s_aux: (H,), the learned sinks of the layer (gpt-oss).
         softcap: c of scores c·tanh(s/c) (Gemma 2).
 
-    Returns:
-        (out (B, Nq, H, D), None).
-
-    Raises:
-        ValueError: if the layer asks for something that is not supported.
+    Raises ValueError if the layer asks for something that is not supported.
     """
     refusals.refuse_unknown(name, kwargs)
     config = getattr(module, "config", None)
@@ -182,10 +176,8 @@ def _mask_of(
 
 
 def _joint_window(mask: KeyMask, sliding_window: int | None, is_alone: bool) -> tuple[int | None, int | None] | None:
-    """Returns the window of keys that both the mask and the layer allow; None for a layer that is not dense within a window.
-
-    Where the mask alone decides, the layer's window only says that it is dense.
-    """
+    """Returns the window of keys that both the mask and the layer allow; None for a layer that is not dense within a window. Where the mask
+    alone decides, the layer's window only says that it is dense."""
     if sliding_window is None:
         return mask.window
     if is_alone:

@@ -27,11 +27,9 @@ class KeyMask:
     """A layer's attention mask as its parts. ``AttentionMaskInterface`` makes it, and models pass it on to their layers unchanged.
 
     Args:
-        num_keys: number of keys that the layer passes, filled or not.
-        num_filled: the number of keys, from the first on, that are filled; the others are the rest of a static cache.
+        num_keys, num_filled: keys that the layer passes, and those filled, from the first on; the others are the rest of a static cache.
         query_offset: index of the first query among the keys.
         key_offset: position in the sequence of the first key; above 0 in a sliding cache.
-        is_causal: whether a query sees no later key.
         window: (left, right) in positions, None for unbounded; None for no window.
         padding: (B, num_filled) bool, True = padding.
         cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
@@ -105,13 +103,10 @@ def key_mask(
 ) -> KeyMask:
     """Makes a ``KeyMask``: the function that ``AttentionMaskInterface`` calls, for transformers 4.57 (``cache_position``) to 5.x.
 
-    Args:
-        attention_mask: (B, keys seen) bool, True = real; shorter than the cache if the cache is static; or an existing KeyMask.
-        is_shared: processes share the sequence, so they must make the same call, whatever their own part of the mask holds.
-        mask_function: decides which pairs are kept. Those of transformers itself are known; any other is refused.
-
-    Raises:
-        ValueError: if the mask keeps other pairs than causality, a window, padding and packed documents do.
+    ``attention_mask``: (B, keys seen) bool, True = real, shorter than the cache if the cache is static; or an existing KeyMask.
+    ``is_shared``: processes share the sequence, so they must make the same call, whatever their own part of the mask holds.
+    ``mask_function`` decides which pairs are kept: ValueError for any but transformers' own, or one that keeps others than causality, a
+    window, padding and documents do.
     """
     if isinstance(attention_mask, KeyMask):
         return attention_mask
@@ -224,12 +219,8 @@ def _bounds(mask_function: Callable[..., Any], batch_size: int, num_keys: int, d
 
 def document_starts(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None, real: torch.Tensor | None) -> torch.Tensor:
     """Returns where a document begins within a row, after another, (B, N) bool: at a position that is not above the one before, or at
-    another value of ``seq_idx``. Padding says nothing and is passed over, and positions that leave numbers out go on.
-
-    Args:
-        position_ids, seq_idx: (B, N) or (1, N); at least one is given.
-        real: (B, N) bool, False = padding; None for no padding.
-    """
+    another value of ``seq_idx``, both (B, N) or (1, N), at least one given. Padding, False in ``real`` (B, N), says nothing and is passed
+    over, and positions that leave numbers out go on."""
     given = {is_new: x for is_new, x in ((torch.le, position_ids), (torch.ne, seq_idx)) if x is not None}
     one = next(iter(given.values()))
     real, *values = torch.broadcast_tensors(torch.ones_like(one, dtype=torch.bool) if real is None else real, *given.values())
@@ -259,17 +250,11 @@ def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: i
 def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int, is_causal: bool, *, is_shared: bool = False) -> KeyMask:
     """Converts a mask that a caller, or the model itself, made to a ``KeyMask`` that keeps the same pairs.
 
-    As in transformers' sdpa, a mask of four dimensions alone decides which pairs count: the layer adds neither causality nor its window.
-    A mask (B, Nk) is one of keys, beside which the layer's causality stays.
+    As in transformers' sdpa, a mask of four dimensions alone decides which pairs count: the layer adds neither causality nor its window;
+    then ``is_causal``, the layer's, decides only where a mask can be read both ways. Beside a mask (B, Nk) the layer's causality stays.
 
-    Args:
-        mask: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk): bool, True = seen; or a term added to the scores: 0, or −inf or the lowest number.
-        batch: B; a mask of one row stands for all.
-        is_causal: whether the layer is causal; of four dimensions, it decides only where a mask can be read both ways.
-        is_shared: see ``key_mask``.
-
-    Raises:
-        ValueError: if it has other values, or keeps other pairs than causality, one window and padding do.
+    ``mask``: (B, Nk), (B, 1, 1, Nk) or (B, 1, Nq, Nk), of one row for all or of ``batch``: bool, True = seen; or a term added to the
+    scores: 0, or −inf or the lowest number. ValueError for other values, or other pairs than causality, one window and padding keep.
     """
     shape = f"attention_mask {tuple(mask.shape)} {mask.dtype}"
     expected = (
@@ -339,9 +324,8 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
 def _band_of(seen: torch.Tensor, offset: int) -> tuple[int | None, int | None, int, bool] | None:
     """Returns what a mask (B, Nq or 1, Nk) keeps of the keys that any query sees: those from own − left to own + right.
 
-    Returns:
-        (left, right, the highest key − own that is seen, whether no query sees the last key), with None for a side on which nothing is
-        dropped; None for all if it keeps other pairs. Rows that see nothing do not count.
+    The result is (left, right, the highest key − own that is seen, whether no query sees the last key), with None for a side on which
+    nothing is dropped; None for all if it keeps other pairs. Rows that see nothing do not count.
     """
     num_queries, num_keys = seen.shape[1:]
     own = torch.arange(offset, offset + num_queries, dtype=torch.int32, device=seen.device)

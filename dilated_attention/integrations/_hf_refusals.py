@@ -148,10 +148,7 @@ def check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx:
     """Refuses documents that neither the mask nor bounds keep apart, and positions that do not belong to this process's shard.
 
     Transformers looks for documents in positions only where there is neither an attention_mask nor a cache, and not in all models. They are
-    read once a forward, in the first layer that has the mask; a step of one token is not looked at.
-
-    Args:
-        rank: the process's, of those that share the sequence; 0 in one process.
+    read once a forward, in the first layer that has the mask; a step of one token is not looked at. ``rank``: the process's, 0 of one.
     """
     if num_queries == 0 or (num_queries == 1 and rank == 0):
         return

@@ -39,11 +39,8 @@ OF_PATTERNS = (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", "pattern")
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Options of ``dilated_attention``, ``ring_dilated_attention``, ``ring_attention`` or ``block_sparse_attention``, by their names.
-
-    Neither lengths nor a pattern need be among them yet: a model's config may provide them. ``pattern`` is what they say; None for
-    dense attention, and where it is not known yet.
-    """
+    """Options of ``dilated_attention``, ``ring_dilated_attention``, ``ring_attention`` or ``block_sparse_attention``, by their names. A
+    model's config may add lengths or a pattern. ``pattern`` is what they say; None for dense attention, and where it is not known yet."""
 
     kind: str
     options: dict[str, Any]
@@ -61,11 +58,7 @@ class Settings:
         return self.pattern is None or (isinstance(self.pattern, LocalWindow) and self.pattern.window == (None, None))
 
     def with_options(self, options: dict[str, Any]) -> Settings:
-        """Returns these settings, overridden by ``options``, whose values may be plain JSON.
-
-        Raises:
-            ValueError, TypeError: if this kind does not have an option, or does not accept its value.
-        """
+        """Returns these settings, overridden by ``options``, whose values may be plain JSON; ValueError or TypeError for others."""
         refuse_others(options, OPTIONS[self.kind], f"given for {self.kind!r}")
         new = {**self.options, **options}
         if isinstance(new.get("pattern"), str):
@@ -77,11 +70,7 @@ class Settings:
         return Settings(self.kind, new, pattern)
 
     def plain(self) -> dict[str, Any]:
-        """Returns the options as JSON values: lists, numbers and strings.
-
-        Raises:
-            ValueError: if a pattern holds a Python function or a tensor, or a group or mesh is among them.
-        """
+        """Returns the options as JSON values; ValueError for a pattern that holds a Python function or a tensor, or a group or mesh."""
         plain = dict(self.options)
         for name in _PROCESSES:
             if name in plain:
@@ -127,11 +116,7 @@ _KNOWN: dict[str, Settings] = {}
 
 
 def check_release(oldest: tuple[int, int], what: str) -> None:
-    """Refuses an older transformers than ``what`` is tested with.
-
-    Raises:
-        ImportError: naming its release, or if there is none.
-    """
+    """Raises ImportError for an older transformers than ``what`` is tested with, or for none."""
     minimum = ".".join(str(part) for part in oldest)
     try:
         release = importlib.import_module("transformers").__version__
@@ -164,11 +149,8 @@ def group_of(name: str) -> str:
 
 
 def settings_of(name: str, config: Any) -> Settings:
-    """Returns the settings of a name for the model of a config: the config takes precedence over what was registered.
-
-    Raises:
-        ValueError, TypeError: if the config's settings are invalid, or lengths or a pattern are given nowhere.
-    """
+    """Returns the settings of a name for the model of a config, which takes precedence over what was registered; ValueError or TypeError if
+    the config's settings are invalid, or lengths or a pattern are given nowhere."""
     told = getattr(config, CONFIG_KEY, None)
     if told is None:
         return _KNOWN[_resolved(name, ())]

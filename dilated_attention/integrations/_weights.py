@@ -51,15 +51,11 @@ _INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor]:
-    """Returns name → tensor of a module, of a dict, or of a file written by ``torch.save`` or safetensors.
+    """Returns name → tensor of a module, a mapping, or the path of a file written by ``torch.save`` or safetensors. ``part``: key of the
+    weights in a dict of several things; None for the one of ``WRAPPERS`` that exists, or the dict itself.
 
-    Args:
-        source: nn.Module, mapping, or path.
-        part: key of the weights in a dict of several things; None to use the one of ``WRAPPERS`` that exists, or the dict itself.
-
-    Raises:
-        ValueError: if there are no such weights, or several; or a file is damaged or holds more than tensors.
-        FileNotFoundError, PermissionError: if the file cannot be read.
+    Raises ValueError if there are no such weights, or several, or a file is damaged or holds more than tensors; FileNotFoundError and
+    PermissionError if the file cannot be read.
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
@@ -250,12 +246,8 @@ def filled(
     dtype: torch.dtype | None,
     fresh: dict[str, torch.Tensor] | None = None,
 ) -> Any:
-    """Loads the weights, copied, into ``model``, built on meta, and returns it in eval mode. None may be missing or left over.
-
-    Args:
-        rows: of this kind, see ``LAYERS``.
-        fresh: new parameters by our keys, which are not taken from the weights.
-    """
+    """Loads the weights, copied, into ``model``, built on meta, and returns it in eval mode. None may be missing or left over. ``rows``: of
+    this kind, see ``LAYERS``; ``fresh``: new parameters by our keys, which are not taken from the weights."""
     fresh = fresh or {}
     scales = {name: weights[name] for name in weights if re.search(r"(^|\.)xpos\.scale$", name)}
     for name, scale in scales.items():

@@ -24,10 +24,8 @@ from dilated_attention.pattern import DilatedPattern
 
 
 def magneto_gain(num_layers: int) -> float:
-    """Returns MAGNETO's γ = sqrt(log 2M) for an encoder or a decoder of M layers (arXiv 2210.06423, Figure 2).
-
-    It is the gain of the v, out and feed-forward weights. For M = 1 the formula is applied as it stands and gives sqrt(log 2).
-    """
+    """Returns MAGNETO's γ = sqrt(log 2M) for an encoder or a decoder of M layers (arXiv 2210.06423, Figure 2): the gain of the v, out and
+    feed-forward weights."""
     return math.sqrt(math.log(2 * num_layers))
 
 
@@ -86,10 +84,8 @@ def shrink_residual(linear: nn.Linear, num_layers: int) -> None:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E).
-
-    With ``ring``, x is this process's rows, and the first process draws for all of them.
-    """
+    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E). With
+    ``ring``, x is this process's rows, and the first process draws for all of them."""
 
     def __init__(self, p: float, ring: RingSettings | None = None) -> None:
         super().__init__()
@@ -229,8 +225,6 @@ class Block(nn.Module):
 
 
 def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
-    """Returns (input of a layer, keywords).
-
-    A layer of this library gets x and the norm, which it applies itself; a replaced or hooked layer gets norm(x).
-    """
+    """Returns (input of a layer, keywords): x and the norm for a layer of this library, which applies it itself; norm(x) for a replaced or
+    hooked one."""
     return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})

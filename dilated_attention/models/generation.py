@@ -264,10 +264,7 @@ def _steps(
     waits: bool,
 ) -> Iterator[torch.Tensor]:
     """Yields the drawn tokens as input, (B, 1) of each step, at most max_new_tokens; a request that has ended gets ``stop_token`` again.
-
-    Args:
-        waits: check at each step that logits are finite, not only at the first and the last.
-    """
+    ``waits``: check at each step that logits are finite, not only at the first and the last."""
     with eval_mode(model):
         weight = model.output_weight
         lengths = [len(row) for row in rows]
@@ -313,11 +310,8 @@ def _steps(
 
 
 def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int = 0) -> None:
-    """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device.
-
-    Args:
-        before: how many new tokens came before the first of these steps.
-    """
+    """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device. ``before``: how many new tokens came
+    before the first of these steps."""
     # (steps, requests)
     wrong = ~torch.stack(highest)[..., 0].isfinite()
     if not bool(wrong.any()):

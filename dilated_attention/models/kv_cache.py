@@ -336,10 +336,9 @@ class PagedKVCache(KVCache):
 class CachePass:
     """A pass of a model over ``count`` new positions. What all layers share is computed once, at its beginning.
 
-    Args:
-        start: position of the first, for a chunk of positions of ``cache``'s chosen requests: the layer's forward attention runs over the
-            cached keys and the chunk's own. None for a step: one position of every request, each at its own. Nothing of a step depends on
-            the lengths on the host, so a CUDA graph may replay it.
+    ``start``: position of the first, for a chunk of ``cache``'s chosen requests: the layer's forward attention runs over the cached keys
+    and the chunk's own. None for a step: one position of every request, each at its own, where nothing depends on the lengths on the host,
+    so that a CUDA graph may replay it.
     """
 
     def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
@@ -378,12 +377,8 @@ class CachePass:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
     ) -> torch.Tensor:
-        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache.
-
-        Args:
-            tables: the tables of ``rotation``, with which queries and keys still have to be rotated; None to leave them as they are.
-            attention: the layer's attention module, which computes chunks.
-        """
+        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache. ``tables``: those of
+        ``rotation``, with which queries and keys still have to be rotated, or None; ``attention``: the layer's module, for chunks."""
         cache, expected = self.cache, (len(self.requests), self.count)
         if tuple(k.shape[:2]) != expected:
             raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")

@@ -208,11 +208,5 @@ class LongNetLM(Pretrained):
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return generate(
-            self,
-            prompt,
-            max_new_tokens,
-            sampling=sampling,
-            stop_token=stop_token,
-            prefill_chunk=prefill_chunk,
-            cuda_graph=cuda_graph,
+            self, prompt, max_new_tokens, sampling=sampling, stop_token=stop_token, prefill_chunk=prefill_chunk, cuda_graph=cuda_graph
         )

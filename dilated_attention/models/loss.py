@@ -1,7 +1,7 @@
 """Losses: cross-entropy with the output layer in chunks of positions, and of a sequence that is sharded over several processes.
 
-In chunks the logits of 2^20 tokens × 100k words never exist all at once. Torch's own ``linear_cross_entropy``
-(2.13) has chunks, too, but not inside torch.compile.
+In chunks the logits of 2^20 tokens × 100k words never exist all at once. Torch's own ``linear_cross_entropy`` (2.13) has chunks, too, but
+not inside torch.compile.
 
 Of a sharded sequence each process computes the loss of its own rows, and its backward gives their share of every parameter's gradient. The
 gradient of the whole loss is the sum of the shares. DDP and FSDP2 compute the *mean* over their processes. Therefore the loss of a process
@@ -10,9 +10,8 @@ has W times its share as gradient here, and the mean is exact, however unequal t
     loss = Σ_r total_r / Σ_r count_r (its value, on every process),    ∂loss on process r = W · ∂total_r / Σ_r count_r
 
 The mean of the processes' own means, ``cross_entropy`` on each shard, is the same only if every process has equally many targets that
-count. With data parallelism around it (a mesh of dp × cp, DDP or FSDP2 over all of it), pass the axis that shares the sequence: the rows
-of the mesh are then averaged with equal weight, as data parallelism does. For the mean over all targets of all rows pass
-``group=torch.distributed.group.WORLD``.
+count. With data parallelism around it (a mesh of dp × cp, DDP or FSDP2 over all of it), pass the axis that shares the sequence: the rows of
+the mesh are then averaged with equal weight. For the mean over all targets of all rows pass ``group=torch.distributed.group.WORLD``.
 """
 
 from __future__ import annotations
@@ -98,11 +97,8 @@ def sharded_cross_entropy(
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
-    """The weight with rows of zeros up to the next multiple of 8, on a GPU.
-
-    Rows of logits then begin at multiples of 16 bytes. For the 100,277 words of a common vocabulary cuBLAS uses kernels that read them
-    element by element, which made two thirds of a training step of a small model.
-    """
+    """The weight with rows of zeros up to the next multiple of 8, on a GPU, so that rows of logits begin at multiples of 16 bytes. For a
+    common vocabulary's 100,277 words cuBLAS reads others element by element, which made two thirds of a training step of a small model."""
     missing = -weight.shape[0] % 8
     if not missing or weight.device.type != "cuda":
         return weight

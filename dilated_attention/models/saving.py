@@ -117,11 +117,8 @@ class Pretrained(nn.Module):
 
 
 def find_model(path: Path) -> Path:
-    """Returns the folder of the model: ``path``, or in the folder of a run ``path/checkpoint``.
-
-    Raises:
-        FileNotFoundError: if neither holds weights; of a run that has only saved its steps, with the command that writes them.
-    """
+    """Returns the folder of the model: ``path``, or in the folder of a run ``path/checkpoint``. FileNotFoundError if neither holds weights;
+    of a run that has only saved its steps, with the command that writes them."""
     for folder in (path, path / "checkpoint"):
         if (folder / WEIGHTS_FILE).exists():
             return folder
@@ -152,12 +149,8 @@ def _way_out(run: Path, step: int) -> str:
 
 
 def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns (name → tensor, the header's texts) of one state of the file, even if it is replaced meanwhile.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is damaged or has another format.
-    """
+    """Returns (name → tensor, the header's texts) of one state of the file, even if it is replaced meanwhile. OSError if it cannot be read,
+    ValueError if it is damaged or has another format."""
     import safetensors
 
     damage: Exception | None = None
@@ -181,10 +174,7 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
 
 
 def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights contiguous, each with separate memory.
-
-    A file cannot store two names for one weight, and a model that is loaded from it needs every name.
-    """
+    """Returns the weights contiguous, each with separate memory: a file has one name for a weight, and a model needs every name."""
     taken: set[int] = set()
     apart = {}
     for name, weight in weights.items():

@@ -61,10 +61,7 @@ def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -
 
 
 class LongNetStack(nn.Module):
-    """A stack of M ``Block`` modules and a last norm: embeddings (B, N, E) → hidden states (B, N, E).
-
-    See ``LongNetEncoder`` and ``LongNetDecoder``.
-    """
+    """A stack of M ``Block`` modules and a last norm, (B, N, E) → (B, N, E): see ``LongNetEncoder`` and ``LongNetDecoder``."""
 
     is_causal: ClassVar[bool]
 
@@ -180,13 +177,7 @@ class LongNetStack(nn.Module):
 
     @torch.no_grad()
     def attention_map(
-        self,
-        x: torch.Tensor,
-        *,
-        query_rows: Any,
-        layer: int = -1,
-        cu_seqlens: torch.Tensor | None = None,
-        **options: Any,
+        self, x: torch.Tensor, *, query_rows: Any, layer: int = -1, cu_seqlens: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Returns the attention weights of chosen queries in one block, (B, H, R, N), exact and without computing all N².
 

@@ -44,19 +44,12 @@ class Footprint:
         return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
-def footprint(
-    config: LongNetConfig,
-    num_parameters: int,
-    *,
-    checkpoint_activations: bool = False,
-    activation_bytes: int = 2,
-) -> Footprint:
+def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, activation_bytes: int = 2) -> Footprint:
     """Estimates the footprint of a stack whose blocks save what the kernels of ``functional.fused_layers`` save for the backward.
 
     This is x, q, k, v, out and its lse, x after attention, W_1 x, with ``activation_bytes`` per element. With ``checkpoint_activations`` a
-    block only saves its input, with 4 bytes per element: the residual stream has the dtype of its input, float32 under autocast
-    unless it is cast. The rest exists for one block at a time. The estimate adds up the tensors that must be alive at once; docs/models.md
-    compares it with measured peaks.
+    block only saves its input, with 4 bytes per element (float32 under autocast). The rest exists for one block at a time. The estimate
+    adds up the tensors that must be alive at once; docs/models.md compares it with measured peaks.
     """
     embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
     keys = 2 * embed * (config.num_kv_heads or heads) // heads

@@ -1,7 +1,5 @@
-"""What tokens stand for: bytes and bases, FASTA files, k-mers of bases and their embedding; and checks of token ids and targets.
-
-Checks are always of type and shape, and of values if reading them does not make the host wait.
-"""
+"""What tokens stand for: bytes and bases, FASTA files, k-mers of bases and their embedding; and checks of token ids and targets: always of
+type and shape, and of values if reading them does not make the host wait."""
 
 from __future__ import annotations
 
@@ -222,13 +220,8 @@ def check_tokens(name: str, tokens: Any) -> None:
 
 
 def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False, is_shard: bool = False) -> None:
-    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes.
-
-    Never for an embedding that is not of this library or torch, as it may accept ids outside the vocabulary.
-
-    Args:
-        is_shard: neighbouring tokens need not be neighbours in the sequence.
-    """
+    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes;
+    never for an embedding that is not of this library or torch, as it may accept others. ``is_shard``: neighbours here may lie apart."""
     if isinstance(embedding, KmerEmbedding):
         if not has_values(tokens, waits=True) or not tokens.numel():
             return
@@ -246,10 +239,8 @@ def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: b
 
 
 def has_values(tensor: torch.Tensor, *, waits: bool = False) -> bool:
-    """Whether the host can read a tensor's values: on the CPU, or on any device if ``waits`` allows waiting for it.
-
-    Compiled, mapped and fake tensors have no values to read, nor have those of a CUDA graph that is being captured.
-    """
+    """Whether the host can read a tensor's values: on the CPU, or on any device if ``waits`` allows waiting for it. Compiled, mapped and
+    fake tensors have none to read, nor have those of a CUDA graph that is being captured."""
     if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return False
     if tensor.device.type == "cpu":
@@ -267,11 +258,8 @@ def check_range(
     limit: str = "vocab_size − 1",
     way_out: str = "check the tokenizer, or make the model with a larger vocab_size",
 ) -> None:
-    """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``; never if ``vocab_size`` is None.
-
-    Checks only on the CPU, because elsewhere the host would have to wait for the device, unless ``waits`` allows it; see ``has_values``.
-    ``limit`` and ``way_out`` are parts of the message.
-    """
+    """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``, if ``vocab_size`` is not None and
+    ``has_values``. ``limit`` and ``way_out`` are parts of the message."""
     if vocab_size is None or not has_values(tokens, waits=waits):
         return
     counted = tokens if ignore_index is None else tokens[tokens != ignore_index]

@@ -45,11 +45,8 @@ class RingSettings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RingSettings:
-        """Builds the settings from a module's options.
-
-        Raises:
-            ValueError, TypeError: the layout, exchange or group does not exist, or the group does not include this process.
-        """
+        """Builds the settings from a module's options; ValueError or TypeError if the layout, exchange or group does not exist or lacks
+        this process."""
         group, mesh, layout, exchange, per_node, timeout = ({**DEFAULTS, **options}[name] for name in RING_OPTIONS)
         one_of("exchange", exchange, ("auto", *EXCHANGES))
         return cls(
@@ -72,14 +69,10 @@ class RingSettings:
         return place_in(self.group_name)
 
     def whole_length(self, rows: int, **same: object) -> int:
-        """Returns N, the sum of all ranks' rows, which the ranks exchange here; all must call it.
+        """Returns N, the sum of all ranks' rows, which the ranks exchange here; all must call it. ``same``: other values to be equal.
 
-        Args:
-            same: further values that must be equal on all ranks.
-
-        Raises:
-            ValueError: the ranks' rows are no shards of a sequence in this layout, or values differ, on all ranks alike; or inside
-                torch.compile, whose graph cannot contain a number received from other processes.
+        Raises ValueError on all ranks alike if the rows are no shards of a sequence in this layout or values differ; and inside
+        torch.compile, whose graph cannot contain a number received from other processes.
         """
         if not self.group_name:
             return rows
@@ -97,10 +90,8 @@ class RingSettings:
         return sum(held)
 
     def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
-        """Returns the positions in the whole sequence of the rows of x (B, n, …), as int64 (n,).
-
-        Returns zeros if n rows are not a shard of seq_len: the attention that follows then refuses them, on all processes alike.
-        """
+        """Returns the positions in the whole sequence of the rows of x (B, n, …), as int64 (n,); zeros if n rows are not a shard of
+        seq_len, which the attention that follows then refuses, on all processes alike."""
         self._check_still_alone()
         # positions have no derivative, so autograd does not need to see the op
         return shard_positions(x.detach(), seq_len, self.group_name, self.layout)

@@ -33,11 +33,8 @@ _SHOWN = (
 class Attention(nn.Module):
     """Holds a pattern and the options that are fixed at construction. ``LocalAttention`` and ``RingModule`` add ``forward``.
 
-    Args:
-        name: the public class, whose options are accepted.
-        options: the caller's options.
-        branches: segment_lengths and dilation_rates; None without branches.
-        blocks: (pattern,), None in it with ``sparsity_ratio``; () without blocks.
+    ``name``: the public class, whose options are accepted; ``branches``: segment_lengths and dilation_rates, or None; ``blocks``:
+    (pattern,), None in it with ``sparsity_ratio``, or () without blocks.
     """
 
     # the function that ``forward`` calls
@@ -226,12 +223,8 @@ class LocalAttention(Attention):
 
 
 class RingModule(Attention):
-    """An attention that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are.
-
-    Args:
-        options: see ``ring_dilated_attention`` and ``ring_block_sparse_attention``.
-        name, patterns: see ``Attention``.
-    """
+    """An attention that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are. For its
+    options see ``ring_dilated_attention`` and ``ring_block_sparse_attention``."""
 
     ring: RingSettings
     # the function of one process

@@ -33,7 +33,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class CoreOptions(AttentionOptions, total=False):
-    """What the modules without projections take: ``AttentionOptions``.
+    """``AttentionOptions`` of the modules without projections.
 
     Args:
         num_heads: H, with ``sinks``; None: the first call says it, as in torch's lazy modules. Optimizers need it before.

@@ -24,14 +24,9 @@ from dilated_attention.pattern.checks import as_int
 class MultiheadAttention(nn.Module):
     """(B, N, E) → ``project`` → queries, keys, values (B, N, H, D) → ``attention`` → ``combine`` → (B, N, E).
 
-    Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm``
-    with ``qk_norm``. The attention between them has none but ``sinks``.
-
-    Args:
-        name: the public class, whose options are accepted.
-        core: the class of ``attention``.
-        patterns: segment_lengths, dilation_rates and pattern of ``core``, as many as it takes.
-        options: the caller's options, of the projections and of ``core``.
+    Parameters: ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``; ``inner_attn_ln`` with ``layer_norm``; ``q_norm``, ``k_norm`` with
+    ``qk_norm``. The attention between them has none but ``sinks``. ``name``: the public class, whose options are accepted; ``core``: the
+    class of ``attention``; ``patterns``: segment_lengths, dilation_rates and pattern, as many as it takes.
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these of nn.MultiheadAttention; None says that there is no in_proj, and
@@ -114,10 +109,8 @@ class MultiheadAttention(nn.Module):
     def project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, input_norm: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Projects the inputs, after ``input_norm`` if given, to q (B, Nq, H, D), k and v (B, Nk, Hk, D).
-
-        q and k are normalised with ``qk_norm``, and not yet rotated.
-        """
+        """Projects the inputs, after ``input_norm`` if given, to q (B, Nq, H, D), k and v (B, Nk, Hk, D), normalised with ``qk_norm`` and
+        not yet rotated."""
         self._check_inputs(query, key, value)
         if key is query and value is query:
             q, k, v = linear_layers(query, (self.q_proj, self.k_proj, self.v_proj), norm=input_norm)
@@ -164,8 +157,7 @@ class MultiheadAttention(nn.Module):
         """Rotates q and k by the keys' ``positions`` (Nk,), counted anew in each packed document; query 0 is at index ``query_offset``.
 
         With ``xpos_scale_base`` they are also scaled by their distance from the middle of ``seq_len`` positions (None for Nk), or of the
-        document. Queries and keys that are rotated in separate calls and meet in one softmax, as with a key cache, must use the same
-        ``seq_len``.
+        document; queries and keys that meet in one softmax, as with a key cache, must use the same ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
         q_table, k_table = self.rotation(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
@@ -191,11 +183,8 @@ class MultiheadAttention(nn.Module):
         return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
 
     def attend_cached(self, x: torch.Tensor, cache_pass: Any, layer: int) -> torch.Tensor:
-        """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache.
-
-        Args:
-            cache_pass: a ``models.kv_cache.CachePass``, in which this layer is number ``layer``.
-        """
+        """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache, in whose
+        pass (a ``models.kv_cache.CachePass``) this layer is number ``layer``."""
         q, k, v = self.project(x, x, x)
         tables = cache_pass.rotation(self, k.dtype) if self.rotary else None
         return self.combine(cache_pass.attend(layer, q, k, v, tables, self.attention))
@@ -232,11 +221,8 @@ class MultiheadAttention(nn.Module):
 
 
 def _as_bool(key_padding_mask: Any) -> Any:
-    """Returns a mask of floats, which nn.TransformerEncoderLayer makes of every mask, as a bool one: -inf is padding, 0 is not.
-
-    Reads its values, so that a GPU makes the host wait. Under torch.compile and while a CUDA graph is captured, where the host cannot
-    wait, the device asserts. Other types are returned as they are.
-    """
+    """Returns a mask of floats, which nn.TransformerEncoderLayer makes of every mask, as bool: -inf is padding, 0 is not; others as they
+    are. Reads its values, so a GPU makes the host wait; where it cannot (torch.compile, capture of a CUDA graph) the device asserts."""
     if not isinstance(key_padding_mask, torch.Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask
     padding = key_padding_mask == -math.inf

@@ -18,15 +18,10 @@ XPOS_HEADROOM = 16.0
 
 
 def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Table:
-    """Returns (cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2).
+    """Returns (cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2), of integer positions (N,).
 
-    It is a pure function without a cache, so that a compiled graph neither breaks nor depends on the length.
-
-    Args:
-        positions: integers (N,).
-        head_dim: D, even.
-        base: > 1; the longest wavelength is about 2π · base positions.
-        dtype: dtype of the vectors to be rotated; the table is float32, or float64 for float64.
+    Without a cache, so that a compiled graph neither breaks nor depends on the length. The longest wavelength is about 2π · base positions.
+    ``dtype``: of the vectors to be rotated; the table is float32, or float64 for float64.
     """
     # at long range float32 has no digits left for the fraction of a turn: at position 2^20 its angles are off by 0.06. So the
     # angle is reduced to one turn in float64, which only Apple's GPUs lack
@@ -39,10 +34,7 @@ def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: tor
 
 def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Rotates each pair (x_i, x_{i+D/2}) of x (B, N, H, D) by angle i of its position, in the table's dtype, and rounds to x's dtype.
-
-    The halves are paired as in GPT-NeoX and Llama; the paper pairs neighbours, which differs by a permutation of the
-    dimensions. q·k of two rotated vectors depends only on the difference of their positions.
-    """
+    Halves are paired as in GPT-NeoX and Llama; the paper pairs neighbours, which differs by a permutation of the dimensions."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -59,14 +51,9 @@ def document_ends(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> Table:
 def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base: float) -> tuple[Table, Table]:
     """Returns (query table, key table): the rotation times ζ_i^(n/b) for queries and ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D.
 
-    ``rotate`` takes either table. A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m. It depends on
-    the distance only: it is less than one for keys before the query and *more* for keys after it.
-
-    Args:
-        table: the result of ``rotary_table``.
-        positions: n (N,), counted from the middle of the sequence or document, so that the factors at both ends are equally far from 1.
-        head_dim: D, even.
-        scale_base: b, > 0.
+    A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m: less than one for keys before the query and *more*
+    for keys after it. ``positions``: n (N,), counted from the middle of the sequence or document, so that the factors at both ends are
+    equally far from 1; ``scale_base``: b, > 0.
     """
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     pair = torch.arange(head_dim // 2, dtype=wide, device=positions.device)
@@ -84,11 +71,7 @@ def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
 
 
 def check_xpos_length(cu_seqlens: torch.Tensor | None, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns ``cu_seqlens`` of a sequence of ``seq_len``.
-
-    Raises:
-        ValueError: the factors of the sequence, or of one of its documents, overflow ``dtype``.
-    """
+    """Returns ``cu_seqlens`` of a sequence of ``seq_len``; ValueError if its factors, or one document's, overflow ``dtype``."""
     longest = xpos_max_length(scale_base, dtype)
     if seq_len <= longest:
         return cu_seqlens

@@ -19,15 +19,7 @@ class Pattern(ABC):
     """
 
     @abstractmethod
-    def dense_mask(
-        self,
-        num_queries: int,
-        num_keys: int,
-        num_heads: int,
-        *,
-        is_causal: bool = False,
-        query_offset: int = 0,
-    ) -> Tensor:
+    def dense_mask(self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0) -> Tensor:
         """Returns the multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). It is O(N²), for small N."""
 
     @abstractmethod

@@ -155,11 +155,8 @@ class DilatedPattern(Pattern):
         return self.head_offsets
 
     def with_branches(self, branches: Sequence[int], num_heads: int, *, onto_all: bool = False) -> DilatedPattern:
-        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them.
-
-        Args:
-            onto_all: insert a first branch that takes every position of the whole sequence.
-        """
+        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them; ``onto_all`` inserts a first branch that
+        takes every position of the whole sequence."""
         offsets = self.offsets(num_heads)
         lengths = [MAX_LENGTH] * onto_all + [self.segment_lengths[b] for b in branches]
         rates = [1] * onto_all + [self.dilation_rates[b] for b in branches]
@@ -185,15 +182,7 @@ class DilatedPattern(Pattern):
         length = min(self.segment_lengths[branch], num_positions)
         return -(-length // self.dilation_rates[branch]) - num_taken
 
-    def dense_mask(
-        self,
-        num_queries: int,
-        num_keys: int,
-        num_heads: int,
-        *,
-        is_causal: bool = False,
-        query_offset: int = 0,
-    ) -> Tensor:
+    def dense_mask(self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0) -> Tensor:
         """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
@@ -266,10 +255,8 @@ def taken(length: int, rate: int, offset: int) -> int:
 
 
 def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
-    """Returns the numbers of (head, query, key) triples of multiplicity ≥ 1 and ≥ 2.
-
-    Positions that are in the same segments of the same branches are a class; pairs are counted class by class.
-    """
+    """Returns the numbers of (head, query, key) triples of multiplicity ≥ 1 and ≥ 2, class by class of positions that are in the same
+    segments of the same branches."""
     check_bool("is_causal", is_causal)
     positions, heads_of = as_int("num_positions", num_positions, minimum=0), Counter(zip(*pattern.offsets(num_heads), strict=True))
     # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary

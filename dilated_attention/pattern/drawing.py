@@ -1,7 +1,4 @@
-"""Counts the pairs of a pattern in square cells of positions, without a mask of N² pairs, and draws them.
-
-matplotlib is an optional dependency: ``pip install "dilated-attention[plot]"``.
-"""
+"""Counts the pairs of a pattern in square cells of positions, without a mask of N² pairs, and draws them (with matplotlib, an extra)."""
 
 from __future__ import annotations
 
@@ -23,14 +20,8 @@ _LETTERS_PER_INCH = 10
 
 
 def cell_pairs(pattern: Any, num_positions: int, num_heads: int, cell: int, *, is_causal: bool = False) -> Tensor:
-    """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions; the last of a row or column may be smaller.
-
-    Args:
-        cell: side of a cell in positions. For a block pattern beyond 1,024 positions, it must be a multiple of both block sizes.
-
-    Returns:
-        int64 (num_heads, ceil(N / cell), ceil(N / cell)): head, cell of the queries, cell of the keys. Their sum is ``pattern.pairs``.
-    """
+    """Counts the pairs, with multiplicity, in every square of ``cell`` × ``cell`` positions (the last may be smaller; of a block pattern
+    beyond 1,024 positions a multiple of both block sizes): int64 (num_heads, cells of the queries, cells of the keys), in sum ``pairs``."""
     num_positions, cell = as_int("num_positions", num_positions, minimum=0), as_int("cell", cell, minimum=1)
     num_heads, cells = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS), -(-num_positions // cell)
     if num_heads * cells**2 > MAX_MASK:
@@ -64,10 +55,8 @@ def cell_sizes(num_positions: int, cell: int) -> Tensor:
 
 
 def draw(pattern: Any, num_positions: int, num_heads: int, *, cell: int = 1, is_causal: bool = False, path: str | None = None) -> Any:
-    """Draws one panel per head: rows are queries, columns are keys, the color is the multiplicity, its mean over a cell; white is none.
-
-    Returns the figure, and saves it to ``path`` if given.
-    """
+    """Returns a figure, saved to ``path`` if given, with one panel per head: rows are queries, columns are keys, the color is the
+    multiplicity, its mean over a cell; white is none."""
     try:
         # Figure without pyplot: drawing from a library must not touch the user's backend or open a window
         from matplotlib.colors import PowerNorm

@@ -176,10 +176,8 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
-    """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next.
-
-    Rates are limited so that heads cover every offset.
-    """
+    """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next; rates are
+    limited so that heads cover every offset."""
     lengths, rates = geometric_branches(1 << (min(length, longest or length) - 1).bit_length())
     # below a rate of 8 far branches cost more than all others together
     most = 1 << (max(num_heads, 8).bit_length() - 1)
@@ -196,11 +194,9 @@ def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> tu
 
 
 def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
-    """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters.
-
-    Heads have 128 from a billion parameters on, four query heads share a key head. The figures are those of one and two blocks, as
-    building all blocks of a large model takes seconds, even empty ones.
-    """
+    """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters. Heads have 128 from a billion parameters on,
+    four query heads share a key head. The figures are those of one and two blocks, as building all of a large model takes seconds, even
+    empty ones."""
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
     wanted, layers = case.parameters or _PARAMETERS, config.num_layers
     embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)

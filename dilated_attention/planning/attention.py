@@ -150,11 +150,8 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
-    """Returns (whether the problem fits, a number of positions that fits where one more does not; 0 if not even one per process fits).
-
-    At most 2^31 positions are tried. The bytes may fall where a longer sequence exchanges its keys in more parts or in another way; then
-    some sequences that are shorter than the longest may not fit.
-    """
+    """Returns (whether the problem fits, a number of positions that fits where one more does not, up to 2^31; 0 if not one per process
+    fits). The bytes may fall where a longer sequence exchanges its keys in another way; then some shorter than the longest may not fit."""
 
     def excess(num_positions: int) -> int:
         return bytes_needed(problem.of_length(num_positions)) - int(USABLE * problem.machine.memory)

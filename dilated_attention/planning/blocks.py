@@ -25,13 +25,9 @@ _GOLDEN = 0.618034
 class BlockCounts:
     """Counts for one sequence, over all heads.
 
-    Args:
-        pairs: kept (head, query, key) triples.
-        entries: kept blocks, counted once where heads share their list.
-        computed: pairs of all kept blocks over all heads: kernels compute whole blocks and mask them afterwards.
-        list_bytes: bytes of the lists that kernels read.
-        mask_kind: ``"none"``, ``"interval"`` or ``"bits"``, see ``BlockLists``.
-        is_exact: whether the figures were counted rather than estimated from a sample.
+    ``pairs``: kept (head, query, key) triples; ``entries``: kept blocks, once where heads share their list; ``computed``: pairs of all kept
+    blocks, which kernels compute whole; ``list_bytes``: of the lists that kernels read; ``mask_kind``: see ``BlockLists``; ``is_exact``:
+    the figures were counted rather than estimated from a sample.
     """
 
     pairs: int
@@ -44,10 +40,8 @@ class BlockCounts:
 
 @functools.lru_cache(maxsize=512)
 def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int) -> BlockCounts:
-    """Returns the counts of ``pattern``, from a sample of its rows if it has more than ``most`` blocks.
-
-    Where rows are too long for that, those of a shorter sequence grow as the number of blocks that the pattern itself states.
-    """
+    """Returns the counts of ``pattern``, from a sample of its rows if it has more than ``most`` blocks. Where rows are too long for that,
+    those of a shorter sequence grow as the number of blocks that the pattern itself states."""
     blocks = num_blocks(pattern, num_positions, num_heads)
     if blocks <= (min(most, _MOST_ASKED) if _asks_pairs(pattern) else most):
         lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")
@@ -84,9 +78,7 @@ def _asks_pairs(pattern: BlockPattern) -> bool:
 
 def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
     """Counts of the first row of blocks, which may hold global tokens, and of some others all over the sequence, by some of their queries.
-
-    Of a function of pairs a block counts as kept if any of these queries keeps a key of it, and as kept whole if all keep every key.
-    """
+    Of a function of pairs a block counts as kept if any of these queries keeps a key of it, and as kept whole if all keep every key."""
     pattern.check(num_positions, num_heads)
     whole, asks = pattern.at(num_positions), _asks_pairs(pattern)
     whole = whole.causal() if is_causal else whole

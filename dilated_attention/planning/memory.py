@@ -1,8 +1,5 @@
-"""Computes the peak memory of one attention call of any kind, term by term, without allocating its tensors.
-
-``engine.memory`` covers dense and dilated attention. This module adds block patterns, and sequences sharded over processes, on the rank
-that needs the most: inputs, results, keys from elsewhere, and what kernels sum.
-"""
+"""Computes the peak memory of one attention call of any kind, term by term, without allocating its tensors: adds to ``engine.memory`` block
+patterns, and sequences sharded over processes, on the rank that needs the most."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ _SORT_BYTES = 40
 
 
 def memory_of(problem: Problem) -> MemoryEstimate:
-    """Returns the peak memory of the forward and, with ``training``, of the backward, on one process.
-
-    The estimate counts the inputs, the results and everything allocated in between, including the caller's tensors. It excludes the
-    framework itself and memory that the allocator holds in reserve.
-    """
+    """Returns the peak memory of the forward and, with ``training``, of the backward, on one process: inputs, results and everything in
+    between, including the caller's tensors; without the framework itself and memory that the allocator holds in reserve."""
     if problem.computes == "block_sparse":
         return _of_blocks(problem)
     if problem.world_size > 1:

@@ -181,10 +181,8 @@ def stack_of(model: Pretrained) -> LongNetConfig:
 
 
 def _peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
-    """Returns (terms at the highest point, when it occurs), for the process with the highest peak.
-
-    FSDP shards weights, gradients and the optimizer's moments over ``shards`` processes, and gathers blocks whole.
-    """
+    """Returns (terms at the highest point, when it occurs), for the process with the highest peak. FSDP shards weights, gradients and the
+    optimizer's moments over ``shards`` processes, and gathers blocks whole."""
     size, rows = run.weight_dtype.itemsize, -(-problem.num_positions // problem.world_size)
     sizes = [parameter.numel() * size for parameter in run.model.parameters()]
     blocks = [sum(p.numel() for p in x.parameters()) for name, x in run.model.named_modules() if name.rpartition(".")[0].endswith("blocks")]
@@ -257,11 +255,10 @@ def _kept_bytes(problem: Problem) -> int:
 class _Moment(NamedTuple):
     """The state after one operation.
 
-    Args:
-        alive, grads: bytes of everything created since the trace began that still lives; of these, the gradients of parameters.
-        kept: number of attention calls with detached mixing whose branch outputs may be alive, since a GPU saves them for the backward.
-        moved: bytes that operations, except attention, have read and written so far.
-        attention: ``"forward"`` or ``"backward"`` of an attention op, whose internal memory is not counted here; else "".
+    ``alive, grads``: bytes of everything created since the trace began that still lives; of these, the gradients of parameters. ``kept``:
+    number of attention calls with detached mixing whose branch outputs may be alive, since a GPU saves them for the backward. ``moved``:
+    bytes that operations, except attention, have read and written so far. ``attention``: ``"forward"`` or ``"backward"`` of an attention
+    op, whose internal memory is not counted here; else "".
     """
 
     alive: int
@@ -372,10 +369,8 @@ def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
 
 
 def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
-    """Estimates a training step or a forward: attention, linear layers at a share of the peak, traffic at a share of the bandwidth.
-
-    ``flops`` are those of the linear layers. Returns (seconds, what they are based on, the reason where there are none).
-    """
+    """Estimates a training step or a forward: attention, linear layers (``flops``) at a share of the peak, traffic at a share of the
+    bandwidth. Returns (seconds, what they are based on, the reason where there are none)."""
     gpu = problem.machine
     if gpu.is_cpu:
         # whatever was measured of attention alone
@@ -401,12 +396,10 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
 
 
 def _decode_seconds(blocks: int, problem: Problem, cached: int, weight_bytes: int) -> tuple[float | None, str]:
-    """Returns (seconds of a step that adds one token to each of B sequences of N positions, what it is based on).
+    """Returns (seconds of a step that adds one token to each of B sequences of N positions, what it is based on). ``cached``: bytes of all
+    cached keys and values, the most that can be read.
 
     seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
-
-    Args:
-        cached: bytes of all cached keys and values, the most that can be read.
     """
     bandwidth = problem.machine.bandwidth
     if bandwidth is None:

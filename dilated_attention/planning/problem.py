@@ -37,13 +37,8 @@ def kind_of(computes: str, world_size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call, checked and completed by ``make_problem``.
-
-    Args:
-        kind: a name of ``KINDS``.
-        machine, hardware: a GPU or a CPU, for figures and for the choice of backends.
-        exchange: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``.
-    """
+    """One call, checked and completed by ``make_problem``. ``kind``: a name of ``KINDS``; ``machine, hardware``: a GPU or a CPU, for
+    figures and for the choice of backends; ``exchange``: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``."""
 
     kind: str
     pattern: DilatedPattern | BlockPattern

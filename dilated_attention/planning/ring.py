@@ -40,8 +40,7 @@ class Exchange:
 
     Args:
         name: ``"all_gather"``, ``"all_to_all"``, ``"blocks"``, or ``"none"`` for one process.
-        bytes: bytes that this rank sends and receives.
-        steps: number of steps in which the keys arrive.
+        bytes, steps: that this rank sends and receives, and in how many steps the keys arrive.
         held: bytes of received keys in memory at a time: in the forward, and in the backward together with gradient shares in transit.
         is_exact: whether the figures were read from the needs in the whole sequence rather than in shorter ones.
         rows: positions whose keys are in memory at a step of an all_gather.
@@ -132,10 +131,8 @@ def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, shares: torch.T
 
 
 def _of_blocks(problem: Problem) -> Exchange:
-    """Returns the exchange from the ranks' lists; of a long sequence linearly from two shorter ones.
-
-    The edges of a window stay constant, and whatever is spread over the sequence grows with it.
-    """
+    """Returns the exchange from the ranks' lists; of a long sequence linearly from two shorter ones: the edges of a window stay constant,
+    and whatever is spread over the sequence grows with it."""
     pattern, W, N, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_kv_heads
     assert isinstance(pattern, BlockPattern)
     if num_blocks(pattern, N, problem.num_heads) > _MOST_LISTED and (longest := 8 * max(pattern.q_block, pattern.k_block) * W) < N:
@@ -166,10 +163,8 @@ def _of_blocks(problem: Problem) -> Exchange:
 def heads_bytes(seq_len: int, size: int, held: int, sizes: tuple[int, ...], *, lse_grad: bool = False) -> Bytes:
     """Returns the bytes of an all_to_all, forward: q, k, v of others' rows for some heads, and out and lse of its rows' other heads back.
 
-    Args:
-        held: positions of the rank.
-        sizes: numbers of heads, of key/value heads, head dim, batch size, and bytes of an element and of an element of a sum.
-        lse_grad: whether the call returned lse; then its gradient is exchanged, as zeros where a rank has none.
+    ``held``: positions of the rank; ``sizes``: numbers of heads, of key/value heads, head dim, batch size, and bytes of an element and of
+    an element of a sum; ``lse_grad``: the call returned lse, whose gradient is exchanged, too, as zeros where a rank has none.
     """
     num_heads, num_kv_heads, head_dim, batch, itemsize, sum_itemsize = sizes
     heads, kv_heads, element = num_heads // size, max(1, num_kv_heads // size), head_dim * itemsize

@@ -138,11 +138,8 @@ def softmax_parts(
 
 
 def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
-    """Returns the errors of dq, dk and dsinks if only the saved out is rounded to the inputs' dtype.
-
-    Every flash backward computes δ = rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything
-    cancels (a single key).
-    """
+    """Returns the errors of dq, dk and dsinks if only the saved out is rounded to the inputs' dtype: every flash backward computes δ =
+    rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything cancels (a single key)."""
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
         parts = softmax_parts(case, x, q, k, v)

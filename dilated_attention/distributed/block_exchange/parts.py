@@ -1,10 +1,7 @@
-"""Block lists of one rank: its query blocks, some of their heads, and key blocks renumbered to their place in a buffer.
-
-Computes a rank's query blocks on the keys of a step, with the lists of blocks of a single process.
+"""Computes a rank's query blocks on the keys of a step, with the block lists of a single process: key blocks are renumbered to their place
+in a buffer.
 
 A rank may hold a part of a query block: the launch then has whole blocks, and rows that the rank does not hold count for nothing.
-
-The setup of block-sparse attention over a sharded sequence, alone or with dilated branches: steps, parts and their backends.
 """
 
 from __future__ import annotations
@@ -50,12 +47,8 @@ from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 @dataclass(frozen=True, eq=False)
 class RankLists:
-    """The query blocks of a document of which a rank holds rows.
-
-    Args:
-        positions: (L,) positions of all rows of these blocks, counted from the start of the document; includes rows the rank does not hold.
-        lists: lists of the document's key blocks.
-    """
+    """The query blocks of a document of which a rank holds rows. ``positions``: (L,) of all rows of these blocks, held or not, from the
+    start of the document; ``lists``: the document's key blocks."""
 
     document: int
     positions: torch.Tensor
@@ -122,9 +115,8 @@ def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> 
 def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns (low, high) of each query in rows of a buffer that stores key block c as its block ``mapping[c]``; None if there is none.
 
-    Each masked block determines the first and the last of its keys that a query keeps. The interval is the intersection over all masked
-    blocks of the row. Then the function checks whether the interval reproduces the mask of every block. It does if the masked blocks of a
-    row are stored in the buffer in the order of their positions.
+    A masked block determines the first and the last of its keys that a query keeps; the interval is the intersection over the row's masked
+    blocks. It reproduces their masks, which is checked, if the buffer stores them in the order of their positions.
     """
     if lists.interval is None or lists.masks is None:
         return None
@@ -147,12 +139,8 @@ def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tens
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockPart(Part):
-    """One document's query blocks and some heads of them, on rows of a step's memory that begin at position ``first_key``.
-
-    Args:
-        place: of the launch's rows, which are whole blocks, those that the rank holds; None for all of them.
-        positions: (L,) of the launch's rows in the whole sequence.
-    """
+    """One document's query blocks and some heads of them, on rows of a step's memory that begin at position ``first_key``. ``place``: of
+    the launch's rows (whole blocks) those that the rank holds, None for all; ``positions``: (L,) of the launch's rows, in the whole."""
 
     settings: CallSettings
     place: torch.Tensor | None
@@ -203,11 +191,7 @@ class BlockPart(Part):
         return Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
 
     def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
-        """Returns the backend of a pass on tensors like these; None if no key is kept.
-
-        Raises:
-            BackendUnavailable: if there is none.
-        """
+        """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""
         if not self.lists.num_entries or not q.shape[0]:
             return None
         kind = (is_backward, has_padding, q.stride(), k.stride())
@@ -225,13 +209,8 @@ def make_block_steps(
     branches: RingProblem | None,
     settings: CallSettings,
 ) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
-    """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers.
-
-    Args:
-        head_steps: the number of key/value heads in each step.
-        branches: dilated branches that are computed on the same keys.
-        settings: of the blocks alone.
-    """
+    """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers. ``head_steps``: key/value heads
+    of each step; ``branches``: dilated branches on the same keys; ``settings``: of the blocks alone."""
     assert sum(head_steps) == ring_problem.num_kv_heads
     needs, columns = needs_of(ring_problem, device), columns_of(ring_problem)
     lists = rank_lists(ring_problem, rank, device)
@@ -318,11 +297,7 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def make_block_setup(
     members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
 ) -> RingSetup:
-    """Makes the setup of calls like this one.
-
-    Raises:
-        BackendUnavailable: if this rank has no kernels for some pass.
-    """
+    """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for some pass."""
     q, k, _ = tensors
     me, device = members.rank, q.device
     held = tuple(ascending_runs(spans(ring.seq_len, rank, members.size, ring.layout)) for rank in range(members.size))

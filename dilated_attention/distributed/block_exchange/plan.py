@@ -1,13 +1,10 @@
-"""Determines which key rows each rank needs for a block pattern; every rank computes this for all ranks from the pattern alone.
+"""Determines which key rows each rank needs for a block pattern, and how many heads' keys are sent at a time, by a model of a forward's
+time. Every rank computes this for all ranks from what all of them know, so none asks another.
 
-A rank needs a key block if one of its query blocks keeps it for one of a step's heads, and then it needs all rows of the block. A step
-is a group of key/value heads. It brings all keys that its heads need into one buffer, so that a row's softmax is computed in one launch
-and nothing has to be merged. Blocks are counted from the first position of each document; they need not end where a rank's rows end.
-
-Chooses how many heads' keys are sent at a time, using a model of a forward's time.
-
-In the model the first step's keys are waited for, the others are transferred while earlier steps are computed, and each step has a
-launch of its own. All ranks must come to the same answer without asking each other, so it depends only on what all of them know.
+A rank needs all rows of a key block if one of its query blocks keeps it for one of a step's heads. A step is a group of key/value heads; it
+brings all keys of its heads into one buffer, so that one launch computes a row's softmax and nothing is merged. Blocks are counted from the
+first position of each document; they need not end where a rank's rows end. In the model the first step's keys are waited for, the others
+travel while earlier steps are computed.
 """
 
 from __future__ import annotations
@@ -33,15 +30,9 @@ from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The key blocks of all documents, one after the other, and where every position is stored.
-
-    Args:
-        starts, ends: (C,) positions of each block.
-        first: the index of each document's first block, followed by C.
-        of_position: (N,) the block of each position.
-        rank_of_position, row_of_position: (N,) which rank holds each position, and as which of its rows.
-        positions: the positions of each rank's rows.
-    """
+    """The key blocks of all documents, one after the other. ``starts, ends``: (C,) positions of each block; ``first``: index of each
+    document's first block, followed by C; ``of_position``, ``rank_of_position``, ``row_of_position``: (N,) block, rank and the rank's row
+    of each position; ``positions``: those of each rank's rows."""
 
     starts: torch.Tensor
     ends: torch.Tensor
@@ -54,11 +45,9 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class NeededBlocks:
-    """Args:
-    kept: bool (W, K or 1, C): whether a rank needs a key block for a key/value head; 1 if all heads have the same list.
-    pairs: (W, K or 1) float64: number of pairs in the kept blocks, over all query heads of a key/value head.
-    digest: hash of all kept blocks if patterns cannot be compared otherwise; else "".
-    """
+    """``kept``: bool (W, K or 1, C), whether a rank needs a key block for a key/value head (1 for all); ``pairs``: (W, K or 1) float64,
+    pairs in the kept blocks over all query heads of a key/value head; ``digest``: hash of the kept blocks, if patterns cannot be
+    compared."""
 
     kept: torch.Tensor
     pairs: torch.Tensor
@@ -95,11 +84,7 @@ def columns_of(ring_problem: RingBlockProblem) -> Columns:
 @functools.lru_cache(maxsize=32)
 @torch.no_grad()
 def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
-    """Computes the needs of all ranks.
-
-    Args:
-        device: where the blocks are listed; the result is on the CPU.
-    """
+    """Computes the needs of all ranks, on the CPU; blocks are listed on ``device``."""
     columns = columns_of(ring_problem)
     # a pattern that is given by a density may differ between heads at one length but not at another
     per_head = any(ring_problem.pattern.at(end - start).per_head for start, end in ring_problem.documents)
@@ -181,11 +166,7 @@ def entries_of(ring_problem: RingBlockProblem, length: int, device: torch.device
 
 
 def ascending_runs(spans: tuple[Span, ...]) -> tuple[Range, ...]:
-    """Returns runs of positions with neighbours as one and without empty ones.
-
-    Raises:
-        AssertionError: if the runs do not ascend; blocks of such a layout would not be in order.
-    """
+    """Returns runs of positions with neighbours as one and without empty ones; they must ascend, else blocks would not be in order."""
     runs = [(start, stop) for start, stop, step in spans if start < stop]
     assert all(step == 1 for start, stop, step in spans if start < stop), "runs of positions"
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(runs)), "ascending"
@@ -198,13 +179,7 @@ LAUNCH, PROCESSORS = 20e-6, 132
 
 
 class TransferLane(NamedTuple):
-    """A way to send keys.
-
-    Args:
-        is_few: whether NCCL uses few multiprocessors.
-        takes: how many it uses.
-        rate: bytes/s received.
-    """
+    """A way to send keys. ``is_few``: NCCL uses few multiprocessors; ``takes``: how many; ``rate``: bytes/s received."""
 
     is_few: bool
     takes: int
@@ -220,13 +195,8 @@ LANES = (TransferLane(False, 24, 235e9), TransferLane(True, FEW_CTAS, 60e9))
 
 @dataclass(frozen=True)
 class TransferLoad:
-    """What one key/value head costs the slowest rank.
-
-    Args:
-        heads: the number of key/value heads.
-        compute, launch: seconds of arithmetic, and the additional cost of a step's launch in seconds.
-        brought, held: bytes of the keys it receives, and of these together with its own.
-    """
+    """What one key/value head of ``heads`` costs the slowest rank. ``compute, launch``: seconds of arithmetic, and of a step's launch in
+    addition; ``brought, held``: bytes of the keys it receives, and of these together with its own."""
 
     heads: int
     compute: float
@@ -259,12 +229,8 @@ def load_of(
 
 
 def choose_steps(load: TransferLoad, memory: int, forced: int = 0) -> tuple[tuple[int, ...], TransferLane]:
-    """Returns the number of key/value heads in each step, and the lane: the fastest way according to the model.
-
-    Args:
-        memory: bytes of memory of each device; the keys of two steps may take the fraction ``SHARE`` of it.
-        forced: the number of steps, of sizes as equal as possible; 0 for any.
-    """
+    """Returns the number of key/value heads in each step, and the lane, of the fastest way by the model. The keys of two steps may take the
+    fraction ``SHARE`` of ``memory`` (bytes of a device); ``forced``: number of steps, 0 for any."""
     if not load.brought:
         return even_steps(load.heads, forced or 1), LANES[0]
     counts = range(1, load.heads + 1)
@@ -294,10 +260,7 @@ def _grown(load: TransferLoad, lane: TransferLane, first: int) -> tuple[int, ...
 
 
 def seconds(load: TransferLoad, steps: tuple[int, ...], lane: TransferLane) -> float:
-    """Returns the modelled seconds of a forward. Transfers that overlap with arithmetic take multiprocessors away from it.
-
-    Short calls last until the host has issued them.
-    """
+    """Returns the modelled seconds of a forward, at least the host's. Transfers during arithmetic take multiprocessors from it."""
     wire, end = load.brought / lane.rate, 0.0
     for count, total in zip(steps, itertools.accumulate(steps), strict=True):
         end = max(end, LATENCY + wire * total) + load.compute * count + load.launch

@@ -21,12 +21,8 @@ from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spe
 
 @dataclass(frozen=True)
 class RingCall:
-    """The arguments of a distributed call that a single-process call does not have.
-
-    Args:
-        seq_len: the length of the whole sequence; −1 if the ranks have to ask each other.
-        lse_grad: whether lse may get a gradient, on some ranks or all.
-    """
+    """The arguments of a distributed call that a single-process call does not have. ``seq_len``: of the whole sequence, −1 if the ranks ask
+    each other; ``lse_grad``: whether lse may get a gradient on any rank."""
 
     group_name: str
     layout: str
@@ -48,14 +44,8 @@ def ring_call(settings: CallSettings) -> RingCall:
 
 
 class Agreed(NamedTuple):
-    """What all ranks agree on before a call sends anything.
-
-    Args:
-        seq_len: N.
-        among: what the ranks of the group have agreed on, while they remember it (``Session.agreed``); None in one process.
-        form: the call as they agreed on it; None in one process.
-        kind: the key under which they remember it.
-    """
+    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: what the group's ranks have agreed on, while they
+    remember it (``Session.agreed``), and ``form``: the call as agreed on, both None in one process; ``kind``: its key in ``among``."""
 
     seq_len: int
     among: object
@@ -80,14 +70,10 @@ def agreed_call(
 ) -> tuple[Agreed, int]:
     """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same call.
 
-    The ranks perform a handshake at the first call of a kind, or at every call if N is not given. If ranks make different calls of
-    kinds they agreed on earlier, ``handshake.py`` finds out during these calls or soon after.
-
-    Args:
-        inputs: q, k, v, key_padding_mask, …
-        bounds: of packed documents, or None.
-        kernels: returns the part of this rank's choice of kernels that must be the same on all ranks, as text; None if the choice needs
-            N, and ``agree_on_kernels`` follows.
+    The ranks perform a handshake at the first call of a kind, or at every call if N is not given. If ranks make different calls of kinds
+    they agreed on earlier, ``handshake.py`` finds out during these calls or soon after. ``inputs``: q, k, v, key_padding_mask, …;
+    ``bounds``: of packed documents. ``kernels`` returns, as text, what must be equal in the ranks' choices of kernels; None if the choice
+    needs N, and ``agree_on_kernels`` follows.
     """
     q, k, _, padding = inputs[:4]
     if members.group is None:
@@ -133,11 +119,7 @@ def agreed_call(
 
 
 def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, agreed: Agreed, kernels: Mapping[str, str]) -> None:
-    """Checks that all ranks have kernels, and that whatever else ``kernels`` says of their choice is equal, before any rank sends anything.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` says of them is equal; else ValueError."""
     if members.group is None:
         return
     session, settled = session_of(members, ring.timeout), (agreed.kind, "kernels", agreed.seq_len)

@@ -1,14 +1,10 @@
-"""Finds the ranks that keep the others waiting: ranks that give up post this in the store, so the culprit is among the others.
+"""Checks that all ranks of a group make the same call, and finds the ranks that keep the others waiting, through the store: ranks that
+disagree would hang in a collective, or interpret one tensor as another.
 
-Detects ranks that make different calls of kinds they had agreed on: at once if one waits for another, else soon afterwards.
-
-Twice a second, while there are new calls, a thread posts how many calls its rank has made and their checksum, and compares those of the
-other ranks with its own at the same number. The calls themselves are not involved. A rank that finds a difference announces it in the
-store; then all ranks post their last calls, look for the first one that differs, and thus arrive at the same message.
-
-A cheap check that all ranks make the same call, before any tensor is sent.
-
-It uses the store, not a collective: ranks that disagree would hang in a collective, or interpret one tensor as another.
+A first call of a kind is compared before any tensor is sent. Afterwards, twice a second while there are new calls, a thread posts how many
+calls its rank has made and their checksum, and compares those of the other ranks at the same number; the calls are not involved. A rank
+that finds a difference announces it; then all ranks post their last calls, look for the first that differs, and arrive at one message.
+Ranks that give up waiting post that, so the culprit is among the others.
 """
 
 from __future__ import annotations
@@ -34,14 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waited for when it gave up.
-
-    Args:
-        lane: the lane of the exchange; exchanges are numbered within their lane.
-        exchange: the number of the exchange, counted in the same way on all ranks.
-        what: a description such as "ring forward, hop 2: K and V".
-        peers: the ranks of the group that the exchange needs.
-    """
+    """What a rank waited for when it gave up: exchange number ``exchange`` of its lane, alike on all ranks, described by ``what``, such as
+    "ring forward, hop 2: K and V"; ``peers``: the ranks of the group that it needs."""
 
     lane: str
     exchange: int
@@ -69,12 +59,8 @@ def culprits(waits: Mapping[int, Wait], rank: int) -> tuple[list[int], list[int]
 
 
 def explain(session: Session, wait: Wait, collect: float) -> tuple[str, list[int]]:
-    """Posts this rank's wait, gives the others some time to post theirs, and returns a sentence that says who is to blame, and these ranks.
-
-    Args:
-        collect: seconds to wait for the other posts; the ranks of one stalled exchange time out at about the same moment. 0 if a broken
-            connection already names the peer.
-    """
+    """Posts this rank's wait, and returns a sentence that says who is to blame, and these ranks. ``collect``: seconds to wait for the
+    others' posts, since ranks of one stalled exchange time out together; 0 if a broken connection already names the peer."""
     store = session.store
     keys = [f"waits/{rank}" for rank in range(session.size)]
     try:
@@ -116,11 +102,8 @@ LINGER = 10.0
 
 
 class Comparison:
-    """Compares this rank's calls on a group with those of the other ranks. All ranks make it, before their first handshake ends.
-
-    Args:
-        timeout: seconds that the calls may take.
-    """
+    """Compares this rank's calls on a group, which may take ``timeout`` seconds, with those of the others. All ranks make it, before their
+    first handshake ends."""
 
     def __init__(self, session: Session, timeout: float) -> None:
         self.timeout = timeout
@@ -229,10 +212,8 @@ def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[st
 
 
 def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
-    """Formats how arguments, given by rank, differ; "" if all are equal.
-
-    For example "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …".
-    """
+    """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
+    "" if all are equal."""
     arguments = list(dict.fromkeys(argument for post in posts.values() for argument in post))
     functions = {post.get("function") for post in posts.values()}
     if len(functions) > 1:
@@ -261,14 +242,11 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
     """Returns every rank's ``own`` numbers in order of rank, once ``same`` is found equal on all. All ranks of the group must call it.
 
     Args:
-        members: the ranks; one process agrees with itself.
         same: name and printable value of everything that must be equal; ``"function"``, if given, names the call in messages.
         own: numbers that may differ, such as each rank's rows.
-        timeout: seconds to wait for the slowest rank.
+        timeout: seconds to wait for the slowest rank, then RingError names those that posted nothing.
 
-    Raises:
-        ValueError: if arguments differ; the same message on every rank says which argument differs and which ranks have which value.
-        RingError: if some ranks posted nothing within the timeout.
+    Raises ValueError if arguments differ, with the same message on every rank: which argument, and which ranks have which value.
     """
     if members.group is None:
         return [dict(own)]
@@ -295,11 +273,8 @@ def agree(members: Members, same: Mapping[str, object], own: Mapping[str, int], 
 
 
 def gather(session: Session, place: str, what: str, timeout: float, mine: str = "") -> list[bytes]:
-    """Gathers every rank's text, posted under ``place`` and the rank.
-
-    Raises:
-        RingError: if some ranks posted nothing within the timeout (the message names them), the store is gone, or the group failed before.
-    """
+    """Gathers every rank's text, posted under ``place`` and the rank. Raises RingError, naming the ranks, if some posted nothing within the
+    timeout, the store is gone, or the group failed before."""
     session.check()
     store = session.store
     keys = [f"{place}/{rank}" for rank in range(session.size)]

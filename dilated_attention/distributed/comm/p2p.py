@@ -1,6 +1,4 @@
-"""Counts how much this process has exchanged, for tests and documentation.
-
-Sends tensors from rank to rank without waiting, and raises an error that names the hop and the peer if one does not arrive.
+"""Sends tensors from rank to rank without waiting, counts them, and raises an error that names the hop and the peer if one does not arrive.
 
 On NCCL an exchange is one launch, watched by a thread (watchdog.py); on gloo it is one message per tensor, and waiting blocks.
 """
@@ -31,12 +29,7 @@ from dilated_attention.distributed.errors import RingError, first_line
 
 @dataclass
 class Traffic:
-    """What this process has exchanged.
-
-    Args:
-        sent, received: number of bytes.
-        sent_to: bytes sent to each peer, by its rank within the group.
-    """
+    """What this process has exchanged, for tests and documentation, in bytes; ``sent_to`` by the peer's rank within the group."""
 
     sent: int = 0
     received: int = 0
@@ -81,15 +74,14 @@ _NEVER_SENT = 2**31 - 1
 
 
 class Wire:
-    """Exchanges among the ranks of a group, in the same order on all of them.
+    """Exchanges among the two or more ranks of a group, in the same order on all of them; all must make the wire together.
 
     Args:
-        members: the ranks, two or more. All of them must make the wire together.
         timeout: seconds that an exchange may take once it can run.
-        lane: the name of its lane; exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag.
-            NCCL has no tags, so every lane has its own communicator. It has high priority; otherwise an exchange would only begin when the
-            kernel that it should overlap with ends, because that kernel fills all multiprocessors. On four H200s, 64 MiB from each rank
-            during a 12.4 ms kernel slowed the kernel down by 1.1 ms, and by 0.5 ms with high priority.
+        lane: exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag. NCCL has no tags, so
+            every lane has its own communicator. It has high priority; otherwise an exchange would only begin when the kernel that it should
+            overlap with, which fills all multiprocessors, ends. On four H200s, 64 MiB from each rank during a 12.4 ms kernel slowed the
+            kernel down by 1.1 ms, and by 0.5 ms with high priority.
     """
 
     def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
@@ -119,16 +111,13 @@ class Wire:
         self._number = 0
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Transfer:
-        """Begins an exchange; all ranks of the group must call it in the same order.
+        """Begins an exchange; all ranks must call it in the same order. Raises RingError if it cannot or an earlier one failed.
 
         Args:
             sends: tensors by peer. Several tensors for one peer arrive in this order. Do not write to them before ``wait``.
             receives: tensors to fill. On a GPU, all their uses must have been issued to the current stream before this call.
                 A rank that takes no part in the first exchange still passes an empty tensor, which determines the device.
             what: description for error messages, e.g. ``"ring forward, hop 2: K and V"``.
-
-        Raises:
-            RingError: if an earlier exchange of this group failed, or this one cannot begin.
         """
         group = self._check()
         self._number += 1
@@ -198,10 +187,8 @@ class Wire:
         return (self.session.order.checksum & 0x7FFFFFF) << 3 | self._lane_number & 7
 
     def open(self, device: torch.device) -> None:
-        """Makes NCCL's communicator now, on all ranks together; otherwise the first exchange does. Cheap if it exists already.
-
-        While one communicator is exchanging, opening another can wait for the GPU forever, so a caller that uses several opens them first.
-        """
+        """Makes NCCL's communicator now, on all ranks together, else the first exchange does. A caller that uses several opens them first:
+        while one communicator is exchanging, opening another can wait for the GPU forever."""
         if self._device != device:
             self._open(self._check(), device)
 
@@ -339,11 +326,8 @@ class Transfer:
         self._received = len(incoming)
 
     def wait(self) -> None:
-        """Waits; then received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU.
-
-        Raises:
-            RingError: if a peer has died, stalled or made a different call. On a GPU, where this does not block, the error may come later.
-        """
+        """Waits; then received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU. Raises
+        RingError if a peer has died, stalled or made a different call; on a GPU, where this does not block, perhaps later."""
         works, self._works = self._works, []
         wire = self._wire
         if not works:
@@ -364,13 +348,10 @@ _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.
 
 
 def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> Wire:
-    """Returns the group's wire of a lane. All ranks make it together at its first use; it lives as long as the group.
+    """Returns the group's wire of a lane, which lives as long as the group. All ranks make it together at its first use.
 
-    Each lane is an additional communicator, which lives until torch.distributed is shut down.
-
-    Args:
-        most_ctas: the number of multiprocessors that NCCL may use for an exchange of this lane. It holds them from the start until the
-            last rank has joined, so small exchanges during long computations should have few.
+    ``most_ctas``: the multiprocessors that NCCL may use for an exchange of this lane. It holds them from the start until the last rank has
+    joined, so small exchanges during long computations should have few.
     """
     assert members.group is not None, "one process has nobody to exchange with"
     lanes = _wires.get(members.group)

@@ -1,12 +1,9 @@
-"""Records the calls that a rank has made on a group, in order, so that ranks can find out whether they have made the same ones.
+"""A group's state: the calls that its ranks have made, and small messages between them through the store of torch.distributed.
 
-A call of a kind that the ranks have agreed on begins without asking the others. It leaves a number and a checksum of all calls so far.
-Messages on gloo carry the checksum as their tag, so that messages of different calls never match, and ``handshake.py`` compares it.
-
-Exchange of small messages between the ranks of a group through the store of torch.distributed, apart from any tensor.
-
-A store outlives groups: a program may destroy its groups and initialise again on the same store, which still contains the old keys. So the
-ranks meet once per group object, each with a fresh unique name, and all later keys contain those names.
+A call of a kind that the ranks have agreed on begins without asking the others. It leaves a number and a checksum of all calls so far,
+which messages on gloo carry as their tag, so that those of different calls never match, and ``handshake.py`` compares. A store outlives
+groups, and still contains the keys of those that a program has destroyed. So the ranks meet once per group object, each with a fresh unique
+name, and all later keys contain those names.
 """
 
 from __future__ import annotations
@@ -35,24 +32,14 @@ KEPT = 4096
 
 
 class CallForm(NamedTuple):
-    """A kind of call that all ranks have agreed on.
-
-    Args:
-        number: the number of the handshake in which they agreed, the same on all ranks.
-        arguments: the arguments that they found equal, by name.
-    """
+    """A kind of call that all ranks have agreed on, in the handshake of this ``number``, and its equal ``arguments`` by name."""
 
     number: int
     arguments: Mapping[str, str]
 
 
 class CallEntry(NamedTuple):
-    """One call on a group, its backward, or a handshake.
-
-    Args:
-        checksum: checksum of this entry and all before it.
-        what: a name such as "call 3".
-    """
+    """One call on a group, its backward, or a handshake: the ``checksum`` of it and all before it, and its name, such as "call 3"."""
 
     checksum: int
     what: str
@@ -105,10 +92,7 @@ MOST_KINDS = 4096
 
 
 class Comparing(Protocol):
-    """The interface that is used of a session's ``Comparison``, which is in turn made from the session.
-
-    ``store`` is a connection of its own, for the thread that watches.
-    """
+    """What is used of a session's ``Comparison``, which is made from the session. ``store``: a connection for the thread that watches."""
 
     timeout: float
     store: Store
@@ -121,15 +105,11 @@ class Session:
     """One group's section of the store, and its state.
 
     Args:
-        rank, size: this process's rank in the group, and the group's size.
-        global_ranks: the global rank of each rank of the group.
         store: the store, with keys that belong to this group and this meeting only.
         calls: the number of handshakes made so far; the same on all ranks.
-        failed: message of the first failure; nothing is exchanged after it.
-        told: whether a thread has raised an error for that failure.
-        order: the calls made so far.
-        comparison: compares these calls with those of the other ranks, once it exists.
-        wires: the wires of this group, in the order in which all ranks made them.
+        failed: message of the first failure; nothing is exchanged after it. ``told``: whether a thread has raised it.
+        order: the calls made so far; ``comparison`` compares them with those of the other ranks, once it exists.
+        wires: in the order in which all ranks made them.
         agreed: the kinds of calls that the ranks have agreed on. The ranks make the same calls, so they forget them at the same call.
     """
 
@@ -198,11 +178,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def session_of(members: Members, timeout: float) -> Session:
-    """Returns the group's session. At the first use of a group, all its ranks must call this together.
-
-    Raises:
-        RingError: if some ranks have not joined within the timeout.
-    """
+    """Returns the group's session. At its first use all ranks must call this together; RingError if some have not within the timeout."""
     assert members.group is not None, "one process has nobody to tell"
     session = sessions.get(members.group)
     if session is None:
@@ -211,10 +187,8 @@ def session_of(members: Members, timeout: float) -> Session:
 
 
 def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session:
-    """Posts a fresh name and the names seen so far; done when all other ranks have seen this rank's name.
-
-    What an earlier group left under these keys cannot contain a fresh name, so it is never mistaken for an answer.
-    """
+    """Posts a fresh name and the names seen so far; done when all other ranks have seen this rank's name. What an earlier group left under
+    these keys cannot contain a fresh name, so it is never mistaken for an answer."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     if _get_default_store() is _parents_store:
@@ -254,11 +228,8 @@ def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session
 
 
 def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
-    """Polls ``found`` and returns its first result that is not None, or None after the timeout.
-
-    The polling gets less frequent over time. A wait inside the store would block the other threads of this process from using it and
-    would ignore Ctrl-C, and torch writes a warning for each wait that times out.
-    """
+    """Returns the first result of ``found`` that is not None, polled less and less often; None after the timeout. A wait inside the store
+    would block the process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
     began = time.monotonic()
     while (result := found()) is None:
         waited = time.monotonic() - began

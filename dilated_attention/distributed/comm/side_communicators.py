@@ -1,8 +1,7 @@
 """Separate NCCL communicators for the lanes of a group, so that exchanges of one lane do not wait for those of another.
 
-They are built directly, on keys of the group's session in the store, and torch.distributed does not know about them. ``new_group`` would
-not work: it counts the groups of a process and names new ones by that count, so ranks with different lanes would look for each other
-under different names.
+They are built directly, on keys of the group's session in the store. ``new_group`` would not work: it names groups by how many the process
+has, so ranks with different lanes would look for each other under different names.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ def has_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_ctas: int | None) -> dist.ProcessGroup:
-    """Makes a communicator of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must call it.
-
-    Raises:
-        RingError: if torch could not make the communicator.
-    """
+    """Makes a communicator of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must call it; RingError
+    if torch could not make it."""
     store = PrefixStore(f"communicator/{lane}", session.store)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = list(session.global_ranks)

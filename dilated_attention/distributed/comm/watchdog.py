@@ -10,14 +10,11 @@ communicator reports an error, as between machines when a peer's connection clos
        later the main thread, too
     5. if no thread has raised within 10 s (GRACE), because it is stuck in a CUDA call, the process ends with exit code 1
 
-So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals.
+So no rank outlives a dead one by more than timeout + 12 s and a few polling intervals. The thread also compares the calls that ranks make
+(handshake.py); if they differ, what waits for a message on the group is ended in the same way, also on a CPU.
 
-A thread that went on issuing work behind an exchange that never ends would fill the driver's queue and then wait inside the driver, which
-answers nobody else meanwhile: the watching thread could not even query an event. Therefore it stays at most AHEAD exchanges ahead of the
-GPU (``Queue.wait_for_gpu``).
-
-The same thread compares the calls that ranks make (handshake.py). If they differ, everything that waits for a message on the group
-is ended in the same way, also on a CPU.
+A thread that went on issuing work behind an exchange that never ends would fill the driver's queue and then wait inside the driver, where
+even the watching thread could not query an event. So it stays at most AHEAD exchanges ahead of the GPU (``Queue.wait_for_gpu``).
 """
 
 from __future__ import annotations
@@ -61,14 +58,8 @@ class PendingWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One exchange in flight. It holds no tensors.
-
-    Args:
-        number, what, peers: as named in error messages.
-        work: torch's handle; it is completed once the GPU has finished.
-        ready: an event that completes once the exchange can run; None if it could run at once.
-        thread: identity of the thread that issued it.
-    """
+    """An exchange in flight, not its tensors. ``number, what, peers``: as named in messages; ``work``: torch's handle, completed once the
+    GPU has finished; ``ready``: an event that completes once the exchange can run, None if it could at once; ``thread``: issued it."""
 
     number: int
     what: str
@@ -95,10 +86,8 @@ class Queue:
         self._issued += 1
 
     def wait_for_gpu(self, has_failed: Callable[[], bool]) -> bool:
-        """Before every fourth exchange, waits until the GPU has reached that four before it; returns False if the group has failed.
-
-        So ``AHEAD - 1`` exchanges at most wait for the GPU.
-        """
+        """Before every fourth exchange, waits until the GPU has reached that four before it, so that ``AHEAD - 1`` exchanges at most wait
+        for the GPU; returns False if the group has failed."""
         if self._issued and self._issued % (AHEAD // 2) == 0:
             oldest = self._last[0]
             while not oldest.query():
@@ -108,10 +97,8 @@ class Queue:
         return True
 
     def stuck(self, now: float, timeout: float) -> tuple[Exchange, str] | None:
-        """Returns the exchange that failed, or has been able to run for longer than the timeout, and what became of it; None if none has.
-
-        An exchange can run once those before it have finished and its inputs are computed, so work queued on the GPU is not a stall.
-        """
+        """Returns the exchange that failed, or could run for longer than the timeout, and what became of it; None if none. One can run once
+        those before it have finished and its inputs are computed, so work queued on the GPU is not a stall."""
         pending = self.pending
         completed = _completed(pending)
         # torch calls every exchange of a communicator that has failed completed
@@ -258,13 +245,8 @@ class Monitor:
             wire.abort()
 
     def _end(self, wire: Watched, thread: int, message: str, own: float) -> None:
-        """Frees what waits, and sees to it that a thread raises.
-
-        Args:
-            thread: the one that issued the exchange.
-            own: seconds in which a thread may raise by itself. Two errors, one in autograd's thread and one in the main thread, which waits
-                for it, would come one after the other, the second while the first is handled.
-        """
+        """Frees what waits, and sees to it that a thread raises, first ``thread``, which issued the exchange. ``own``: seconds in which one
+        may raise by itself; otherwise autograd's thread and the main thread, which waits for it, would raise one after the other."""
         wire.queue.pending.clear()
         _report(message)
         # in a thread of its own, because a communicator that does not shut down must not hold up the rest
@@ -287,10 +269,8 @@ class Monitor:
 
 
 def raise_in(threads: Sequence[int], message: str) -> threading.Event:
-    """Makes threads raise RingError at their next step of Python; the returned event is set when one of them has.
-
-    Python accepts a class here, not an instance, so a class is made for this error that contains its message.
-    """
+    """Makes threads raise RingError at their next step of Python; the returned event is set when one has. Python takes a class here, so one
+    is made that contains the message."""
     raised = threading.Event()
 
     class Raised(RingError):

@@ -1,11 +1,8 @@
-"""Computes a rank's queries on the keys of each step, with the engine of a single process.
+"""What a pass over the steps of an exchange computes: a rank's queries on the keys of each step, with the engine of a single process, and
+where the results go. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
 
-A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. Block-sparse attention has parts of
-its own (``block_exchange/parts.py``).
-
-What a pass over the steps of an exchange computes: the parts of each step, and where their results go.
-
-A part writes its rows of out and dq where they belong, and the gradients of keys that no part before it had; what remains is added.
+A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. A part writes its rows of out and dq
+where they belong, and the gradients of keys that no part before it had; what remains is added.
 """
 
 from __future__ import annotations
@@ -39,14 +36,8 @@ HOST_MS = {False: 0.6, True: 1.7}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part(ABC):
-    """Some of a rank's query rows and heads on some rows of a step's memory.
-
-    Args:
-        rows: the rows, a slice or their indices.
-        heads: the query heads, counted on this rank.
-        key_rows: the rows of the memory.
-        passes: how each pass runs, by the strides of the tensors it reads.
-    """
+    """Some of a rank's query ``rows`` (a slice or indices) and ``heads`` (counted on this rank) on the rows ``key_rows`` of a step's
+    memory. ``passes``: how each pass runs, by the strides of the tensors it reads."""
 
     rows: slice | torch.Tensor
     heads: Range
@@ -57,11 +48,8 @@ class Part(ABC):
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
-        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's.
-
-        Args:
-            into: where out goes, if the part can write there; otherwise it returns another tensor.
-        """
+        """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's;
+        ``into``: where out goes, if the part can write there; otherwise it returns another tensor."""
 
     @abstractmethod
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
@@ -70,11 +58,8 @@ class Part(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QueryPart(Part):
-    """Queries at positions ``queries`` on the keys of ``span``, which are a sequence of their own.
-
-    Args:
-        first_head: the first of this rank's heads, counted over the whole model.
-    """
+    """Queries at positions ``queries`` on the keys of ``span``, which are a sequence of their own. ``first_head``: of this rank's heads,
+    counted over the whole model."""
 
     rows: slice
     problem: RingProblem
@@ -156,13 +141,8 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
 
 @dataclass(frozen=True)
 class KeyShares:
-    """How the parts of a step, one after another, contribute to the gradients of its keys.
-
-    Args:
-        new, known: for each part the rows of the memory that no part before it had, and the others.
-        gaps: the rows that no part has.
-        most: the most parts that have a row.
-    """
+    """How the parts of a step, one after another, contribute to its keys' gradients. ``new, known``: for each part the rows of the memory
+    that no part before it had, and the others; ``gaps``: the rows that no part has; ``most``: the most parts that have a row."""
 
     new: tuple[tuple[Range, ...], ...]
     known: tuple[tuple[Range, ...], ...]
@@ -185,12 +165,7 @@ def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
 
 
 class StepParts:
-    """What a rank computes in each step, for calls alike.
-
-    Args:
-        parts: of each step. No two of them have a row of a head in common.
-        q: the queries of a call, (B, n, H, D).
-    """
+    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head."""
 
     def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor) -> None:
         self.parts, self.acc = parts, accumulation_dtype(q.dtype)
@@ -209,11 +184,7 @@ class StepParts:
 
 
 class Computation:
-    """What a pass computes on the keys of its steps, and its results.
-
-    Args:
-        rest: in a backward dout, out, and lse (B, H, n) and its gradient or None.
-    """
+    """What a pass computes on the keys of its steps, and its results. ``rest``: in a backward dout, out, lse (B, H, n), dlse or None."""
 
     def __init__(self, of: StepParts, masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
         self.of, self.masks, self.q, self.rest = of, masks, q, rest

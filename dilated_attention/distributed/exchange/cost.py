@@ -55,11 +55,8 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class ExchangeEstimate:
-    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and any reason against it.
-
-    Args:
-        possible: whether it could be used; then a reason against it is only a preference.
-    """
+    """One exchange: the modelled seconds of its forward, the bytes it holds in addition to the results, and any reason against it, which is
+    only a preference where the exchange is ``possible``."""
 
     exchange: str
     seconds: float
@@ -105,10 +102,8 @@ def _imbalance(x: ExchangeRequest) -> float:
 
 
 def head_steps(question: ExchangeRequest) -> int:
-    """Returns the number of steps of an all_gather, in equal groups of key/value heads: few, unless keys or call take too much memory.
-
-    The call counts as well as its keys, or a longer one, in more steps, could fit where a shorter one does not.
-    """
+    """Returns the number of steps of an all_gather, in equal groups of key/value heads: few, unless keys or call take too much memory. With
+    the keys alone, a longer call, in more steps, could fit where a shorter one does not."""
     x = question
     if x.branch_heads != "all":
         return 1

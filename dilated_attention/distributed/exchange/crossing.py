@@ -1,10 +1,8 @@
 """Separates the branches whose segments stay within a rank from those that cross ranks.
 
-A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. Branches that cross ranks are
-usually the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions, which is
-computed as a ring of its own, on rows gathered by head, and merged into the rest.
-
-Every g-th row of each head of a rank's tensors: the rows of the branches that cross ranks (``crossing.py``).
+A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. Branches that cross ranks are usually
+the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions, which is computed as
+a ring of its own, on every g-th row of each head of a rank's tensors, and merged into the rest.
 """
 
 from __future__ import annotations
@@ -29,14 +27,8 @@ SMALL_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Crossing:
-    """The branches that cross ranks, on every g-th position.
-
-    Args:
-        home: the branches that stay within ranks, on all positions.
-        problem: the others, on N/g positions.
-        step: g.
-        offsets: the position, below g, of each query head's first row; ``kv_offsets`` of each key/value head's.
-    """
+    """The branches that cross ranks (``problem``), on every g-th position (``step``), and those that stay within (``home``), on all
+    positions. ``offsets``: the position, below g, of each query head's first row; ``kv_offsets`` of each key/value head's."""
 
     home: DilatedPattern
     problem: RingProblem
@@ -46,11 +38,8 @@ class Crossing:
 
 
 def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
-    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, or those that do are not so sparse.
-
-    Args:
-        row_bytes: of the keys and values at one position. Small calls are not separated, since the host takes longer to issue two.
-    """
+    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, those that do are not so sparse, or keys
+    and values, of ``row_bytes`` a position, are so few that the host takes longer to issue two calls."""
     pattern, H = problem.pattern, problem.num_heads
     if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None

@@ -1,10 +1,8 @@
 """Which rows each step of an exchange sends and brings, determined once for all calls alike: the CPU time would delay short calls.
 
-A step's *memory* holds the keys that the rank's queries are computed on, as (rows, heads, B, 2·D): K and V of a row and head are
-adjacent, so what one rank sends another is one message. A message is either some runs of rows with all heads, which arrive where they
-are read, or scattered rows with all heads, or single (row, head) units; these are copied to their places.
-
-Which unit goes where in the copies of a step, as tables that are made once. A unit is one (row, key/value head).
+A step's *memory* holds the keys that the rank's queries are computed on, as (rows, heads, B, 2·D): K and V of a row and head are adjacent,
+so what one rank sends another is one message. A message is either some runs of rows with all heads, which arrive where they are read, or
+scattered rows with all heads, or single units (row, key/value head); tables, made once, say to which places these are copied.
 """
 
 from __future__ import annotations
@@ -26,14 +24,8 @@ Needed = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RowMessage:
-    """What one rank sends another in a step, by ascending row of the rank that holds it.
-
-    Args:
-        peer: the other rank.
-        runs: runs of rows of the memory, all heads; empty if ``units`` is given.
-        units: int64, the rows of the memory, or row · heads + head of each unit; None if ``runs`` is given.
-        whole_rows: units are rows with all heads.
-    """
+    """What one rank sends another (``peer``) in a step, by ascending row of the rank that holds it: ``runs`` of rows of the memory with all
+    heads, or ``units``, int64: rows of the memory if ``whole_rows``, else row · heads + head."""
 
     peer: int
     runs: tuple[Range, ...]
@@ -49,11 +41,9 @@ class RowMessage:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step on one rank.
+    """One step on one rank, with a range of ``kv_heads`` and a memory of ``rows``.
 
     Args:
-        kv_heads: the range of key/value heads.
-        rows: of the memory.
         fills: (first of the rank's own rows, first row of memory, count) of rows that it copies.
         sends: rows of memory, or of the rank's own rows if ``in_place``.
         owed: the same messages, always counted in the rank's own rows: their gradients come back.
@@ -139,13 +129,8 @@ def _held(mask: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
 
 
 def _add(needed: torch.Tensor, held: Sequence[Range], kv_heads: Range, peer: int, *lists: tuple[list[RowMessage], Sequence[Range]]) -> None:
-    """Adds the message of the rows that ``needed`` (heads or 1, N) names among the ranges that their holder has.
-
-    Sender and receiver both call this with the same mask and ranges, so that they come to the same form.
-
-    Args:
-        lists: what to add it to, and at which rows each of the holder's ranges is there.
-    """
+    """Adds to ``lists`` the message of the rows that ``needed`` (heads or 1, N) names among the ranges that their holder has; beside each
+    list is at which rows of it the holder's ranges are. Sender and receiver call this alike, so that they come to the same form."""
     mask = _held(needed, held)
     if not bool(mask.any()):
         return
@@ -246,10 +231,8 @@ def offsets(step: StepPlan, device: torch.device) -> torch.Tensor:
 
 
 def sources(step: StepPlan, own_rows: int, device: torch.device) -> torch.Tensor:
-    """Returns (rows · heads,): where each unit of the memory comes from. ``own_rows``: of the rank's tensors.
-
-    An own unit; own rows · heads + the number of a unit that arrives by itself; −1 for none, and −2 for one that arrives in place.
-    """
+    """Returns (rows · heads,): where each unit of the memory comes from: an own unit (of ``own_rows``); own rows · heads + the number of a
+    unit that arrives by itself; −1 for none; −2 for one that arrives in place."""
 
     heads = step.num_kv_heads
     found = torch.full((step.rows * heads,), -1, dtype=_number(step), device=device)
@@ -302,14 +285,12 @@ Slots = list[tuple[int, int, int, int]]
 
 
 class BufferPlan(NamedTuple):
-    """The buffers of a step in one direction, and its messages.
+    """The buffers of a step in one direction, for ``heads`` key/value heads, and its messages.
 
     Args:
-        heads: the number of key/value heads.
         numbers: the units that are copied to be sent.
         came: the number of units that arrive by themselves.
-        rows: of the memory; 0 if there is none.
-        sources: where each unit of the memory comes from; None if there is none.
+        rows, sources: of the memory, and where each of its units comes from; 0 and None if there is none.
         fills_first, fills_late: whether the memory is filled before the exchange, and after it.
     """
 
@@ -347,12 +328,8 @@ def return_plan(step: StepPlan, k: torch.Tensor) -> BufferPlan:
 
 
 def _slots(messages: tuple[RowMessage, ...], heads: int, units: int, runs: int | None, *, apart: bool = False) -> tuple[Slots, int]:
-    """Returns where each message is, and the number of units outside the memory.
-
-    Args:
-        units, runs: the buffers of units, and of runs of rows; None for that of units.
-        apart: whether each run is a message, also among units.
-    """
+    """Returns where each message is, and the number of units outside the memory. ``units, runs``: the buffers of units, and of runs of rows
+    (None for that of units); ``apart``: whether each run is a message, also among units."""
     found, start = [], 0
     for message in messages:
         if message.units is None and runs is not None:

@@ -22,13 +22,8 @@ P = TypeVar("P", DilatedPattern, BlockPattern)
 
 @dataclass(frozen=True)
 class ShardedProblem(Generic[P]):
-    """What is computed, and which rank holds what; equal on all ranks.
-
-    Args:
-        documents: (start, end) of each document; they partition the sequence. One document for a sequence that is not packed.
-        shards: the position ranges that each rank holds, in the order of its rows; of a block pattern they ascend.
-        window: of dense attention, None for unbounded.
-    """
+    """What is computed, and which rank holds what; equal on all ranks. ``documents``: (start, end) of each, which partition the sequence;
+    ``shards``: each rank's position ranges in the order of its rows, ascending for a block pattern; ``window``: of dense attention."""
 
     pattern: P
     documents: tuple[Range, ...]
@@ -87,10 +82,8 @@ def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges.
-
-    Several ranges in one segment give one entry for keys that overlap, since ranges may be many.
-    """
+    """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges. Keys
+    that overlap are one entry for several ranges in one segment, since ranges may be many."""
     found: list[tuple[int, int, int]] = []
     seen = (
         (first, *keys)
@@ -107,10 +100,8 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
 
 
 def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, Range]]:
-    """Yields (start of the segment, range of its keys that the queries may see) for the segments that may reach beyond the queries.
-
-    Those are the segments of the first and of the last query: the keys of the others are the rank's own.
-    """
+    """Yields (start of the segment, range of its keys that the queries may see) for the segments of the first and of the last query: the
+    keys of the others are the rank's own."""
     start, end = queries
     if start >= end:
         return
@@ -189,10 +180,8 @@ def hull(problem: RingProblem, shard: Iterable[Range]) -> Range:
 
 
 def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
-    """Whether the pattern of a document that begins at ``start`` is the same when it is counted from the span's first position.
-
-    It is if every branch either begins a segment there, or has the whole span in one segment and takes its positions at the same offsets.
-    """
+    """Whether the pattern of a document that begins at ``start`` is the same when it is counted from the span's first position: every
+    branch begins a segment there, or has the whole span in one segment and takes its positions at the same offsets."""
     low, high = span[0] - start, span[1] - start
     if pattern.tail != "mask" and low:
         return False

@@ -69,10 +69,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     dk, dv, own_k, own_v, came, places, returned, offsets, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, k_batch, k_row, k_head,
     v_batch, v_row, v_head, total, peers, heads, batch, every, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [i] = own gradients at row places[row of i], plus came[returned[p, i]] over peers p (−1 for none), in float32.
-
-    ONTO: row i of head h is row every · i + offsets[h] of dk and dv, and what they hold is added, too.
-    """
+    """dk, dv [i] = own gradients at row places[row of i], plus came[returned[p, i]] over peers p (−1 for none), in float32. ONTO: row i of
+    head h is row every · i + offsets[h] of dk and dv, and what they hold is added, too."""
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
     column = tl.arange(0, D_BLOCK)
     inside = at < total
@@ -147,10 +145,8 @@ def add(
     places: torch.Tensor,
     returned: torch.Tensor,
 ) -> None:
-    """Sets dk and dv (B, n, heads, D) to own[places[row]] plus the units of ``came`` (units, B, 2·D) that ``returned`` names.
-
-    The sums of a step on sparse rows are added to what dk and dv hold.
-    """
+    """Sets dk and dv (B, n, heads, D) to own[places[row]] plus the units of ``came`` (units, B, 2·D) that ``returned`` names; a step on
+    sparse rows adds the sums to what dk and dv hold."""
     B, _, heads, D = grads[0].shape
     peers, units = returned.shape
     strides = [stride for x in (*grads, *own) for stride in x.stride()[:3]]

@@ -1,16 +1,13 @@
-"""Moves keys to the ranks that need them and the gradients of keys back to the ranks that hold them, as the plan of a step says.
+"""Runs the steps of a call on a sharded sequence, forward and backward, while the keys of the next steps are in flight: keys move to the
+ranks that need them, and their gradients back to the ranks that hold them. A ``Computation`` says what the steps compute.
 
 Gradients are sent in the inputs' dtype. The rank that holds a row sums its contributions in float32 (float64) and rounds once. Kernels
 pack, fill and sum (``rows_triton.py``); torch's operations do on a CPU and in float64 (``copies_torch.py``), and sum what several steps
 contribute to the same heads.
 
-What calls alike have in common is made once for the kernels: the memory of a step, what it sends and receives, and the views of both.
-Small ones are kept for the next call, since making them takes the host as long as the exchange itself. A later call on the same stream
-writes to them only after the earlier one has read them.
-
-Runs the steps of a call on a sharded sequence, forward and backward, while the keys of the next steps are in flight.
-
-What the steps compute is a ``Computation`` (``computation.py``), or that of a block pattern and of branches together.
+What calls alike have in common is made once for the kernels: the memory of a step, what it sends and receives, and the views of both. Small
+ones are kept for the next call, since making them takes the host as long as the exchange itself. A later call on the same stream writes to
+them only after the earlier one has read them.
 """
 
 from __future__ import annotations
@@ -129,12 +126,7 @@ class Returning:
     """The gradients of a step's keys on their way to the ranks that hold the keys."""
 
     def __init__(self, step: StepPlan, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> None:
-        """Sends back the gradients of the keys that arrived.
-
-        Args:
-            grads: of the step's memory, (B, rows, heads, D); None for zeros.
-            k: this rank's keys (B, n, Hk, D).
-        """
+        """Sends back the gradients of the keys that arrived: ``grads`` of the step's memory, (B, rows, heads, D), None for zeros."""
         plan, self._copies, buffers = _begin(step, return_plan, k)
         self._step, self._own, self._came = step, grads, buffers.came
         self._transfer: Transfer | None = None
@@ -148,10 +140,8 @@ class Returning:
         self._transfer = wire.start(buffers.outgoing, buffers.incoming, f"backward, {step.what}: dK and dV")
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Sums all contributions once they have come, in float32 (float64), and writes the sums to the step's heads of dk and dv.
-
-        ``dk``, ``dv``: (B, n, Hk, D). The sums of a step on sparse rows are added to what they hold.
-        """
+        """Sums all contributions once they have come, in float32 (float64), and writes them to the step's heads of dk and dv (B, n, Hk, D);
+        a step on sparse rows adds them to what these hold."""
         if self._transfer is not None:
             self._transfer.wait()
         step, device = self._step, self._came.device
@@ -176,11 +166,7 @@ def forward(
     wire: Wire | None,
     meanwhile: Callable[[], object] | None = None,
 ) -> None:
-    """Runs all steps.
-
-    Args:
-        meanwhile: what else there is to compute; it runs while the first keys are in flight.
-    """
+    """Runs all steps, and ``meanwhile`` what else there is to compute, while the first keys are in flight."""
     arrivals = deque([Arrival(step, k, v, wire, "forward") for step in steps[:AHEAD]])
     if meanwhile is not None:
         meanwhile()
@@ -198,12 +184,8 @@ def backward(
     wires: tuple[Wire | None, Wire | None],
     meanwhile: Callable[[], Pair] | None = None,
 ) -> Pair:
-    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype.
-
-    Args:
-        wires: for keys and for their gradients.
-        meanwhile: as in ``forward``, where the steps are on sparse rows. It returns gradients of k and v, to which theirs are added.
-    """
+    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype. ``wires``: for keys and for their gradients. ``meanwhile``:
+    as in ``forward``, where the steps are on sparse rows; it returns gradients of k and v, to which theirs are added."""
     arrivals = deque([Arrival(step, k, v, wires[0], "backward") for step in steps[:AHEAD]])
     total: Pair | None = None if meanwhile is None else meanwhile()
     last: Returning | None = None

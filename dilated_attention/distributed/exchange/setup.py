@@ -33,7 +33,6 @@ class RingSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
 
     Args:
-        steps: the steps of the exchange on this rank.
         nbytes: bytes of its tables and lists.
         lanes: one of ``LANES``; None if no rank sends anything. All ranks must choose the same, so it does not depend on what this rank
             receives.

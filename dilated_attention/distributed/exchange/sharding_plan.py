@@ -15,13 +15,8 @@ EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The division of queries and keys over the group's ranks, as given and during the computation.
-
-    Args:
-        given: holdings of (queries, keys) in the caller's layout.
-        used: holdings during the computation.
-        by_heads: each rank computes some heads of the whole sequence, so no keys are exchanged.
-    """
+    """Holdings of (queries, keys) by rank in the caller's layout (``given``), and during the computation (``used``). ``by_heads``: each
+    rank computes some heads of the whole sequence, so no keys are exchanged."""
 
     given: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
     used: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]

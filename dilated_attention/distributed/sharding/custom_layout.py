@@ -62,11 +62,8 @@ class Layout:
 
 
 def layout_name(layout: Any, known: tuple[str, ...] = LAYOUTS) -> str:
-    """Returns a layout as the string that names it. ``known`` are the layouts of one word that are accepted here.
-
-    Raises:
-        ValueError, TypeError: if it is neither a ``Layout`` nor one of ``known``.
-    """
+    """Returns a layout as the string that names it. ``known``: the layouts of one word that are accepted here; ValueError or TypeError for
+    anything else but a ``Layout``."""
     if isinstance(layout, Layout):
         return layout.name
     if not (isinstance(layout, str) and layout.startswith(_PREFIX)):
@@ -89,11 +86,7 @@ def short_name(layout: str) -> str:
 
 
 def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
-    """Returns every process's runs from the name of a ``Layout``.
-
-    Raises:
-        ValueError: if it was made for another length or another number of processes.
-    """
+    """Returns every process's runs from the name of a ``Layout``; ValueError if it was made for another length or number of processes."""
     found, runs = _parsed(layout)
     if (found, len(runs)) != (seq_len, size):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Redistributes rows and heads over the ranks: from one layout to another, and between sequence shards and head shards.
 
 A holding is (spans, heads): the rows that a rank holds, and the heads it holds of them. Rank s sends rank r what s holds under the old
-division and r needs under the new one. So all-to-all over heads, its inverse and a change of layout are one function.
+division and r needs under the new one, so an all-to-all over heads, its inverse and a change of layout are one function.
 """
 
 from __future__ import annotations
@@ -97,11 +97,8 @@ def reshard(
     *,
     add: bool = False,
 ) -> list[torch.Tensor]:
-    """Returns each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list every rank's holding for each tensor.
-
-    Args:
-        add: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype.
-    """
+    """Returns each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list every rank's holding for each tensor;
+    ``add``: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype."""
     if all(list(a) == list(b) for a, b in zip(old, new, strict=True)):
         return list(tensors)
     sends, receives, arriving, results = [], [], [], []

@@ -244,11 +244,7 @@ class ContextParallel:
 
 
 def _check_model(model: Any, base: Any) -> None:
-    """Refuses models whose loss is no sum over positions, or whose layers mix positions other than by attention.
-
-    Raises:
-        ValueError, TypeError: saying which of it.
-    """
+    """Refuses, by ValueError or TypeError, models whose loss is no sum over positions or whose layers mix them other than by attention."""
     name = type(base).__name__
     if not hasattr(base, "loss_function") or not hasattr(base, "config"):
         raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
@@ -274,11 +270,7 @@ def _check_model(model: Any, base: Any) -> None:
 
 
 def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
-    """Refuses inputs that have no part of one process.
-
-    Raises:
-        ValueError, TypeError: naming the input and its shape.
-    """
+    """Refuses inputs that have no part of one process: ValueError or TypeError with the input and its shape."""
     length = sequence_of(given).shape[1]
     if length < size:
         raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")

@@ -26,11 +26,7 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuses a Trainer with a loss of its own, with options that need the whole sequence in one process, or that has begun.
-
-    Raises:
-        ValueError: naming the method or the option.
-    """
+    """Raises ValueError for a Trainer with a loss of its own, options that need the whole sequence in one process, or that has begun."""
     args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
     # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
     if loss is not importlib.import_module("transformers").Trainer.compute_loss or loss.__module__ != "transformers.trainer":
@@ -63,11 +59,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuses an Accelerator that shares sequences itself, or has prepared loaders.
-
-    Raises:
-        ValueError: saying which.
-    """
+    """Raises ValueError for an Accelerator that shares sequences itself, or has prepared loaders."""
     config = getattr(accelerator, "parallelism_config", None)
     for kind in ("cp", "tp", "sp"):
         if getattr(config, f"{kind}_enabled", False):
@@ -82,11 +74,8 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def place_of(size: int | None, mesh: Any, group: Any, device_type: str) -> Any:
-    """Returns the mesh or group whose processes share a sequence; None for one process alone.
-
-    Raises:
-        ValueError, TypeError: if not exactly one of them is given, or ``size`` does not divide the number of processes.
-    """
+    """Returns the mesh or group whose processes share a sequence; None for one process alone. ValueError or TypeError if not exactly one of
+    them is given, or ``size`` does not divide the number of processes."""
     if sum(x is not None for x in (size, mesh, group)) != 1:
         raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
     if size is None:

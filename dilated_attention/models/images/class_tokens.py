@@ -46,10 +46,8 @@ def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
 
 @functools.lru_cache(maxsize=64)
 def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
-    """Returns which positions of the sequence with class tokens each process holds: before rows move, and after.
-
-    Slide i has the tiles [bounds[i], bounds[i + 1]). Before, the first process holds all class tokens, above its tiles.
-    """
+    """Returns which positions of the sequence with class tokens each process holds: before rows move, when the first process holds all
+    class tokens above its tiles, and after. Slide i has the tiles [bounds[i], bounds[i + 1])."""
     before = []
     for rank in range(size):
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
@@ -63,15 +61,11 @@ def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[Shar
 
 
 def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], ring: RingSettings) -> torch.Tensor:
-    """Returns this process's rows (B, n′, E) of the sequence with class tokens, from its rows x (B, n, E) of the tiles.
+    """Returns this process's rows (B, n′, E) of the sequence with class tokens, from its rows x (B, n, E) of the tiles, in the order of the
+    layout. All processes must call it.
 
-    Args:
-        x: its rows in the order of the layout.
-        token: (E,), in x's dtype.
-        bounds: of the slides in the whole sequence of tiles, each of which gets a class token before its first tile.
-        ring: how the sequence is shared. All processes must call it.
-
-    If n rows are no shard of the tiles, it returns a row too many: the attention that follows then refuses them, on all processes alike.
+    ``token`` (E,), in x's dtype, goes before the first tile of each slide; ``bounds``: of the slides in the whole sequence of tiles. If n
+    rows are no shard of the tiles, it returns a row too many: the attention that follows then refuses them, on all processes alike.
     """
     # a process that holds no class token takes no row of it, so that its gradient is zeros there and not None
     tokens = token.expand(x.shape[0], 0 if ring.place()[0] else len(bounds) - 1, -1)
@@ -112,16 +106,11 @@ def _holdings(bounds: Sequence[int], size: int, layout: str, inverse: bool) -> t
 
 
 def means_of_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, ring: RingSettings | None) -> torch.Tensor:
-    """Averages the rows at the positions of each run over all processes, which must all call it.
+    """Averages the rows x (B, n, E) at the positions of each disjoint run [start, stop) over all processes, which must all call it
+    (``ring``: None where this process holds the whole sequence of ``seq_len``).
 
-    Args:
-        x: (B, n, E), this process's rows.
-        runs: disjoint runs [start, stop) of positions in the whole sequence.
-        seq_len, ring: of the whole sequence; None where this process holds it.
-
-    Returns:
-        (B, runs, E) in x's dtype, equal on all processes. A process's gradient is the sum over all processes' losses, as
-        ``average_gradients``, DDP and FSDP2 need it.
+    Returns (B, runs, E) in x's dtype, equal on all processes. A process's gradient is the sum over all processes' losses, as
+    ``average_gradients``, DDP and FSDP2 need it.
     """
     held = ((0, seq_len, 1),) if ring is None else spans(seq_len, *ring.place(), ring.layout)
     pieces = sorted((*rows, index) for index, run in enumerate(runs) for rows in rows_at(held, *run))

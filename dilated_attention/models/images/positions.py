@@ -19,23 +19,19 @@ def grid_positions(
 
         position(x, y) = [table(y); table(x)],    table(p) = [sin(p·ω); cos(p·ω)],    ω_i = 10000^(−4i/E)
 
-    x and y are the first and the second coordinate in tiles. The second comes first, as in Prov-GigaPath, where this is row
-    1 + x·grid_size + y of the table. Its row 0, for the class token, is zeros and needs no function.
+    x and y are the first and the second coordinate in tiles. The second comes first, as in Prov-GigaPath, where this is row 1 + x·grid_size
+    + y of the table. Its row 0, for the class token, is zeros and needs no function.
 
     Args:
-        coords: pixel coordinates, float32, float64 or integers.
+        coords: pixel coordinates, float32, float64 or integers; TypeError for a dtype that rounds them.
         embed_dim: E, a multiple of 4.
         tile_size: side of a tile in pixels.
-        grid_size: side of the grid in cells. It bounds the coordinates and changes no position.
-        dtype: dtype of the result; None for torch's default. Positions are computed in float64 in any case.
+        grid_size: side of the grid in cells. It bounds the coordinates and changes no position. ValueError for a cell outside. This reads
+            the values, so a GPU makes the host wait; where it cannot (torch.compile, a CUDA graph), each run asserts on the device.
+        dtype: of the result; None for torch's default. Positions are computed in float64 in any case.
 
-    Raises:
-        TypeError: if coordinates have a dtype that rounds them.
-        ValueError: if a cell is outside the grid. This reads the values, so a GPU makes the host wait. Inside torch.compile and while
-            a CUDA graph is captured the host cannot wait: there each call or replay asserts on the device.
-
-    Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a
-    coordinate outside the grid is refused instead of wrapping into another row.
+    Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a coordinate
+    outside the grid is refused instead of wrapping into another row.
     """
     embed_dim, tile_size, grid_size = (
         as_int(name, value, minimum=1, maximum=2**31 - 1)

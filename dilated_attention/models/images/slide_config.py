@@ -16,11 +16,8 @@ GIGAPATH_MAX_WSI_SIZE = 262144
 
 
 def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
-    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels.
-
-    With tiles of ``tile_size`` pixels, they go from 1024 to the largest power of 2 that is at most the number of tiles, in equal ratios,
-    rounded down: 1024, 5792, 32768, 185363, 1048576 for 262144 pixels in tiles of 256.
-    """
+    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels: from 1024 to the
+    largest power of 2 within the number of tiles, in equal ratios, rounded down: 1024, 5792, 32768, 185363, 1048576 by default."""
     side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
     if side < 4:
         raise ValueError(

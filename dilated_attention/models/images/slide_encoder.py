@@ -15,14 +15,7 @@ from dilated_attention.models.images.base import ImageModel
 from dilated_attention.models.images.class_tokens import insert_class_tokens, means_of_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
-from dilated_attention.models.images.slides import (
-    bounds_of,
-    check_bounds,
-    check_finite,
-    check_tiles,
-    rows_of_slides,
-    wrong_step,
-)
+from dilated_attention.models.images.slides import bounds_of, check_bounds, check_finite, check_tiles, rows_of_slides, wrong_step
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int
@@ -211,10 +204,8 @@ class SlideEncoder(ImageModel):
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
     ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
-        """Returns the input of the blocks, class tokens included, the bounds of slides in it, and the encoder's arguments that say so.
-
-        The bounds are None for plain batches on one process.
-        """
+        """Returns the input of the blocks, class tokens included, the bounds of slides in it (None for plain batches on one process), and
+        the encoder's arguments that say so."""
         check_tiles(tiles, coords, self.config.in_dim)
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, tiles)
         places = grid_positions(

@@ -111,10 +111,8 @@ def tile_step(coords: torch.Tensor) -> float | None:
 
 
 def wrong_step(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -> str | None:
-    """Describes the first slide whose tiles are not ``tile_size`` pixels apart, by more than a twentieth; None if there is none.
-
-    Tiles that have no common step are told of if there are two or more of them for each cell that has any.
-    """
+    """Describes the first slide whose tiles are not ``tile_size`` pixels apart, by more than a twentieth; None if there is none. Tiles
+    without a common step are told of if there are two or more of them for each cell that has any."""
     slides = coords if bounds is None else [coords[0, start:end] for start, end in itertools.pairwise(bounds)]
     for slide, places in enumerate(slides):
         step = tile_step(places)

@@ -101,11 +101,9 @@ class Grid:
 class Entries:
     """Kept blocks as a flat list, ascending by (group, row, column).
 
-    Args:
-        group: (E,) int64, index of the head; 0 if all heads share one list.
-        row, column: (E,) int64, counted over the whole sequence.
-        full: (E,) bool, every pair within the sequence is kept.
-        key: (E,) int64: two blocks that are not full and have equal keys keep the same pairs, as far as both are within the sequence.
+    ``group``: (E,) int64, index of the head, 0 if all heads share one list; ``row, column``: (E,) int64, in the whole sequence; ``full``:
+    (E,) bool, every pair within the sequence is kept; ``key``: (E,) int64: two blocks that are not full and have equal keys keep the same
+    pairs, as far as both are within the sequence.
     """
 
     group: Tensor

@@ -29,7 +29,6 @@ class BlockLists:
 
     Args:
         num_queries, num_keys: positions; the last block of each may be shorter.
-        q_block, k_block: positions of a block.
         num_batch, num_heads: 1 where all batch entries (heads) share one list, else their number; their product is the number of groups.
         row_starts: (num_batch · num_heads · num_rows + 1,) int32.
         columns: (entries,) int32 key blocks, ascending in each row.

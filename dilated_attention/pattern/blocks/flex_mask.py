@@ -91,10 +91,7 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
             "convert the whole one: from_block_mask(mask, batch=0) takes one batch entry, query_offset of the attention call some "
             "queries; for some heads make a BlockMask of these"
         )
-    for counts, indices in (
-        (block_mask.kv_num_blocks, block_mask.kv_indices),
-        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    ):
+    for counts, indices in ((block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
         if counts is None or indices is None:
             continue
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -151,15 +148,10 @@ def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1) -> tuple[Tensor, ...]:
-    """Returns (counts, table) of each kind of entries of a CSR list, in FlexAttention's form, int32.
-
-    Counts are (batch, heads, lists), tables (batch, heads, lists, width). All tables are as wide as the longest list, and at least
-    ``width``, since some of torch's kernels read all of them with one stride, and each list's first entry before its count.
-
-    Args:
-        starts, values: those of the rows or of the columns of ``lists``.
-        kinds: (entries,) bool: the entries of each table.
-    """
+    """Returns (counts (batch, heads, lists), table (batch, heads, lists, width)), int32, of each kind of entries of a CSR list, in
+    FlexAttention's form. Tables are as wide as the longest list and at least ``width``, since some of torch's kernels read all with one
+    stride, and each list's first entry before its count. ``starts, values``: of the rows or the columns of ``lists``; ``kinds``: (entries,)
+    bool of each table."""
     starts = starts.long()
     row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
     before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]

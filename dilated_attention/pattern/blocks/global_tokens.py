@@ -106,10 +106,7 @@ class BigBird(GlobalLocal):
         return self.random_blocks == 0
 
     def draws(self, grid: Grid, head: Tensor, row: Tensor) -> Tensor:
-        """Returns the columns (…, draws) drawn for each row by Floyd's sampling, from those that nothing else reaches.
-
-        −1 where too few are left.
-        """
+        """Returns the columns (…, draws) of each row by Floyd's sampling among those that nothing else reaches; −1 if too few are left."""
         num_globals, low, high = self.stretches(grid, row)
         between = torch.where(low > num_globals, low - num_globals, 0)
         free = between + grid.num_columns - high

@@ -19,10 +19,7 @@ MOST_BLOCKS = 2**31
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of some heads: their blocks, their masks (int32, −1 for none) and the number of pairs that each mask keeps.
-
-    Group g is head ``heads[g]``.
-    """
+    """Some rows of some heads (group g is head ``heads[g]``): their blocks, their masks (int32, −1 for none) and the pairs of each mask."""
 
     grid: Grid
     heads: tuple[int, ...]
@@ -84,10 +81,8 @@ def _row_ends(piece: _Piece) -> Tensor:
 def count_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
 ) -> int:
-    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep.
-
-    ``device``: where to count. Lists of a million positions take a CPU minutes.
-    """
+    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep. On
+    a CPU (``device``) lists of a million positions take minutes."""
     check_bool("is_causal", is_causal)
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
     total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, device))
@@ -199,11 +194,8 @@ def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
 
 
 def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i], or None if there is no such interval.
-
-    The tightest candidate is taken from the masks, and then compared with the number of keys that each of them keeps: where
-    a mask keeps less than the candidate, a wider one would be further off.
-    """
+    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i]; None if there is no such interval. The
+    tightest candidate is compared with the number of keys that each mask keeps: where one keeps less, so it would of a wider one."""
     assert kept.masks is not None
     ends = []
     for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
