@@ -114,7 +114,7 @@ def block_sparse_dilated_attention(
 
     A pair that two branches keep, or a branch and a block, counts twice, as a pair in two branches does in LongNet. The two parts are
     computed by separate kernels and merged by their log-sum-exps. The backward of each part uses the merged log-sum-exps; no gradient
-    flows through the merge. A named backend computes both parts or is refused; ``"nested"`` applies to the branches alone.
+    flows through the merge. A named backend computes both parts or is refused.
 
     Args:
         segment_lengths, dilation_rates: see ``dilated_attention``.

@@ -7,9 +7,8 @@ Its time is arithmetic at measured rates where they exist, and lower bounds of m
     host   the call and its launches, on the CPU of an H200 machine
     links  bytes received / rate of the links
 
-A pass takes as long as the longest of these. Rates come from a table of this machine, else from the shipped table of its architecture,
-scaled by the ratio of the peaks where the GPU is not the measured one. Without a table a share of the peak is assumed. Every estimate says
-which.
+A pass takes as long as the longest of these. Rates come from the shipped table of the architecture, scaled by the ratio of
+the peaks where the GPU is not the measured one. Without a table a share of the peak is assumed. Every estimate says which.
 """
 
 from __future__ import annotations
