@@ -17,11 +17,9 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code.
-
-    0: done · 1: the machine, what is installed or a file does not allow it · 130: interrupted · 141: the reader of a pipe has exited, as
-    ``head`` does. Wrong usage, including invalid values, raises ``SystemExit(2)``, as argparse does.
-    """
+    """Runs the command line and returns the exit code: 0: done · 1: the machine, what is installed or a file does not allow it · 130:
+    interrupted · 141: the reader of a pipe has exited, as ``head`` does. Wrong usage, invalid values included, raises ``SystemExit(2)``, as
+    argparse does."""
     interrupt.raise_again()
     common.prepare()
     try:

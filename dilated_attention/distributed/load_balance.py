@@ -259,8 +259,7 @@ class BranchWork:
 
     def __init__(self, pattern: DilatedPattern, documents: Documents, num_heads: int, *, is_causal: bool) -> None:
         self.documents, self.num_heads, self.is_causal = documents, num_heads, is_causal
-        # of each branch (w, r, for each m ≤ r how many heads take positions at an offset below m). Counts are float64, since squares of
-        # long sequences overflow int64
+        # of each branch (w, r, for each m ≤ r how many heads have an offset below m), float64, as squares of long sequences overflow int64
         self._branches: list[tuple[int, int, torch.Tensor]] = []
         for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
             count = Counter(offset for offset in offsets if offset != NOT_IN_BRANCH)

@@ -80,10 +80,8 @@ class Explanation:
         return replace(self.request, needs_grad=False).describe().replace(", forward", "") + gradients
 
     def lines(self) -> list[tuple[str, tuple[str, ...], str]]:
-        """Returns (mark, reasons against it, line) of each backend, as ``str()`` prints them.
-
-        The mark is ``→`` for a backend that is taken, ``·`` for one that can, and ``✗`` for one that cannot.
-        """
+        """Returns (mark, reasons against it, line) of each backend, as ``str()`` prints them. The mark is ``→`` for a backend that is
+        taken, ``·`` for one that can, and ``✗`` for one that cannot."""
         width = max(len(row.name) for row in self.rows)
         lines = []
         for row in self.rows:

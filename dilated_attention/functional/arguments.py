@@ -196,8 +196,7 @@ def place_in(group_name: str) -> tuple[int, int]:
     return members.rank, members.size
 
 
-# does what torch.compiler.assume_constant_result does (a test compares them) without importing the compiler, which would be half of
-# this package's import time
+# what torch.compiler.assume_constant_result does (a test compares them), without the compiler, half of this package's import time
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -76,8 +76,7 @@ def attend(
     dropout_p = float(dropout) if module.training else 0.0
     is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0 and value.shape[3] == key.shape[3]
     is_step = is_plain and query.shape[2] == 1 and mask.is_causal and not settings.is_shared
-    # one new token from a cache: its kernels read only the keys that it needs, and support no gradients; compiled code would make a graph
-    # for each position
+    # one new token from a cache: its kernels read only the keys needed, without gradients; compiled code would make a graph per position
     if (
         is_step
         and settings.options.get("backend", "auto") == "auto"

@@ -18,8 +18,7 @@ from dilated_attention.models.stack import LongNetStack
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
-# (pattern of our key, their key, and what is done to the value, if anything); each kind has rows of its own before these. Attention has
-# the same names
+# (pattern of our key, their key, what is done to the value, if anything); each kind has rows before these. Attention has the same names
 Rows = tuple[tuple[Any, ...], ...]
 LAYERS: Rows = (
     (r"blocks\.(\d+)\.attention\.", r"layers.\1.self_attn."),

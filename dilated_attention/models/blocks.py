@@ -37,10 +37,8 @@ def make_norm(config: LongNetConfig, **factory: Any) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """y = W_2 · LN(act(W_1 x)), or with ``"swiglu"`` W_2 · LN(SiLU(W_g x) ∘ W_1 x). LN is MAGNETO's; it is left out without ``sub_norm``.
-
-    (B, N, E) → (B, N, E).
-    """
+    """y = W_2 · LN(act(W_1 x)), or with ``"swiglu"`` W_2 · LN(SiLU(W_g x) ∘ W_1 x); (B, N, E) → (B, N, E). LN is MAGNETO's; without
+    ``sub_norm`` it is left out."""
 
     def __init__(self, config: LongNetConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

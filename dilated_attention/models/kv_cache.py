@@ -147,20 +147,15 @@ class KVCache:
         return begun
 
     def prepare_step(self) -> int:
-        """Reserves room and prepares tables for one more position of every active request.
-
-        Returns the generation of the tables; a CUDA graph captured with another generation must be discarded.
-        """
+        """Reserves room and prepares tables for one more position of every active request. Returns the generation of the tables; a CUDA
+        graph captured with another generation must be discarded."""
         for request in range(self.num_requests):
             if self.active[request]:
                 self._make_room(request, 1)
         return self.row_keys.prepare(self._positions())
 
     def step(self) -> CachePass:
-        """Returns a pass of one position for every request, after ``prepare_step``.
-
-        It runs on the device only, so a CUDA graph may capture it.
-        """
+        """Returns a pass of one position for every request, after ``prepare_step``; on the device only, so a CUDA graph may capture it."""
         return CachePass(self, 1, None)
 
     def _make_room(self, request: int, num_tokens: int) -> None:
@@ -204,10 +199,8 @@ class KVCache:
         self._place()
 
     def free(self, request: int) -> None:
-        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``.
-
-        Until then a step over all requests drops its token, as that of a finished one.
-        """
+        """Forgets a request, so that its place can be prefilled again with ``cache.of(request)``. Until then a step over all requests drops
+        its token, as that of a finished one."""
         self.lengths[self._checked(request)] = 0
         self.finish(request)
         self.release(request)

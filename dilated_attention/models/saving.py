@@ -24,11 +24,8 @@ _STATE = "run.json"
 
 
 class Pretrained(nn.Module):
-    """A model built as ``cls(config, **options)`` that saves itself as a folder and loads from one.
-
-    A subclass sets ``config_class`` to the class of its configuration. Non-persistent buffers must be made in ``__init__`` from the
-    configuration alone, or at each call.
-    """
+    """A model built as ``cls(config, **options)`` that saves itself as a folder and loads from one. A subclass sets ``config_class``, the
+    class of its configuration. Non-persistent buffers must be made in ``__init__`` from the configuration alone, or at each call."""
 
     config_class: ClassVar[type[ModelConfig]]
     config: Any

@@ -87,11 +87,8 @@ class MultiheadAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None for _ in range(2))
 
     def reset_parameters(self) -> None:
-        """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases 0, norms 1.
-
-        The fans of k_proj and v_proj are those of their own weights, which are smaller with grouped heads. Sinks are set to 0. Call this
-        after ``to_empty``.
-        """
+        """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases and sinks 0, norms
+        1. The fans of k_proj and v_proj are those of their own weights, smaller with grouped heads. Call this after ``to_empty``."""
         for linear, gain in ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, self.gamma_init), (self.out_proj, self.gamma_init)):
             nn.init.xavier_normal_(linear.weight, gain=gain)
             if linear.bias is not None:

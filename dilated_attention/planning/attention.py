@@ -36,11 +36,9 @@ MOST_POSITIONS = 2**31
 # lists of blocks can index at most this many entries
 _MOST_ENTRIES = 2**29
 _NO_SUCH_CALL = 2**80
-# measured on an H200, docs/performance.md: share of the kernels' own rate that the engine reaches with several branches, (forward,
-# backward)
+# on an H200, docs/performance.md: share of the kernels' rate that the engine reaches with several branches, (forward, backward)
 _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
-# share of the rates in tables of dense problems, timed in short bursts, that long runs sustain
-# (benchmarks/results/2026-11-21-h200/block-sparse.jsonl, dense)
+# share of the rates of dense problems, timed in bursts, that long runs sustain (benchmarks/results/2026-11-21-h200/block-sparse.jsonl)
 _SUSTAINED = 0.92
 # seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
 _LAUNCH = (40e-6, 90e-6)

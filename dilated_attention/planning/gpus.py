@@ -1,7 +1,5 @@
-"""GPUs by name: memory, bandwidth, peak rates and links as stated by the vendor, for planning on a machine that is not at hand.
-
-Peaks are dense: where a document states only figures with 2:4 sparsity, they are halved.
-"""
+"""GPUs by name: memory, bandwidth, peak rates and links as stated by the vendor, for planning on a machine that is not at hand. Peaks are
+dense: where a document states only figures with 2:4 sparsity, they are halved."""
 
 from __future__ import annotations
 
@@ -115,10 +113,8 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
 
 
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
-    """Returns this machine's GPU: its memory as PyTorch reports it, its rates by its name; without rates where the name is not known.
-
-    Returns None without a CUDA GPU.
-    """
+    """Returns this machine's GPU: its memory as PyTorch reports it, its rates by its name; without rates where the name is not known. None
+    without a CUDA GPU."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(torch.device(device or "cuda"))

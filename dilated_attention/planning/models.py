@@ -1,7 +1,5 @@
 """``plan_model``: the cost of training or running a model preset. Fake tensors trace its blocks; formulas give the attention and the loss.
-
-Everything but attention is linear in the length: two short traces give it at any. Attention's own memory is added at the requested length.
-"""
+All but attention is linear in the length: two short traces give it at any; attention's own memory is added at the requested length."""
 
 from __future__ import annotations
 

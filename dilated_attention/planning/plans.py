@@ -21,8 +21,7 @@ _TIMES = (("days", 86400, 172800), ("h", 3600, 7200), ("min", 60, 120), ("s", 1,
 _FLOPS = (("EFLOP", 1e18, 0.9995e18), ("PFLOP", 1e15, 0.9995e15), ("TFLOP", 1e12, 0.9995e12), ("GFLOP", 1e9, 0.9995e9), ("MFLOP", 1e6, 0))
 
 
-# a step of longnet-tiny at 8,192 positions took 1.5 times, with checkpoints at 16,384 positions 2.8 times what was planned; with the
-# setting 1.1 times both
+# longnet-tiny took 1.5 times what was planned at 8,192 positions, 2.8 with checkpoints at 16,384; with the setting 1.1 times both
 OF_MALLOC = "in tensors; glibc's malloc may keep up to twice as much again of what is freed, unless MALLOC_MMAP_THRESHOLD_=2097152 is set"
 
 

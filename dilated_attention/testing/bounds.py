@@ -33,8 +33,6 @@ def low_precision_bound(plain: torch.Tensor, truth: torch.Tensor, dtype: torch.d
 
 
 def relative_bound(truth: torch.Tensor, tolerance: float, dropout_p: float = 0.0) -> float:
-    """Returns the bound for results of inputs of order 1: relative above 1, absolute below, where sums cancel.
-
-    Dropout scales what it keeps by 1 / (1 − dropout_p).
-    """
+    """Returns the bound for results of inputs of order 1: relative above 1, absolute below, where sums cancel. Dropout scales what it keeps
+    by 1 / (1 − dropout_p)."""
     return tolerance * max(1 / (1 - dropout_p), largest(truth))

@@ -83,10 +83,8 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def results(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
 ) -> Result:
-    """Returns out, lse and the gradients of ``function(case, inputs, q, k, v)``, with q, k, v and sinks in ``dtype`` (None: as they are).
-
-    Without sinks there is no ``dsinks``.
-    """
+    """Returns out, lse and the gradients of ``function(case, inputs, q, k, v)``, with q, k, v and sinks in ``dtype`` (None: as they are);
+    without sinks there is no ``dsinks``."""
     given = (x.q, x.k, x.v) if x.sinks is None else (x.q, x.k, x.v, x.sinks)
     leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in given]
     out, lse = function(case, replace(x, sinks=leaves[3]) if len(leaves) > 3 else x, *leaves[:3], **options)
@@ -100,10 +98,8 @@ def results(
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
-    """Returns the errors and bounds of all results of a case.
-
-    The bound is 1e-10 for float64 and, on a CPU, 1e-5 for float32; for everything else see ``low_precision_bound``.
-    """
+    """Returns the errors and bounds of all results of a case. The bound is 1e-10 for float64 and, on a CPU, 1e-5 for float32; for
+    everything else see ``low_precision_bound``."""
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
     truth, bounds = truth_and_bounds(case, x)

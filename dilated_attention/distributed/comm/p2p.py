@@ -265,8 +265,6 @@ class Wire:
         self.session.told = True
         return RingError(self.session.failed)
 
-    # the interface that the monitor uses
-
     @property
     def failed(self) -> str | None:
         return self.session.failed

@@ -1,7 +1,5 @@
-"""Chooses the exchange of a call with a model of its time and memory, and prints the model as a table.
-
-All ranks must come to the same answer without asking each other, so it depends on shapes and on the GPU model, not on free memory.
-"""
+"""Chooses the exchange of a call with a model of its time and memory, and prints the model as a table. All ranks must come to the same
+answer without asking each other, so it depends on shapes and on the GPU model, not on free memory."""
 
 from __future__ import annotations
 
@@ -18,11 +16,9 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_counts
 
-# for an H200 and NCCL between four of them (docs/ring.md): FLOP/s of a forward in half precision, bytes/s received, minimum seconds of
-# an exchange, bytes/s of device memory
+# an H200, and NCCL between four (docs/ring.md): FLOP/s of a half-precision forward, bytes/s received, least s an exchange, memory's bytes/s
 FLOPS, WIRE, LATENCY, MEMORY = 600e12, 300e9, 40e-6, 3.5e12
-# received keys may take this fraction of the device's memory, and a whole call of dense attention this one, which is less than the 90 %
-# that plans count as usable
+# of a device's memory, the fractions that received keys may take, and a whole call of dense attention: below the 90 % usable in plans
 SHARE, CALL_SHARE = 0.25, 0.85
 # a dense all_gather is split into steps of heads if its transfer takes more than this fraction of the arithmetic, because each step
 # costs additional launches; the minimum bytes per step, and the maximum number of steps (H200, 32/8 heads of 128: 4 steps gain 3 % at

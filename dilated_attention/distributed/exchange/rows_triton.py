@@ -1,8 +1,5 @@
-"""Copies of the rows that an exchange moves, one launch each: into what is sent, into a step's memory, and the sums of gradients.
-
-A unit is one (row, head): B times 2·D numbers, K and V or their gradients side by side. Rows are read from k and v (B, rows, heads, D)
-with any strides whose last one is 1.
-"""
+"""Copies of the rows that an exchange moves, one launch each: into what is sent, into a step's memory, and the sums of gradients. A unit is
+one (row, head): B times 2·D numbers, K and V or their gradients. Rows are read from k and v (B, rows, heads, D), whose last stride is 1."""
 
 from __future__ import annotations
 

@@ -94,8 +94,6 @@ class ContextParallel:
         """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
         self.undo.close()
 
-    # ---- the attention
-
     def _register(self, place: Any, given: dict[str, str]) -> None:
         attentions, masks = interfaces()
         original = self.base.config._attn_implementation or "sdpa"
@@ -159,8 +157,6 @@ class ContextParallel:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
-
-    # ---- the call
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if module is self._outer:

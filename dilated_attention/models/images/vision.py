@@ -156,10 +156,8 @@ class LongViT(ImageModel):
         return x if self.head is None else self.head(x)
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
-        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one.
-
-        A sharded model returns this process's rows of it, those at its positions of the layout (``local_positions``).
-        """
+        """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one. A sharded model
+        returns this process's rows of it, those at its positions of the layout (``local_positions``)."""
         self._check(images)
         side, length = self.config.patch_size, self._length(images)
         rows, columns = images.shape[2] // side, images.shape[3] // side
@@ -195,10 +193,8 @@ class LongViT(ImageModel):
         return means_of_runs(x, [(0, length if self.class_token is None else 1)], length, self._shared)[:, 0]
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them.
-
-        The scale is LongViT's, (rows + 0.1) / grid, so the sampling points differ slightly from those that follow from the sizes alone.
-        """
+        """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them, whose scale is
+        LongViT's, (rows + 0.1) / grid, so that the sampling points differ slightly from those that follow from the sizes alone."""
         grid = self.config.grid
         if (rows, columns) == (grid, grid):
             return self.positions

@@ -242,16 +242,12 @@ class BlockPattern(SpecPattern):
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
-
-        ``positions`` are those of the queries; the result is the same for all heads.
-        """
+        ``positions`` are those of the queries; the result is the same for all heads."""
         return None
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``.
-
-        Where ``allowed`` searches or hashes, this uses tables, since compilers recompute a value at each use.
-        """
+        """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``. Where
+        ``allowed`` searches or hashes, this uses tables, since compilers recompute a value at each use."""
         return lambda batch, head, q_idx, kv_idx: self.allowed(q_idx, kv_idx, head, num_positions)
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
@@ -287,10 +283,8 @@ class BlockPattern(SpecPattern):
     def dense_mask(
         self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Returns the kept pairs, bool (num_heads, num_queries, num_keys). Query row i is position query_offset + i.
-
-        The pattern is that for max(num_keys, query_offset + num_queries) positions.
-        """
+        """Returns the kept pairs, bool (num_heads, num_queries, num_keys), of the pattern for max(num_keys, query_offset + num_queries)
+        positions. Query row i is position query_offset + i."""
         num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
         check_bool("is_causal", is_causal)
         num_positions = checked_positions(max(num_keys, query_offset + num_queries))
