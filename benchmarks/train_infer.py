@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 _THEIRS = {"cuda": torch.float16}
 KERNELS = {"cuda": ("sdpa_flash", "sdpa_cudnn"), "cpu": ("sdpa_cpu",)}
 # tiles of slides that differ: log-normal, mean near 7,500, as slides of a clinic are; the first WARM of them are not counted
-_MEAN, _SPREAD, _FEWEST, _MOST, WARM = 8.75, 0.6, 600, 22_000, 12
+_MEAN, _SIGMA, _FEWEST, _MOST, WARM = 8.75, 0.6, 600, 22_000, 12
 Slide = Sequence[torch.Tensor]
 
 
@@ -205,7 +205,7 @@ def slide(tiles: int, device: torch.device, dtype: torch.dtype | None = None) ->
 def lengths_of_slides(count: int, scale: float = 1.0, seed: int = 7) -> list[int]:
     """Draws the numbers of tiles of slides from a log-normal."""
     draw = random.Random(seed)
-    return [max(2, int(scale * min(_MOST, max(_FEWEST, draw.lognormvariate(_MEAN, _SPREAD))))) for _ in range(count)]
+    return [max(2, int(scale * min(_MOST, max(_FEWEST, draw.lognormvariate(_MEAN, _SIGMA))))) for _ in range(count)]
 
 
 def train(tiles: int, options: argparse.Namespace) -> Iterator[Row]:

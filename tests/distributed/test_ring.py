@@ -193,7 +193,7 @@ def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("pool", worlds(2, 4, gpus=(2, 4)))
 def test_deterministic_runs_repeat_bit_for_bit(pool: Pool) -> None:
-    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_chosen.repeated()]
+    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_chosen.of_each_kind()]
     for rank in pool.run(ring_cases.run, spreads, torch.bfloat16 if pool.on_gpus else torch.float32, 3, pool.on_gpus):
         for first, *others in rank:
             assert all(torch.equal(first[name], other[name]) for other in others for name in first)
@@ -235,7 +235,7 @@ def test_sums_over_many_runs_are_not_rounded_at_each_of_them() -> None:
 @pytest.mark.parametrize("pool", worlds(4, gpus=(4,)))
 def test_groups_that_are_a_part_of_the_world(pool: Pool, as_mesh: bool) -> None:
     """Ranks 1 and 3 of four as a group; columns of a mesh, each a sequence of its own."""
-    spreads = ring_chosen.of_parts()
+    spreads = ring_chosen.of_each_kind()
     ranks = pool.run(ring_cases.in_subgroup, [1, 3], spreads, as_mesh)
     for members in ([ranks[0], ranks[2]], [ranks[1], ranks[3]]):
         if not as_mesh and members[0] is ranks[0]:

@@ -18,22 +18,20 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
-from dilated_attention.testing import max_error
+from dilated_attention.testing import call, max_error
 from tests.distributed.test_ring import check as check_by_bounds
 from tests.functional.test_block_sparse import (
     PATTERNS,
     TOLERANCE,
     Case,
-    call,
     inputs,
     plain,
     results,
-    some_branches,
-    some_patterns,
 )
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread, run, together
+from tests.helpers.strategies import some_branches, some_patterns
 
 # beside which a union's blocks are
 BRANCHES = (

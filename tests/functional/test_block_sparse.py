@@ -1,13 +1,13 @@
-"""Block-sparse attention: rows without keys, what must not change a result, block masks of flex attention.
+"""Block-sparse attention in lower precision, and block masks of flex attention.
 
-Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py.
+Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py. Rows without keys, and
+what must not change a result: test_properties.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -44,12 +44,9 @@ from dilated_attention.pattern import (
     from_block_mask,
     to_block_mask,
 )
-from dilated_attention.testing import RESULTS, Inputs, call, max_error, measure, results
+from dilated_attention.testing import RESULTS, Inputs, max_error, measure, results
 from dilated_attention.testing import plain_attention as plain
 from dilated_attention.testing.cases import scattered as by_table
-from dilated_attention.testing.oracle import block_multiplicities
-from tests.helpers.strategies import some_branches as some_branches
-from tests.helpers.strategies import some_patterns as some_patterns
 
 BACKENDS = ("math", "sdpa_cpu")
 TOLERANCE = 1e-10
@@ -76,18 +73,8 @@ def inputs(case: testing.Case, dtype: torch.dtype = torch.float64, device: torch
     return testing.inputs(case, dtype, device)
 
 
-def of_branches(branches: DilatedPattern) -> dict[str, Any]:
-    """The arguments of a function that say which branches."""
-    return {field.name: getattr(branches, field.name) for field in fields(branches)}
-
-
 def errors(mine: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: max_error(mine[name], truth[name]) for name in RESULTS}
-
-
-def check(case: Case, backend: str) -> None:
-    for found in measure(case, backend, torch.float64):
-        assert found.passes, f"E({found.name}) = {found.error:.3g} on {backend}: {case}"
 
 
 def table(heads: int, rows: int, columns: int) -> torch.Tensor:
@@ -118,74 +105,6 @@ PATTERNS: dict[str, Callable[[int, BlockSize], BlockPattern]] = {
     "both": lambda n, b: LocalWindow(150, block_size=b) & MaskFunction(by_table, block_size=b),
     "by head": lambda n, b: PerHead((LocalWindow(20, block_size=b), Strided(2, block_size=b))),
 }
-
-
-# --- rows without keys ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["no block", "no pair of a block", "padding", "nothing at all"])
-def test_rows_without_a_key_are_zero_with_lse_minus_infinity_and_no_gradient(how: str, backend: str) -> None:
-    length = 200
-    kept = torch.ones(4, 4, dtype=torch.bool)
-    kept[1] = False
-    pattern = {
-        "no block": BlockTensor(kept, block_size=64),
-        "no pair of a block": MaskFunction(lambda b, h, i, j: i % 3 > 0, block_size=64),
-        "padding": LocalWindow(0, block_size=64),
-        "nothing at all": RandomBlocks(0.0, block_size=64),
-    }[how]
-    case = Case(pattern=pattern, num_queries=length, num_keys=length, padding="row" if how == "padding" else "none", batch=2)
-    x = inputs(case)
-    found = results(call, case, x, backend=backend)
-    empty = (block_multiplicities(case, x) == 0).all(-1).transpose(1, 2)
-    assert empty.any()
-    assert bool((found["out"][empty] == 0).all()) and bool((found["dq"][empty] == 0).all())
-    assert torch.equal(found["lse"].transpose(1, 2) == -math.inf, empty)
-    check(case, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_empty_sequence_and_an_empty_batch(backend: str) -> None:
-    for batch, queries, keys in ((1, 0, 0), (0, 70, 70), (2, 0, 5)):
-        case = Case(pattern=LocalWindow(3), batch=batch, num_queries=queries, num_keys=keys)
-        for function in (case, replace(case, branches=DilatedPattern((4,), (1,)))):
-            found = results(call, function, inputs(case), backend=backend)
-            assert found["out"].shape == (batch, queries, 2, 3) and found["lse"].shape == (batch, 2, queries)
-            assert not found["dk"].any() and not found["dv"].any()
-
-
-# --- what must not change a result -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["window", "random", "function", "global"])
-def test_keys_that_a_row_does_not_keep_may_be_anything(name: str, value: float, backend: str) -> None:
-    case = Case(pattern=PATTERNS[name](200, (64, 64)), is_causal=True)
-    x = inputs(case)
-    at = 77
-    reached = (block_multiplicities(case, x)[0, :, :, at] > 0).T
-    assert reached.any() and not reached.all()
-    before = call(case, x, x.q, x.k, x.v, backend=backend)
-    for which in ("k", "v"):
-        changed = getattr(x, which).clone()
-        changed[:, at] = value
-        out, lse = call(case, x, x.q, *(changed if name == which else getattr(x, name) for name in ("k", "v")), backend=backend)
-        assert torch.equal(out[0][~reached], before[0][0][~reached])
-        assert torch.equal(lse[0].T[~reached], before[1][0].T[~reached])
-        assert not out[0][reached].isfinite().any()
-
-
-@pytest.mark.parametrize("pattern", [LocalWindow(50, block_size=64), TopBlocks(2, block_size=64)], ids=repr)
-def test_what_comes_later_changes_nothing_before(pattern: BlockPattern) -> None:
-    case = Case(pattern=pattern, is_causal=True)
-    x = inputs(case)
-    cut = 128
-    before = call(case, x, x.q, x.k, x.v)
-    q, k, v = (torch.cat([y[:, :cut], torch.full_like(y[:, cut:], 3.0)], 1) for y in (x.q, x.k, x.v))
-    after = call(case, x, q, k, v)
-    assert torch.equal(after[0][:, :cut], before[0][:, :cut]) and torch.equal(after[1][..., :cut], before[1][..., :cut])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import attention, ring_attention, ring_dilated_attention
+from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import Result, inputs, results
 from tests.distributed.test_ring import BATCH, check, judge
-from tests.helpers import ring_cases, ring_chosen
+from tests.helpers import ring_cases
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pool import Pool, here, patience
 from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions
@@ -163,7 +163,7 @@ def replayed(rank: int, world: int, spread: Spread) -> tuple[bool, Result]:
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 4)))
 def test_both_passes_in_one_cuda_graph(pool: Pool, kind: str, exchange: str) -> None:
     """Captured with their exchanges and replayed on other tensors: the plain call's results, to the bit, and right."""
-    pattern = WHOLE if kind == "dense" else replace(ring_chosen.of_parts()[-1].case.pattern, segment_lengths=(64, 512))
+    pattern = WHOLE if kind == "dense" else DilatedPattern((64, 512), (1, 3))
     spread = spread_of(pattern, 512, head_dim=64, heads=4, kv_heads=4, is_causal=True, exchange=exchange, lse_grad=False)
     spread = replace(spread, layout="zigzag" if kind == "dense" else "contiguous")
     ranks = pool.run(replayed, spread)
@@ -206,7 +206,7 @@ def interleaved(rank: int, world: int, spreads: tuple[Spread, Spread], repeats: 
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 4)))
 def test_interleaved_rings_equal_serial_ones(pool: Pool) -> None:
     dense = spread_of(n=512, head_dim=64, heads=4, kv_heads=4, is_causal=True, layout="zigzag", exchange="all_to_all")
-    pattern = replace(ring_chosen.of_parts()[-1].case.pattern, segment_lengths=(64, 512))
+    pattern = DilatedPattern((64, 512), (1, 3))
     dilated = spread_of(pattern, 512, head_dim=64, heads=4, kv_heads=4, exchange="all_gather")
     repeats = share(200)
     assert pool.run(interleaved, (dense, dilated), repeats) == [repeats] * pool.world

@@ -65,21 +65,11 @@ def ranks_without_rows(world: int) -> list[Spread]:
     return [*spreads, *(spread_of(pattern, 9, bounds=(0, 0, 1, 1, 9), batch=1, layout=layout) for layout in LAYOUTS)]
 
 
-def repeated() -> list[Spread]:
-    """Of every exchange and layout one dense call and one dilated, to be made several times."""
+def of_each_kind() -> list[Spread]:
+    """Of every exchange and layout one dense call and one dilated."""
     return [
         spread_of(pattern, 61, exchange=exchange, layout=layout, is_causal=True, steps=True)
         for pattern in (WHOLE, DilatedPattern((8, 40, 61), (1, 2, 3)))
-        for exchange in ("all_gather", "all_to_all")
-        for layout in LAYOUTS
-    ]
-
-
-def of_parts() -> list[Spread]:
-    """Of every exchange and layout one dense call and one dilated, by two ranks."""
-    return [
-        spread_of(pattern, 37, exchange=exchange, layout=layout, is_causal=True, steps=True)
-        for pattern in (WHOLE, DilatedPattern((8, 37), (1, 3)))
         for exchange in ("all_gather", "all_to_all")
         for layout in LAYOUTS
     ]
