@@ -73,10 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
-    """Measures the groups, prints the tables, and returns the exit code.
-
-    It is 1 where a result is wrong, or, with ``--against``, where something of this library got slower.
-    """
+    """Measures the groups, prints the tables, and returns the exit code. It is 1 where a result is wrong, or, with ``--against``, where
+    something of this library got slower."""
     path = None if options.rank else options.output / f"{options.suite}.json"
     results = Results(options.suite, machine(options.device), path=path)
     then = None

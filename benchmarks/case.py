@@ -139,10 +139,8 @@ def dense_pattern(case: Case) -> DilatedPattern:
 
 @functools.lru_cache(maxsize=512)
 def pairs(case: Case, pattern: Pattern) -> int | None:
-    """Returns the (query, key) pairs of a pattern under the case's options, with multiplicity, over heads and batch.
-
-    None where the data decides, and of a part of the queries without a causal mask.
-    """
+    """Returns the (query, key) pairs of a pattern under the case's options, with multiplicity, over heads and batch. None where the data
+    decides, and of a part of the queries without a causal mask."""
     n, heads = case.num_positions, case.batch_size * case.num_heads
     if isinstance(pattern, TopBlocks):
         return None

@@ -33,10 +33,6 @@ class Costs:
     factor: float = 1.0
 
 
-def _dense(case: Case) -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One implementation."""
@@ -65,10 +61,8 @@ class Contender:
         return truth.BOUNDS[case.dtype] if self.bound is None else self.bound
 
     def errors(self, case: Case, attend: Attend, *, gradients: bool, rows: int = truth.ROWS) -> dict[str, float]:
-        """Returns relative errors of out and, with ``gradients``, of dq, dk and dv against float64, in sampled rows.
-
-        Blocks chosen by content are those that the pattern chooses for the same q and k.
-        """
+        """Returns relative errors of out and, with ``gradients``, of dq, dk and dv against float64, in sampled rows. Blocks chosen by
+        content are those that the pattern chooses for the same q and k."""
         leaves, pattern = case.qkv(7), self.pattern(case) or dense_pattern(case)
         if isinstance(pattern, TopBlocks):
             pattern = pattern.choose(*(x.detach() for x in leaves[:2]), is_causal=case.is_causal)
@@ -203,10 +197,10 @@ def contender(name: str, torchscale: str = "") -> Contender:
     if kind in ("ours", "attention"):
         fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}
         named = {"deterministic": {"deterministic": True}, "fp8": {"precision": "fp8"}, "": {}}
-        return ours(name, *([_dense] if kind == "attention" else []), fields=fields, **named.get(rest, {"backend": rest}))
+        return ours(name, *([lambda case: None] if kind == "attention" else []), fields=fields, **named.get(rest, {"backend": rest}))
     if kind == "floor":
         return Contender(name=name, make=functools.partial(_floor, rest or "auto"))
-    dense: dict[str, Any] = {"pattern": _dense, "is_foreign": True}
+    dense: dict[str, Any] = {"pattern": lambda case: None, "is_foreign": True}
     equal: dict[str, Any] = {"pattern": equal_pattern, "mixture_grad": "detached"}
     table: dict[str, dict[str, Any]] = {
         "equal": equal | {"make": ours("", equal_pattern, mixture_grad="detached").make},

@@ -1,10 +1,8 @@
-"""A user's own copies of TorchScale, Prov-GigaPath and ring-flash-attention, imported unedited, and equality with the first two.
+"""A user's own copies of TorchScale, Prov-GigaPath and ring-flash-attention, imported unedited, and equality with the first two: of
+models' outputs and all weights' gradients, float32 on the CPU.
 
-Equality is that of models, float32 on the CPU: of outputs, and of all weights' gradients.
-
-None of flash-attn, fairscale and timm is needed. This library's backends stand in for the first, as TorchScale and ring-flash-attention
-call it: the same kernel then runs under another schedule, without this library's own operator around it. The few names that TorchScale
-reads stand in for the others.
+flash-attn, fairscale and timm are not needed: this library's backends stand in for the first, as TorchScale and ring-flash-attention call
+it (the same kernel under another schedule), the few names that TorchScale reads for the others.
 """
 
 from __future__ import annotations

@@ -161,10 +161,8 @@ def figure(value: float) -> str:
 
 
 def slower(label: str, rows: Iterable[Row], then: Results, threshold: float) -> list[str]:
-    """Returns what of this library got slower by more than ``threshold`` since ``then``, or has no time any more, with the figures.
-
-    By the time itself and relative to other people's contenders of the group and pass, since a busy machine slows both.
-    """
+    """Returns what of this library got slower by more than ``threshold`` since ``then``, or has no time any more, with the figures. By the
+    time itself and relative to other people's contenders of the group and pass, since a busy machine slows both."""
     now, before = (
         {(row.name, row.case.get("pass", "")): ms for row in some if (ms := row.values.get("called", row.values.get("ms")))}
         for some in (rows, then.groups.get(label, []))

@@ -65,7 +65,6 @@ def _fixed(pattern: DilatedPattern, n: int) -> Pattern | None:
 
 
 _blocks = functools.partial(Family, heads=(16, 16, 64), lengths=(32768,), layouts=("contiguous", "balanced"))
-_local = functools.partial(with_sparsity, kind="local")
 FAMILIES = {
     "dense": Family(heads=(32, 8, 128), lengths=(16384, 4096), totals=(65536,), is_causal=True, layouts=("zigzag",)),
     "longnet": Family(lengths=(131072, 32768), totals=(524288,), pattern=geometric, is_causal=True),
@@ -73,7 +72,7 @@ FAMILIES = {
     "12x64": Family(lengths=(131072, 32768), pattern=functools.partial(_fixed, LONGNET)),
     "gigapath": Family(heads=(16, 16, 48), lengths=(25000, 100000), pattern=functools.partial(_fixed, GIGAPATH)),
     "random": _blocks(pattern=functools.partial(_tenth, RandomBlocks)),
-    "window": _blocks(pattern=functools.partial(_tenth, _local)),
+    "window": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="local"))),
     "bigbird": _blocks(pattern=functools.partial(_tenth, functools.partial(with_sparsity, kind="big_bird"))),
     "local": _blocks(pattern=lambda n: LocalWindow(1024 if n >= 2**14 else 16, block_size=64), totals=(524288,)),
     "packed": Family(heads=(64, 8, 128), lengths=(32768,), is_causal=True, layouts=("balanced", "zigzag", "contiguous"),
@@ -108,14 +107,10 @@ def groups(options: argparse.Namespace) -> list[Group]:
         lengths |= {} if options.tokens else {f"{name}-of-{n // by}": n // by for n in family.totals}
         masks = options.masks or ["causal" if family.is_causal else "full"]
         for (label, length), mask in itertools.product(lengths.items(), masks):
-            if _matches(label, options.cases):
+            if any(fnmatch.fnmatchcase(label, glob) for glob in options.cases):
                 at = functools.partial(family.case, name, is_causal=mask == "causal", **fields)
                 made.append((f"{label} {mask} W={ranks.size}", functools.partial(measure, family, at, length, ranks, options)))
     return made
-
-
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def _contenders(family: Family, case: Case, ranks: Ranks, options: argparse.Namespace) -> Iterator[Contender]:
@@ -146,7 +141,7 @@ def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks,
     """Returns a row for each contender and pass at ``total`` positions of all processes; with a note where it fails or is wrong."""
     rows = list[Row]()
     for one in _contenders(family, at(total), ranks, options):
-        if not _matches(one.name, options.contenders):
+        if not any(fnmatch.fnmatchcase(one.name, glob) for glob in options.contenders):
             continue
         case, which = at(total // ranks.size if one.role == "kernel" else total), family.passes[0]
         row = Row(name=one.name, case=case.row() | {"W": ranks.size, "kind": one.role, "kernel": one.kernel})
@@ -245,10 +240,8 @@ class Ranks:
             self.group, self._control = dist.new_group(timeout=limit), dist.new_group(backend="gloo", timeout=patience)
 
     def everywhere(self, function: Callable[[], T], *, alone: bool = False, foreign: bool = False) -> list[T]:
-        """Returns ``function()``, plain figures, of every process by rank; ``alone``: of the first, while the others wait.
-
-        Raises Refused on all processes if one refused or ran out of memory (``foreign``: or raised anything), and else RuntimeError.
-        """
+        """Returns ``function()``, plain figures, of every process by rank; ``alone``: of the first, while the others wait. Raises Refused
+        on all processes if one refused or ran out of memory (``foreign``: or raised anything), and else RuntimeError."""
         mine: tuple[Any, str, str] = (None, "", "")
         if self.rank == 0 or not alone:
             try:

@@ -61,10 +61,8 @@ def measure(
     contenders: Sequence[Contender], case: Case, *, passes: Sequence[str] = PASSES, seconds: float = 0.2, longest: float = 1.0,
     graphs: bool = False, lengths_vary: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """Returns a row for each contender and pass: times, ``tflops``, ``peak_bytes`` without the inputs.
-
-    A contender that refuses, raises, runs out of memory, is wrong or would take more than ``longest`` seconds has a note and no figures.
-    """
+    """Returns a row for each contender and pass: times, ``tflops``, ``peak_bytes`` without the inputs. A contender that refuses, raises,
+    runs out of memory, is wrong or would take more than ``longest`` seconds has a note and no figures."""
     rows, able = list[Row](), list[tuple[Contender, Case, Any, dict[str, float]]]()
     for one in contenders:
         at = one.of(case)
@@ -137,10 +135,8 @@ def _checked(one: Contender, case: Case, passes: Sequence[str], longest: float) 
 
 
 def call_of(attend: Attend | Costs, case: Case, which: str) -> Call:
-    """Returns a call of one pass on the next of several sets of inputs, so that caches do not hold them; results are dropped at once.
-
-    There are two small sets, and one where it takes 4 GiB or more. The backward runs on graphs that are made here.
-    """
+    """Returns a call of one pass on the next of several sets of inputs, so that caches do not hold them; results are dropped at once. There
+    are two small sets, and one where it takes 4 GiB or more. The backward runs on graphs that are made here."""
     if isinstance(attend, Costs):
         return attend.calls[which]
     local = getattr(attend, "local", lambda case: case)(case)

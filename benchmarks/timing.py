@@ -28,10 +28,8 @@ class Refused(Exception):
 
 
 def attempt(function: Callable[..., T], *arguments: Any, foreign: bool = False) -> tuple[T | None, str]:
-    """Returns the result and "", or None and a note where memory ran out or the case was refused. Other errors are bugs and propagate.
-
-    All errors of ``foreign`` code are notes, except those after which a GPU cannot compute.
-    """
+    """Returns the result and "", or None and a note where memory ran out or the case was refused. Other errors are bugs and propagate. All
+    errors of ``foreign`` code are notes, except those after which a GPU cannot compute."""
     try:
         return function(*arguments), ""
     except Refused as refusal:
@@ -111,12 +109,10 @@ def host_time(function: Call, device: torch.device, calls: int) -> float:
 def in_turns(
     calls: Mapping[str, Callable[[], Call]], device: torch.device, *, seconds: float, graphs: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Times calls in turn for about ``seconds`` each and at least three turns. All must have run before: a first call may compile.
-
-    ``ms``: on a GPU the device's time with a cold cache, by triton's ``do_bench``; ``called``: in a loop without synchronising; ``host``:
-    until the call returns; with ``graphs`` also ``graph``, as a CUDA graph. Calls are made for each turn and dropped after it, so that
-    only one holds memory at a time.
-    """
+    """Times calls in turn for about ``seconds`` each and at least three turns. All must have run before: a first call may compile. ``ms``:
+    on a GPU the device's time with a cold cache, by triton's ``do_bench``; ``called``: in a loop without synchronising; ``host``: until the
+    call returns; with ``graphs`` also ``graph``, as a CUDA graph. Calls are made for each turn and dropped after it, so that only one holds
+    memory at a time."""
     once = {name: max(loop(make(), device), 1e-3) for name, make in calls.items()}
     turns = max(3, min(20, int(1000 * seconds / max(once.values(), default=1000.0))))
     times: dict[str, dict[str, list[float]]] = {name: {"ms": [], "called": [], "host": []} for name in calls}
@@ -166,9 +162,7 @@ def captured(step: Call) -> Call:
 
 def new_and_again(make: Callable[[int], Call], lengths: Sequence[int], once: Callable[[Call], float], warm: int = WARM) -> dict[str, float]:
     """Calls lengths that were not before, each twice: ``new_ms`` and ``again_ms``, medians, and ``worst_ms`` of the first of two calls.
-
-    ``once`` gives the milliseconds of a call; the first ``warm`` lengths are not counted.
-    """
+    ``once`` gives the milliseconds of a call; the first ``warm`` lengths are not counted."""
     both = []
     for length in lengths:
         call = make(length)

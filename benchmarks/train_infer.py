@@ -5,10 +5,9 @@ python -m benchmarks train-infer --tasks slides --slides 50 --gigapath PATH     
 python -m benchmarks train-infer --tasks decode --models longnet-125m --contexts 64k 1M
 python -m benchmarks train-infer --tasks parity --torchscale PATH --gigapath PATH
 
-Models that decode have known shapes and random weights. The kinds of attention have no parameters of their own, so they share every
-parameter, and are timed in turns. A training step is one of Prov-GigaPath's slide encoder, 12 layers of 768, on one slide: the forward in
-training mode, the sum of the slide's vector and its backward; no optimiser. The original, from a user's copy, runs as its authors run it,
-float32 weights under float16 autocast, on each kernel that can stand in for flash-attn.
+Models that decode have known shapes and random weights, which all kinds of attention share, and are timed in turns. A training step is
+one of Prov-GigaPath's slide encoder on one slide: the forward in training mode, the sum of the slide's vector and its backward. The
+original, from a user's copy, runs float32 weights under float16 autocast, on each kernel that can stand in for flash-attn.
 """
 
 from __future__ import annotations
@@ -119,11 +118,9 @@ def _narrow(preset: str) -> dict[str, Any]:
 
 @functools.cache
 def errors_of(preset: str, kind: str, device: torch.device, dtype: torch.dtype, length: int = 2560) -> dict[str, float]:
-    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the preset's head dim.
-
-    ``"logits"``; ``"decoded"``: logits of tokens decoded with a cache, against those of the whole sequence. The context is longer than
-    the window and the first segment.
-    """
+    """Returns relative errors against float64 on plain PyTorch, of two narrow layers with the preset's head dim. ``"logits"``;
+    ``"decoded"``: logits of tokens decoded with a cache, against those of the whole sequence. The context is longer than the window and the
+    first segment."""
     narrow, new = _narrow(preset), 4
     torch.manual_seed(1)
     model = model_of(preset, kind, **narrow, device=device, dtype=dtype).eval()
@@ -210,9 +207,7 @@ def lengths_of_slides(count: int, scale: float = 1.0, seed: int = 7) -> list[int
 
 def train(tiles: int, options: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each variant, and for the original, whose output is compared first: ``called``, ``peak_bytes`` with the weights.
-
-    With ``options.slides`` also times of so many slides whose numbers of tiles differ, each new.
-    """
+    With ``options.slides`` also times of so many slides whose numbers of tiles differ, each new."""
     device, vary = options.device, options.slides
     case = {"task": "slides", "tiles": tiles} | ({"slides": vary} if vary else {})
     runs, errors, why = dict[str, Callable[[], dict[str, float]]](), dict[str, float](), ""

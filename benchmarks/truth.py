@@ -1,8 +1,7 @@
 """Errors of results against float64, ‖x − true‖ / ‖true‖, in sampled rows of two key/value heads.
 
-The truth follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row, a tile of keys at a time. Which pairs
-count is asked of the pattern itself, pair by pair: no plan, no list of blocks. The gradient of out is zero in all other rows, so that
-the gradients of all keys follow from the sampled ones.
+The truth follows the definition, softmax(q kᵀ / √D + log m) v over the multiset of keys of each row. Which pairs count is asked of the
+pattern, pair by pair. The gradient of out is zero in all other rows, so that the gradients of all keys follow from the sampled ones.
 """
 
 from __future__ import annotations
