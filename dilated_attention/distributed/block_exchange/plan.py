@@ -186,7 +186,7 @@ class TransferLane(NamedTuple):
     rate: float
 
 
-# seconds until the host has issued a forward, and each step (H100s, bench scaling: 3.0 ms in 3 steps of 16 heads, 0.5 ms of a ring)
+# seconds until the host has issued a forward, and each step (H100s, benchmarks scaling: 3.0 ms in 3 steps of 16 heads, 0.5 ms of a ring)
 HOST, HOST_STEP = 0.5e-3, 0.7e-3
 # measured on four H200s; with few multiprocessors each brings about 15 GB/s
 LANES = (TransferLane(False, 24, 235e9), TransferLane(True, FEW_CTAS, 60e9))

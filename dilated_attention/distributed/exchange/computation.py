@@ -30,7 +30,7 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[torch.Tensor, ...]
 Pair = tuple[torch.Tensor, torch.Tensor]
 # host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
-# (bench scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
+# (benchmarks scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
 HOST_MS = {False: 0.6, True: 1.7}
 
 
