@@ -56,7 +56,7 @@ registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
-# Orders for block lists, where the shipped table has no row. Hopper: benchmarks speed --cases "blocks*" on an H200. Elsewhere this project's
+# Orders for block lists, where the shipped table has no row. Hopper: benchmarks speed --cases "blocks*" on an H200. Elsewhere our
 # kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
 registry.set_order("sm9x", ("flash4", "triton", "flex", "math"), kind="blocks")
