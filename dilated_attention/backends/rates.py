@@ -1,10 +1,10 @@
 """Rates of backends that were measured on one GPU of an architecture and are shipped with the package: ``shipped/*.json``.
 
-A row holds the rates of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses the row whose head dim
-is the smallest measured one not below the request's (kernels round up), else the largest; among those, the row whose length is nearest
-by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must be equal. Block lists
-have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
-has no row.
+A row holds the rates of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses rows whose head dim is the
+smallest measured one not below the request's (kernels round up), else the largest; among those, for each backend the row that has it and
+whose length is nearest by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must
+be equal. Block lists have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request
+with any of these has no row.
 
 Rates only order backends; whether a backend can compute a request is decided by its ``reasons_against``.
 """
@@ -59,10 +59,11 @@ class RateTable:
             return {}
         dims = {row.head_dim for row in rows}
         head_dim = min((dim for dim in dims if dim >= request.head_dim), default=max(dims))
-        same = [row for row in rows if row.head_dim == head_dim]
-        if request.length <= 0:
-            return max(same, key=lambda row: row.length).tflops
-        return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length)).tflops
+        near = sorted(
+            (row for row in rows if row.head_dim == head_dim),
+            key=lambda row: (abs(math.log2(row.length / request.length)) if request.length > 0 else 0.0, -row.length),
+        )
+        return {name: rate for row in reversed(near) for name, rate in row.tflops.items()}
 
 
 @functools.cache

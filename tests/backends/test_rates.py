@@ -34,7 +34,10 @@ def fresh() -> Registry:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[RateTable]:
     """Hopper's rates: of long and short forwards in half precision alone."""
-    rows = [RateRow(64, 2048, {"math": 3.0, "flash2": 1.0, "of a later release": 0.5}), RateRow(64, 16384, {"flash2": 1.0})]
+    rows = [
+        RateRow(64, 2048, {"math": 3.0, "flash2": 1.0, "of a later release": 0.5}),
+        RateRow(64, 16384, {"flash2": 3.0, "sdpa_cudnn": 2.0, "math": 1.0}),
+    ]
     made = RateTable("a GPU", "2026-01-02", "a test", {("forward", "half", False, False): rows})
     monkeypatch.setattr(rates, "table_of", lambda architecture: made if architecture == "sm90" else None)
     yield made
@@ -64,22 +67,24 @@ def test_rates_order_their_kind_of_call_alone(table: RateTable, fresh: Registry)
 
 def test_rates_order_and_reasons_decide(table: RateTable, fresh: Registry) -> None:
     bare = ask(hardware=replace(HOPPER, packages=frozenset()), length=16384)
-    assert fresh.order(bare)[0] == "flash2" and fresh.select(bare).name == "sdpa_flash"
+    assert fresh.order(bare)[0] == "flash2" and fresh.select(bare).name == "math"
     assert fresh.select(replace(bare, shapes_repeat=True)).name == "sdpa_cudnn"
 
 
 def test_head_dims_round_up_and_lengths_go_to_the_nearest_by_ratio() -> None:
-    rows = [RateRow(d, n, {f"{d} {n}": 1.0}) for d in (32, 64, 128) for n in (256, 1024, 8192)]
+    rows = [RateRow(d, n, {"math": d * 1e6 + n}) for d in (32, 64, 128) for n in (256, 1024, 8192)]
     kinds = RateTable("", "", "", {("forward", "half", False, False): rows})
 
     def row(head_dim: int, length: int) -> tuple[int, ...]:
-        [name] = kinds.tflops(ask(head_dim=head_dim, length=length))
-        return tuple(map(int, name.split()))
+        return tuple(map(int, divmod(kinds.tflops(ask(head_dim=head_dim, length=length))["math"], 1e6)))
 
     assert [row(d, 256)[0] for d in (1, 32, 33, 64, 65, 128, 129, 999)] == [32, 32, 64, 64, 128, 128, 128, 128]
     # 512 and 2896 lie in the middle, by ratio: the longer
     assert [row(32, n)[1] for n in (1, 256, 511, 512, 1024, 2800, 2900, 10**6)] == [256, 256, 256, 1024, 1024, 1024, 8192, 8192]
     assert row(64, 0) == (64, 8192)
+    # a row that lacks a backend does not put it last
+    rows.append(RateRow(64, 65536, {"flex": 1.0}))
+    assert kinds.tflops(ask(head_dim=64, length=10**5)) == {"math": 64 * 1e6 + 8192, "flex": 1.0}
 
 
 def test_shipped_tables_name_backends_that_exist() -> None:
