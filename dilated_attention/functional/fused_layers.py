@@ -136,11 +136,13 @@ def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_pa
     for step, wide in zip(steps, (x.dtype, low) * 2, strict=True):
         if step[1:] != (None, None) and _fit(x, step, getattr(step.linears[0], "in_features", 0)):
             recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
-            rows = torch.empty((1, step.linears[0].in_features), dtype=wide, device="meta")
-            gate, norm = rows if activation == "swiglu" else None, _parameters(step)[:2]
-            z, stats, normal = _prepare(rows, gate, *norm, *recipe)
+            scale, shift, weight, *_ = _parameters(step)
+            rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
+            gate = rows if activation == "swiglu" else None
+            z, stats, normal = _prepare(rows, gate, scale, shift, *recipe)
             if trains:
-                _prepare_backward(normal if narrows else rows, gate, *norm, stats, z, activation, kind, dtype, wide, True, narrows)
+                saved = normal if narrows else rows
+                _prepare_backward(saved, gate, scale, shift, stats, z, activation, kind, dtype, wide, True, narrows)
     if dropout or has_path:
         x, y = (torch.empty(x.shape, dtype=dtype, device="meta") for dtype in (x.dtype, low))
         seed, path = x.new_empty((), dtype=torch.int64) if dropout else None, x.new_empty(x.shape[0]) if has_path else None
@@ -287,8 +289,9 @@ class _NormLinear(torch.autograd.Function):
         ctx.recipe, ctx.parameters = recipe, parameters
         middle, dtype = len(parameters) // 2 + 1, recipe[3]
         with without_autocast(x):
-            z, saved = _prepared(recipe, x, gate, *parameters[:2], is_eager([x]))
-            weights = kept = parameters[2:middle]
+            z, saved = _prepared(recipe, x, gate, parameters[0], parameters[1], is_eager([x]))
+            weights: Sequence[torch.Tensor] = parameters[2:middle]
+            kept = weights
             if any(w.dtype is not dtype for w in weights):
                 # cast weights are saved for the backward, as autocast saves them; others are not copied, since FSDP frees them in between
                 kept = _joined([weights], dtype)
@@ -320,29 +323,29 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipes: Any, attend: Any, dropout: float, draw_path: Any, x: torch.Tensor, *parameters: Any) -> torch.Tensor:
         ctx.recipes, ctx.dropout, ctx.parameters = recipes, dropout, _cut(parameters, _COUNTS)
-        dtype, saved, draws = recipes[0][3], cast("list[Any]", []), cast("list[Any]", [])
+        dtype, saved, draws = recipes[0][3], list[Any](), list[Any]()
         # of each step: all weights, all biases
         parts = [_cut(step[2:], [len(step) // 2 - 1] * 2) for step in ctx.parameters]
         with without_autocast(x):
             joined = _joined([*itertools.chain(*parts)], dtype)
 
             def linear(i: int, a: torch.Tensor) -> torch.Tensor:
-                z, kept = _prepared(recipes[i], a, None, *ctx.parameters[i][:2], True)
+                scale, shift, *_ = ctx.parameters[i]
+                z, kept = _prepared(recipes[i], a, None, scale, shift, True)
                 weights, weight = parts[i][0], joined[2 * i]
                 saved.append((*kept, *(weights if weights[0].dtype is dtype else (weight,))))
                 return F.linear(z, weight, joined[2 * i + 1])
 
             def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                draw = draw_path(), _draw_seed(x, dropout)
-                draws.extend(draw)
-                return _added(x, y, *draw, dropout, torch.promote_types(x.dtype, dtype), True)
+                draws.append((path := draw_path(), seed := _draw_seed(x, dropout)))
+                return _added(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
 
             rows = _rows(x)
             call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
             outputs = call.run_forward(*inputs)
             rows = add(rows, linear(1, outputs[0].view(len(rows), -1)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
-        saved += inputs, outputs, draws
+        saved += inputs, outputs, *draws
         ctx.save_for_backward(*itertools.chain(*saved))
         ctx.call, ctx.lengths = call, [len(part) for part in saved]
         return out
@@ -350,7 +353,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        *steps, inputs, outputs, draws = _cut(ctx.saved_tensors, ctx.lengths)
+        *steps, inputs, outputs, draw, last_draw = _cut(ctx.saved_tensors, ctx.lengths)
         of_x, of = ctx.needs_input_grad[4], _cut(ctx.needs_input_grad[5:], _COUNTS)
         # of each step's input
         needed = list(itertools.accumulate(map(any, of[:3]), operator.or_, initial=of_x))
@@ -361,17 +364,17 @@ class _Block(torch.autograd.Function):
             dx, _, *grads[i] = _linear_backward(ctx.recipes[i], steps[i], ctx.parameters[i], dy, needed[i], of[i], eager)
             return dx
 
-        def dropped(half: int, dy: torch.Tensor) -> torch.Tensor:
-            return _added(None, dy, *draws[2 * half : 2 * half + 2], ctx.dropout, ctx.recipes[0][3], eager)
+        def dropped(dy: torch.Tensor, path: Any, seed: Any) -> torch.Tensor:
+            return _added(None, dy, path, seed, ctx.dropout, ctx.recipes[0][3], eager)
 
         dx = _rows(grad)
         with without_autocast(grad):
-            dy = linear(3, dropped(1, dx))
+            dy = linear(3, dropped(dx, *last_draw))
             if needed[3]:
                 dy = linear(2, dy)
             if needed[2]:
                 dx = dy.add_(dx)
-                dy = linear(1, dropped(0, dx))
+                dy = linear(1, dropped(dx, *draw))
             if needed[1]:
                 run = ctx.call.run_backward if eager else ctx.call.backward_op
                 parts = run(dy.view(outputs[0].shape), None, inputs, outputs)[:3]
@@ -392,7 +395,7 @@ def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
 
 def _joined(groups: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Any]:
     """Returns each group's tensors one below the other in ``dtype``, None for a group of None. All are cast in one call."""
-    whole, narrow, wider = cast("list[Any]", []), cast("list[Any]", []), cast("list[Any]", [])
+    whole, narrow, wider = list[Any](), list[Any](), list[Any]()
     for group in groups:
         one = group[0]
         if one is not None and any([x.dtype is not dtype for x in group]):  # noqa: C419

@@ -216,27 +216,28 @@ class Block(nn.Module):
 
     def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the output if ``fused_block`` can compute it and no module has to be called."""
-        attention, core = self.attention, getattr(self.attention, "attention", None)
-        if not (type(self) is Block and is_lean(attention, *_LAYERS) and is_lean(self.ffn, FeedForward) and self._drops_lean()):
+        attention, cores = self.attention, (DilatedAttention, BlockSparseAttention)
+        if type(self) is not Block or not self._calls_layers() or not is_lean(attention.attention, *cores) or not self._drops_lean():
             return None
-        if not is_lean(core, DilatedAttention, BlockSparseAttention) or x.ndim != 3 or x.shape[2] != attention.embed_dim:
-            return None
-        if attention.rotary or attention.q_norm is not None or core.sinks is not None:
+        if x.ndim != 3 or attention.rotary or attention.q_norm is not None or attention.sinks is not None:
             return None
 
         def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
             H, Hk = attention.num_heads, attention.num_kv_heads
             q, k, v = qkv.view(*x.shape[:2], H + 2 * Hk, attention.head_dim).split((H, Hk, Hk), 2)
             options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, RESOLVES: needs_grad}
-            return core.function(q, k, v, **core._arguments(q), **options)
+            return attention.attention.function(q, k, v, **attention.attention._arguments(q), **options)
 
         dropout = self.dropout.p if self.dropout.training else 0.0
         return fused_block(x, self._steps(), attend, dropout, lambda: self.drop_path.factors(x, cu_seqlens))
 
     def compile_ahead(self, x: torch.Tensor) -> None:
         """Starts compiling the kernels of all layers for x on a GPU. The attention starts its own, but only after the first layer."""
-        if is_lean(self.attention, *_LAYERS) and is_lean(self.ffn, FeedForward):
+        if self._calls_layers():
             compile_block(x, self._steps(), self.training * self.dropout.p, self.training and self.drop_path.p > 0)
+
+    def _calls_layers(self) -> bool:
+        return is_lean(self.attention, *_LAYERS) and is_lean(self.ffn, FeedForward)
 
     def _drops_lean(self) -> bool:
         return is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath) and self.dropout.p < 1
