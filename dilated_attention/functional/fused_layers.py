@@ -120,7 +120,7 @@ def fused_block(
     if tuple([len(step.linears) for step in steps]) != (3, 1, 1, 1) or not all(map(_fit, [x] * 4, steps, [*x.shape[-1:] * 3, inner])):
         return None
     parameters = [parameter for step in steps for parameter in _parameters(step)]
-    if parameters[5:8].count(None) not in (0, 3):
+    if len({bias is None for bias in parameters[5:8]}) > 1:
         return None
     dtype = compute_dtype(x, parameters[2])
     wides = x.dtype, dtype, torch.promote_types(x.dtype, dtype), dtype
@@ -245,16 +245,14 @@ def _refuse_second_derivative() -> None:
         )
 
 
-def _prepared(recipe: tuple[Any, ...], x: torch.Tensor, gate: Any, scale: Any, shift: Any, eager: bool) -> tuple[Any, tuple[Any, ...]]:
+def _prepared(recipe: Any, x: torch.Tensor, gate: Any, scale: Any, shift: Any, eager: bool) -> Any:
     """Returns z, and for the backward: x or x̂, gate, the norm's weight and bias, mean and 1/std."""
     prepare = _prepare if eager else _prepare_op
     z, stats, normal = prepare(_rows(x), None if gate is None else _rows(gate), scale, shift, *recipe)
     return z, (normal if recipe[-1] else x, gate, scale, shift, stats)
 
 
-def _linear_backward(
-    recipe: tuple[Any, ...], saved: Sequence[Any], parameters: Sequence[Any], dy: torch.Tensor, of_x: bool, of: Sequence[bool], eager: bool
-) -> tuple[Any, ...]:
+def _linear_backward(recipe: Any, saved: Any, parameters: Any, dy: torch.Tensor, of_x: bool, of: Any, eager: bool) -> Any:
     """Returns the gradients of rows x (M, K), of gate, and of the parameters.
 
     Args:
@@ -285,12 +283,12 @@ class _NormLinear(torch.autograd.Function):
     weight and bias, every W_i and every b_i. ``narrows``: x̂ = (x − mean) / std is saved in that dtype instead of a wider x."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: tuple[Any, ...], x: torch.Tensor, gate: Any, *parameters: Any) -> Any:
+    def forward(ctx: Any, recipe: Any, x: torch.Tensor, gate: Any, *parameters: Any) -> Any:
         ctx.recipe, ctx.parameters = recipe, parameters
         middle, dtype = len(parameters) // 2 + 1, recipe[3]
         with without_autocast(x):
             z, saved = _prepared(recipe, x, gate, parameters[0], parameters[1], is_eager([x]))
-            weights: Sequence[torch.Tensor] = parameters[2:middle]
+            weights: Any = parameters[2:middle]
             kept = weights
             if any(w.dtype is not dtype for w in weights):
                 # cast weights are saved for the backward, as autocast saves them; others are not copied, since FSDP frees them in between
@@ -343,7 +341,7 @@ class _Block(torch.autograd.Function):
             rows = _rows(x)
             call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
             outputs = call.run_forward(*inputs)
-            rows = add(rows, linear(1, outputs[0].view(len(rows), -1)))
+            rows = add(rows, linear(1, outputs[0].view(rows.shape[0], -1)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
         saved += inputs, outputs, *draws
         ctx.save_for_backward(*itertools.chain(*saved))
@@ -384,22 +382,22 @@ class _Block(torch.autograd.Function):
         return None, None, None, None, dy.add_(dx).view(grad.shape) if of_x else None, *itertools.chain(*grads)
 
 
-def _cut(flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+def _cut(flat: Any, lengths: Any) -> list[Any]:
     values = iter(flat)
     return [tuple(itertools.islice(values, length)) for length in lengths]
 
 
-def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+def _split(x: torch.Tensor, sizes: list[int]) -> Any:
     return (x,) if len(sizes) == 1 else x.split(sizes)
 
 
-def _joined(groups: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Any]:
+def _joined(groups: Any, dtype: torch.dtype) -> list[Any]:
     """Returns each group's tensors one below the other in ``dtype``, None for a group of None. All are cast in one call."""
     whole, narrow, wider = list[Any](), list[Any](), list[Any]()
     for group in groups:
         one = group[0]
         if one is not None and any([x.dtype is not dtype for x in group]):  # noqa: C419
-            sizes = [len(x) for x in group]
+            sizes = [x.shape[0] for x in group]
             one = one.new_empty((sum(sizes), *one.shape[1:]), dtype=dtype)
             narrow += _split(one, sizes)
             wider += group
@@ -450,10 +448,11 @@ def _prepare(
     # not empty_like, whose meta function imports sympy: what compiles ahead comes here with meta tensors
     z, normal = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if narrows else (0,), dtype=dtype)
     stats = x.new_empty((0 if norm == "none" else 2, x.shape[0]), dtype=torch.float32)
-    if not isinstance(x, FakeTensor):
-        from dilated_attention.functional import fused_layers_triton
+    if x.numel() and not isinstance(x, FakeTensor):
+        from dilated_attention.functional import fused_layers_triton as kernels
 
-        fused_layers_triton.prepare(x, gate, scale, shift, activation, norm, eps, z, stats, normal)
+        tensors = x, gate, scale, shift, z, normal, stats
+        kernels.run(kernels.launch_of(kernels.rows_launch, tensors, *x.shape, activation, norm, narrows, True, eps), *tensors)
     return z, stats, normal
 
 
@@ -466,12 +465,14 @@ def _prepare_backward(
     needs_dx, needs_dgate = dz is not None and dz.dtype is not wide, dz is not None and gate is not None
     z = x.new_empty(x.shape if needs_z else (0,), dtype=dtype)
     dx, dgate = x.new_empty(x.shape if needs_dx else (0,), dtype=wide), x.new_empty(x.shape if needs_dgate else (0,))
-    if isinstance(x, FakeTensor):
-        return z, dx, dgate, stats.new_empty(2, x.shape[1])
-    from dilated_attention.functional import fused_layers_triton
+    if isinstance(x, FakeTensor) or not x.numel():
+        return z, dx, dgate, stats.new_zeros(2, x.shape[1])
+    from dilated_attention.functional import fused_layers_triton as kernels
 
-    dnorm = fused_layers_triton.prepare_backward(x, gate, scale, shift, stats, dz, activation, norm, is_normal, z, dx, dgate)
-    return z, dx, dgate, dnorm
+    tensors = x, gate, scale, shift, stats, dz, z, dx if needs_dx else dz, dgate
+    launch = kernels.launch_of(kernels.rows_launch, tensors, *x.shape, activation, norm, is_normal, needs_z, None)
+    kernels.run(launch, *tensors, shares := stats.new_empty(launch.programs[0], 2, x.shape[1]))
+    return z, dx, dgate, shares.sum(0)
 
 
 def _add_dropped(
@@ -480,10 +481,11 @@ def _add_dropped(
     """Returns x (or 0) + path · dropout(y) in ``dtype``."""
     x, y, path = None if x is None else x.contiguous(), y.contiguous(), None if path is None else path.float().contiguous()
     out = y.new_empty(y.shape, dtype=dtype)
-    if not isinstance(y, FakeTensor):
-        from dilated_attention.functional import fused_layers_triton
+    if y.numel() and not isinstance(y, FakeTensor):
+        from dilated_attention.functional import fused_layers_triton as kernels
 
-        fused_layers_triton.add_dropped(x, y, seed, path, dropout, out)
+        tensors, samples = (y, x, seed, path, out), 1 if path is None else path.numel()
+        kernels.run(kernels.launch_of(kernels.dropped_launch, tensors, y.numel(), samples, dropout), *tensors)
     return out
 
 
