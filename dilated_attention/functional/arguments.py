@@ -48,9 +48,8 @@ def attend(
     ``fixed``: of that function; ``branches``: see ``branches_of``; ``op``: that of a sharded call; ``window``: see ``CallSettings``."""
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
-    resolves, with_grad = given.pop(RESOLVES, None), needs_grad(q, k, v, sinks)
-    if resolves is not None:
-        with_grad = resolves
+    resolves = given.pop(RESOLVES, None)
+    with_grad = needs_grad(q, k, v, sinks) if resolves is None else resolves
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
         fixed["layout"] = fixed["layout"].name

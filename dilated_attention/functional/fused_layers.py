@@ -87,7 +87,7 @@ def linear_layers(
 
 def _recipe(step: Step, wide: torch.dtype, dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns (activation, norm, eps, dtype of the products, narrows), as in ``_NormLinear``, for an input in the dtype ``wide``."""
-    norm, activation = step.norm, step.activation
+    _, norm, activation = step
     kind = "none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms"
     narrows = activation is None and dtype.itemsize < wide.itemsize and torch.is_grad_enabled()
     return activation or "none", kind, 0.0 if norm is None else cast(float, norm.eps), dtype, narrows
@@ -114,10 +114,9 @@ def fused_block(
     Returns:
         The block's output; None without gradients, and where a layer must be called, or the dispatcher must see it.
     """
-    inner = getattr(steps[2].linears[0], "out_features", 0)
-    if not (torch.is_grad_enabled() and is_eager([x]) and x.numel() and _takes_kernels(x)):
-        return None
-    if tuple([len(step.linears) for step in steps]) != (3, 1, 1, 1) or not all(map(_fit, [x] * 4, steps, [*x.shape[-1:] * 3, inner])):
+    up, *gates = steps[2].linears
+    widths = *x.shape[-1:] * 3, getattr(up, "out_features", 0)
+    if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_fit, [x] * 4, steps, widths))):
         return None
     parameters = [parameter for step in steps for parameter in _parameters(step)]
     if len({bias is None for bias in parameters[5:8]}) > 1:
@@ -134,7 +133,7 @@ def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_pa
         return
     low, trains = compute_dtype(x, x), torch.is_grad_enabled()
     for step, wide in zip(steps, (x.dtype, low) * 2, strict=True):
-        if step[1:] != (None, None) and _fit(x, step, getattr(step.linears[0], "in_features", 0)):
+        if _fit(x, step, getattr(step.linears[0], "in_features", 0)):
             recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
             scale, shift, weight, *_ = _parameters(step)
             rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
@@ -341,7 +340,7 @@ class _Block(torch.autograd.Function):
             rows = _rows(x)
             call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
             outputs = call.run_forward(*inputs)
-            rows = add(rows, linear(1, outputs[0].view(rows.shape[0], -1)))
+            rows = add(rows, linear(1, outputs[0].view(rows.shape)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
         saved += inputs, outputs, *draws
         ctx.save_for_backward(*itertools.chain(*saved))

@@ -216,10 +216,11 @@ class Block(nn.Module):
 
     def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the output if ``fused_block`` can compute it and no module has to be called."""
-        attention, cores = self.attention, (DilatedAttention, BlockSparseAttention)
-        if type(self) is not Block or not self._calls_layers() or not is_lean(attention.attention, *cores) or not self._drops_lean():
+        attention = self.attention
+        is_lean_all = type(self) is Block and self._calls_layers() and self._drops_lean()
+        if not (is_lean_all and is_lean(attention.attention, DilatedAttention, BlockSparseAttention) and x.ndim == 3):
             return None
-        if x.ndim != 3 or attention.rotary or attention.q_norm is not None or attention.sinks is not None:
+        if attention.rotary or attention.q_norm is not None or attention.sinks is not None:
             return None
 
         def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
