@@ -320,7 +320,9 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipes: Any, attend: Any, dropout: float, draw_path: Any, x: torch.Tensor, *parameters: Any) -> torch.Tensor:
         ctx.recipes, ctx.dropout, ctx.parameters = recipes, dropout, _cut(parameters, _COUNTS)
-        dtype, saved, draws = recipes[0][3], list[Any](), list[Any]()
+        dtype = recipes[0][3]
+        saved: list[Any] = []
+        draws: list[Any] = []
         # of each step: all weights, all biases
         parts = [_cut(step[2:], [len(step) // 2 - 1] * 2) for step in ctx.parameters]
         with without_autocast(x):
@@ -387,12 +389,14 @@ def _cut(flat: Any, lengths: Any) -> list[Any]:
 
 
 def _split(x: torch.Tensor, sizes: list[int]) -> Any:
-    return (x,) if len(sizes) == 1 else x.split(sizes)
+    return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes)
 
 
 def _joined(groups: Any, dtype: torch.dtype) -> list[Any]:
     """Returns each group's tensors one below the other in ``dtype``, None for a group of None. All are cast in one call."""
-    whole, narrow, wider = list[Any](), list[Any](), list[Any]()
+    whole: list[Any] = []
+    narrow: list[Any] = []
+    wider: list[Any] = []
     for group in groups:
         one = group[0]
         if one is not None and any([x.dtype is not dtype for x in group]):  # noqa: C419
