@@ -26,6 +26,8 @@ from dilated_attention.functional.options import Options, check_names
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
+# an option that no caller can spell: whether the call, which is returned with its inputs in place of its result, needs gradients
+RESOLVES = "resolves: needs_grad"
 # the branches of dense attention, with head_offsets="zero": a segment longer than any sequence, which plans clamp
 DENSE = ((MAX_LENGTH,), (1,))
 
@@ -46,6 +48,8 @@ def attend(
     ``fixed``: of that function; ``branches``: see ``branches_of``; ``op``: that of a sharded call; ``window``: see ``CallSettings``."""
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
+    resolves = given.pop(RESOLVES, None)
+    with_grad = needs_grad(q, k, v, sinks) if resolves is None else resolves
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
         fixed["layout"] = fixed["layout"].name
@@ -59,12 +63,12 @@ def attend(
             # in one process a record serves calls of all lengths
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
             tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
-            key = function, branches, blocks, group, window, options_key, sizes, tensors, needs_grad(q, k, v, sinks)
+            key = function, branches, blocks, group, window, options_key, sizes, tensors, with_grad
             known = find(key, q.dtype)
     if known is None:
         check_names(function, given)
         options = Options(padding, cu_seqlens, sinks, window, group=group, **given, **fixed)
-        settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
+        settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)._replace(needs_grad=with_grad)
         if eager:
             resolved = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
             known = resolved(q, k, padding, settings)
@@ -97,6 +101,8 @@ def attend(
     else:
         if cu_seqlens is not None and op is None:
             known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
+        if resolves is not None:
+            return known, (q, k, v, padding, cu_seqlens, seed, chosen, sinks)
         out, lse = known(q, k, v, padding, cu_seqlens, seed, chosen, sinks)
     if not given.get("return_lse"):
         return out

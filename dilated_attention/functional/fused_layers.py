@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.engine.ops.eager import is_eager, is_transformed
+from dilated_attention.engine.ops.eager import dispatched_alike, is_eager, is_transformed
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import each
 
@@ -53,6 +55,14 @@ def plain_layers(forced: bool | None = False) -> Iterator[None]:
         _forced = before
 
 
+class Step(NamedTuple):
+    """Linear layers of one input, and the norm and the activation before them."""
+
+    linears: tuple[nn.Module, ...]
+    norm: nn.Module | None = None
+    activation: str | None = None
+
+
 def linear_layers(
     x: torch.Tensor,
     linears: Sequence[nn.Module],
@@ -63,45 +73,81 @@ def linear_layers(
 ) -> list[torch.Tensor]:
     """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x. The
     kernels compute norm and activation in float32 and round once; separate layers round after each of them."""
-    if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
+    step = Step(tuple(linears), norm, activation)
+    # of these transforms the autograd functions have no rules
+    worth = not is_transformed() and (torch.is_grad_enabled() or math.prod(x.shape[:-1]) >= _WORTH_ROWS)
+    if not (worth and step[1:] != (None, None) and _takes_kernels(x) and _fit(x, step, x.shape[-1])):
         if activation is not None:
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
         x = x if norm is None else norm(x)
         return [linear(x) for linear in linears]
-    parameters = [_parameter(linear, name) for name in ("weight", "bias") for linear in linears]
-    recipe = _recipe(x, linears, norm, activation)
-    return list(_NormLinear.apply(recipe, x, gate, _parameter(norm, "weight"), _parameter(norm, "bias"), *parameters))
+    parameters = _parameters(step)
+    return list(_NormLinear.apply(_recipe(step, x.dtype, compute_dtype(x, parameters[2])), x, gate, *parameters))
 
 
-def _recipe(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None, activation: str | None) -> tuple[Any, ...]:
-    """Returns (activation, norm, eps, dtype of the products, narrows), as in ``_NormLinear``."""
+def _recipe(step: Step, wide: torch.dtype, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns (activation, norm, eps, dtype of the products, narrows), as in ``_NormLinear``, for an input in the dtype ``wide``."""
+    _, norm, activation = step
     kind = "none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms"
-    eps = 0.0 if norm is None else cast(float, norm.eps)
-    dtype = compute_dtype(x, cast(torch.Tensor, _parameter(linears[0], "weight")))
-    narrows = activation is None and dtype.itemsize < x.dtype.itemsize and torch.is_grad_enabled()
-    return activation or "none", kind, eps, dtype, narrows
+    narrows = activation is None and dtype.itemsize < wide.itemsize and torch.is_grad_enabled()
+    return activation or "none", kind, 0.0 if norm is None else cast(float, norm.eps), dtype, narrows
 
 
-def compile_layers(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None, activation: str | None = None) -> None:
-    """Starts compiling the kernels of ``linear_layers`` and of its backward for a tensor like x on a GPU, which is not read."""
-    if (norm is None and activation is None) or not _worth(x) or not _fit(x, linears, norm):
+def _parameters(step: Step) -> list[Any]:
+    """Returns the norm's weight and bias, every W_i and every b_i."""
+    modules = (step.norm,), step.linears
+    return [getattr(module, name, None) for group in modules for name in ("weight", "bias") for module in group]
+
+
+def fused_block(
+    x: torch.Tensor, steps: Sequence[Step], attend: Callable[..., Any], dropout: float, draw_path: Callable[[], Any]
+) -> torch.Tensor | None:
+    """Computes a block in one autograd function, which takes less of the host's time than its layers do one by one:
+
+        x' = x + path · dropout(step_2(attention(step_1(x)))),    x' + path · dropout(step_4(step_3(x')))
+
+    Args:
+        steps: all four; the first has the layers of q, k and v, the others have one each.
+        attend: returns the ``ResolvedCall`` and its inputs for [q, k, v] (M, (H + 2 Hk) D), and whether they need a gradient.
+        dropout, draw_path: of both halves; see ``add_dropped``.
+
+    Returns:
+        The block's output; None without gradients, and where a layer must be called, or the dispatcher must see it.
+    """
+    up, *gates = steps[2].linears
+    widths = *x.shape[-1:] * 3, getattr(up, "out_features", 0)
+    if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_fit, [x] * 4, steps, widths))):
+        return None
+    parameters = [parameter for step in steps for parameter in _parameters(step)]
+    if len({bias is None for bias in parameters[5:8]}) > 1:
+        return None
+    dtype = compute_dtype(x, parameters[2])
+    wides = x.dtype, dtype, torch.promote_types(x.dtype, dtype), dtype
+    recipes = [_recipe(step, wide, dtype) for step, wide in zip(steps, wides, strict=True)]
+    return _Block.apply(recipes, attend, dropout, draw_path, x, *parameters)  # type: ignore[no-any-return]
+
+
+def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_path: bool) -> None:
+    """Starts compiling the kernels of a block, but the attention's, and of its backward for a tensor like x on a GPU, which is not read."""
+    if not _takes_kernels(x):
         return
-    recipe = activation, kind, _, dtype, narrows = _recipe(x, linears, norm, activation)
-    rows = torch.empty((1, x.shape[-1]), dtype=x.dtype, device="meta")
-    gate, parameters = rows if activation == "swiglu" else None, (_parameter(norm, "weight"), _parameter(norm, "bias"))
-    z, stats, normal = _prepare(rows, gate, *parameters, *recipe)
-    if torch.is_grad_enabled():
-        _prepare_backward(normal if narrows else rows, gate, *parameters, stats, z, activation, kind, dtype, x.dtype, True, narrows)
-
-
-def compile_dropped(x: torch.Tensor, y: torch.Tensor, dropout: float, has_path: bool) -> None:
-    """Starts compiling the kernels of ``add_dropped`` and of its backward for tensors like these on a GPU, which are not read."""
-    if (dropout or has_path) and _takes_kernels(x, y):
-        x, y = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (x, y))
+    low, trains = compute_dtype(x, x), torch.is_grad_enabled()
+    for step, wide in zip(steps, (x.dtype, low) * 2, strict=True):
+        if _fit(x, step, getattr(step.linears[0], "in_features", 0)):
+            recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
+            scale, shift, weight, *_ = _parameters(step)
+            rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
+            gate = rows if activation == "swiglu" else None
+            z, stats, normal = _prepare(rows, gate, scale, shift, *recipe)
+            if trains:
+                saved = normal if narrows else rows
+                _prepare_backward(saved, gate, scale, shift, stats, z, activation, kind, dtype, wide, True, narrows)
+    if dropout or has_path:
+        x, y = (torch.empty(x.shape, dtype=dtype, device="meta") for dtype in (x.dtype, low))
         seed, path = x.new_empty((), dtype=torch.int64) if dropout else None, x.new_empty(x.shape[0]) if has_path else None
-        out = _add_dropped(x, y, seed, path, dropout, torch.promote_types(x.dtype, y.dtype))
-        if torch.is_grad_enabled():
-            _add_dropped(None, out, seed, path, dropout, y.dtype)
+        out = _add_dropped(x, y, seed, path, dropout, torch.promote_types(x.dtype, low))
+        if trains:
+            _add_dropped(None, out, seed, path, dropout, low)
 
 
 def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,12 +165,11 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     if not _takes_kernels(x, y) or is_transformed():
         y = F.dropout(y, dropout) if dropout else y
         return x + (y if path is None else y * path.to(y.dtype).view(*path.shape, *(1,) * (y.ndim - path.ndim)))
-    seed = torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
-    return _AddDropped.apply(x, y, seed, path, dropout)  # type: ignore[no-any-return]
+    return _AddDropped.apply(x, y, _draw_seed(x, dropout), path, dropout)  # type: ignore[no-any-return]
 
 
-def _parameter(module: nn.Module | None, name: str) -> torch.Tensor | None:
-    return cast("torch.Tensor | None", getattr(module, name, None))
+def _draw_seed(x: torch.Tensor, dropout: float) -> torch.Tensor | None:
+    return torch.randint(2**62, (), dtype=torch.int64, device=x.device) if dropout else None
 
 
 def is_lean(module: nn.Module, *classes: type[nn.Module]) -> bool:
@@ -151,21 +196,15 @@ def _has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def _worth(x: torch.Tensor) -> bool:
-    # of these transforms the autograd functions have no rules
-    return not is_transformed() and (torch.is_grad_enabled() or math.prod(x.shape[:-1]) >= _WORTH_ROWS)
-
-
-def _fit(x: torch.Tensor, linears: Sequence[nn.Module], norm: nn.Module | None) -> bool:
-    if not _takes_kernels(x) or x.shape[-1] > _MOST_COLUMNS or not all(is_lean(linear, nn.Linear) for linear in linears):
+def _fit(x: torch.Tensor, step: Step, K: int) -> bool:
+    """Whether calling these layers, of K columns, is computing their formula."""
+    linears, norm, _ = step
+    if K > _MOST_COLUMNS or not all([is_lean(linear, nn.Linear) for linear in linears]):  # noqa: C419 - a generator takes longer
         return False
-    if norm is not None and not is_lean(norm, nn.LayerNorm, nn.RMSNorm):
+    if norm is not None and not (is_lean(norm, nn.LayerNorm, nn.RMSNorm) and norm.eps is not None and norm.normalized_shape == (K,)):
         return False
-    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and (norm.eps is None or norm.normalized_shape != x.shape[-1:]):
-        return False
-    parameters = [_parameter(module, name) for module in (*linears, norm) for name in ("weight", "bias")]
     dtypes = _AUTOCAST_DTYPES if _has_autocast(x) else (x.dtype,)
-    return x.dtype in dtypes and all(p is None or _fits(p, x, dtypes) for p in parameters)
+    return x.dtype in dtypes and all([p is None or _fits(p, x, dtypes) for p in _parameters(step)])  # noqa: C419
 
 
 def _fits(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -205,69 +244,172 @@ def _refuse_second_derivative() -> None:
         )
 
 
+def _prepared(recipe: Any, x: torch.Tensor, gate: Any, scale: Any, shift: Any, eager: bool) -> Any:
+    """Returns z, and for the backward: x or x̂, gate, the norm's weight and bias, mean and 1/std."""
+    prepare = _prepare if eager else _prepare_op
+    z, stats, normal = prepare(_rows(x), None if gate is None else _rows(gate), scale, shift, *recipe)
+    return z, (normal if recipe[-1] else x, gate, scale, shift, stats)
+
+
+def _linear_backward(recipe: Any, saved: Any, parameters: Any, dy: torch.Tensor, of_x: bool, of: Any, eager: bool) -> Any:
+    """Returns the gradients of rows x (M, K), of gate, and of the parameters.
+
+    Args:
+        saved: what ``_prepared`` returns, and the weights.
+        dy: those of all outputs, side by side. One product sums their contributions to dz in its accumulator.
+        of_x, of: whether the gradients of x or gate, and of each parameter, are needed.
+    """
+    x, gate, scale, shift, stats, *weights = saved
+    activation, norm, _, dtype, narrows = recipe
+    count = len(parameters) // 2 - 1
+    sizes = [w.shape[0] for w in parameters[2 : 2 + count]]
+    dz = dy @ _joined([weights], dtype)[0] if of_x or any(of[:2]) else None
+    prepare = _prepare_backward if eager else _prepare_backward_op
+    wide, needs_z = torch.float32 if narrows else x.dtype, any(of[2 : 2 + count])
+    z, dx, dgate, dnorm = prepare(
+        _rows(x), None if gate is None else _rows(gate), scale, shift, stats, dz, activation, norm, dtype, wide, needs_z, narrows
+    )
+    dx = dz if dz is not None and dz.dtype is wide else dx
+    dweights = _split(_product(dy.t(), z, parameters[2].dtype), sizes) if needs_z else [None] * count
+    del z, dz
+    dbiases = _split(dy.sum(0, dtype=torch.float32), sizes) if any(of[2 + count :]) else [None] * count
+    grads = zip((*dnorm, *dweights, *dbiases), parameters, strict=True)
+    return dx, dgate, *[None if d is None or p is None else d.to(p.dtype) for d, p in grads]
+
+
 class _NormLinear(torch.autograd.Function):
     """[W_i · norm(activation(x)) + b_i for each i] of ``recipe`` (activation, norm, eps, dtype of the products, narrows), gate, the norm's
     weight and bias, every W_i and every b_i. ``narrows``: x̂ = (x − mean) / std is saved in that dtype instead of a wider x."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: tuple[Any, ...], x: torch.Tensor, gate: Any, scale: Any, shift: Any, *parameters: Any) -> Any:
-        *_, dtype, narrows = ctx.recipe = recipe
-        ctx.wide, ctx.parameters = x.dtype, [None if p is None else (p.shape[0], p.dtype) for p in parameters]
-        count = len(parameters) // 2
+    def forward(ctx: Any, recipe: Any, x: torch.Tensor, gate: Any, *parameters: Any) -> Any:
+        ctx.recipe, ctx.parameters = recipe, parameters
+        middle, dtype = len(parameters) // 2 + 1, recipe[3]
         with without_autocast(x):
-            prepare = _prepare if is_eager([x]) else _prepare_op
-            z, stats, normal = prepare(_rows(x), None if gate is None else _rows(gate), scale, shift, *recipe)
-            weights, biases = parameters[:count], parameters[count:]
-            saved: Sequence[torch.Tensor] = weights
+            z, saved = _prepared(recipe, x, gate, parameters[0], parameters[1], is_eager([x]))
+            weights: Any = parameters[2:middle]
+            kept = weights
             if any(w.dtype is not dtype for w in weights):
                 # cast weights are saved for the backward, as autocast saves them; others are not copied, since FSDP frees them in between
-                saved = (_joined(weights, dtype),)
-                weights = saved[0].split([w.shape[0] for w in weights])
-            ys = [F.linear(z, w, None if b is None else b.to(dtype)) for w, b in zip(weights, biases, strict=True)]
-        ctx.save_for_backward(normal if narrows else x, gate, scale, shift, stats, *saved)
+                kept = _joined([weights], dtype)
+                weights = _split(kept[0], [w.shape[0] for w in weights])
+            ys = [F.linear(z, w, None if b is None else b.to(dtype)) for w, b in zip(weights, parameters[middle:], strict=True)]
+        ctx.save_for_backward(*saved, *kept)
         # no views: autograd refuses in-place changes of a view of a function's output, and FSDP2's hooks would be lost
         return tuple(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) for y in ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        x, gate, scale, shift, stats, *weights = ctx.saved_tensors
-        activation, norm, _, dtype, narrows = ctx.recipe
-        count, shape = len(dys), dys[0].shape[:-1]
-        kinds = ctx.parameters[:count]
-        sizes = [size for size, _ in kinds]
-        _, of_x, of_gate, of_scale, of_shift, *of_parameters = ctx.needs_input_grad
-        of_weights, of_biases = any(of_parameters[:count]), any(of_parameters[count:])
+        x, gate, *_ = saved = ctx.saved_tensors
+        _, of_x, of_gate, *of = ctx.needs_input_grad
         with without_autocast(x):
-            # one product over all layers sums their contributions to dz in its accumulator
-            dy = _joined([_rows(one) for one in dys], dtype, dim=-1)
-            dz = dy @ _joined(weights, dtype) if of_x or of_gate or of_scale or of_shift else None
-            prepare = _prepare_backward if is_eager([x, *dys]) else _prepare_backward_op
-            z, dx, dgate, dnorm = prepare(
-                _rows(x), None if gate is None else _rows(gate), scale, shift, stats, dz, activation, norm, dtype, ctx.wide, of_weights,
-                narrows,
-            )  # fmt: skip
-            dx = dz if dz is not None and dz.dtype is ctx.wide else dx
-            dweights = _product(dy.t(), z, kinds[0][1]).split(sizes) if of_weights else [None] * count
-            del z, dz
-            dbiases = dy.sum(0, dtype=stats.dtype).split(sizes) if of_biases else [None] * count
-        grads = [
-            None if d is None or kind is None else d.to(kind[1]) for d, kind in zip((*dweights, *dbiases), ctx.parameters, strict=True)
-        ]
-        norms = zip(dnorm, (scale, shift), (of_scale, of_shift), strict=True)
-        dscale, dshift = (d.to(p.dtype) if is_needed else None for d, p, is_needed in norms)
-        return None, dx.view(*shape, x.shape[-1]) if of_x else None, dgate.view(gate.shape) if of_gate else None, dscale, dshift, *grads
+            dy = torch.cat([_rows(dy) for dy in dys], -1) if len(dys) > 1 else _rows(dys[0])
+            dx, dgate, *grads = _linear_backward(ctx.recipe, saved, ctx.parameters, dy, of_x or of_gate, of, is_eager([x, *dys]))
+        shape = dys[0].shape[:-1]
+        return None, dx.view(*shape, x.shape[-1]) if of_x else None, dgate.view(gate.shape) if of_gate else None, *grads
 
 
-def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors in ``dtype``, in one call."""
-    if len(tensors) == 1:
-        return tensors[0].to(dtype)
-    if all(x.dtype is dtype for x in tensors):
-        return torch.cat(list(tensors), dim)
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(x.shape[dim] for x in tensors)
-    return torch.cat(list(tensors), dim, out=tensors[0].new_empty(shape, dtype=dtype))
+# of the parameters of a block's four steps
+_COUNTS = (8, 4, 4, 4)
+
+
+class _Block(torch.autograd.Function):
+    """See ``fused_block``; the parameters are those of ``_parameters``, step by step."""
+
+    @staticmethod
+    def forward(ctx: Any, recipes: Any, attend: Any, dropout: float, draw_path: Any, x: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        ctx.recipes, ctx.dropout, ctx.parameters = recipes, dropout, _cut(parameters, _COUNTS)
+        dtype = recipes[0][3]
+        saved: list[Any] = []
+        draws: list[Any] = []
+        # of each step: all weights, all biases
+        parts = [_cut(step[2:], [len(step) // 2 - 1] * 2) for step in ctx.parameters]
+        with without_autocast(x):
+            joined = _joined([*itertools.chain(*parts)], dtype)
+
+            def linear(i: int, a: torch.Tensor) -> torch.Tensor:
+                scale, shift, *_ = ctx.parameters[i]
+                z, kept = _prepared(recipes[i], a, None, scale, shift, True)
+                weights, weight = parts[i][0], joined[2 * i]
+                saved.append((*kept, *(weights if weights[0].dtype is dtype else (weight,))))
+                return F.linear(z, weight, joined[2 * i + 1])
+
+            def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                draws.append((path := draw_path(), seed := _draw_seed(x, dropout)))
+                return _added(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
+
+            rows = _rows(x)
+            call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
+            outputs = call.run_forward(*inputs)
+            rows = add(rows, linear(1, outputs[0].view(rows.shape)))
+            out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
+        saved += inputs, outputs, *draws
+        ctx.save_for_backward(*itertools.chain(*saved))
+        ctx.call, ctx.lengths = call, [len(part) for part in saved]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _refuse_second_derivative()
+        *steps, inputs, outputs, draw, last_draw = _cut(ctx.saved_tensors, ctx.lengths)
+        of_x, of = ctx.needs_input_grad[4], _cut(ctx.needs_input_grad[5:], _COUNTS)
+        # of each step's input
+        needed = list(itertools.accumulate(map(any, of[:3]), operator.or_, initial=of_x))
+        eager = is_eager([grad, inputs[0]]) and dispatched_alike(grad, inputs[0])
+        grads: list[Any] = [[None] * count for count in _COUNTS]
+
+        def linear(i: int, dy: torch.Tensor) -> torch.Tensor:
+            dx, _, *grads[i] = _linear_backward(ctx.recipes[i], steps[i], ctx.parameters[i], dy, needed[i], of[i], eager)
+            return dx
+
+        def dropped(dy: torch.Tensor, path: Any, seed: Any) -> torch.Tensor:
+            return _added(None, dy, path, seed, ctx.dropout, ctx.recipes[0][3], eager)
+
+        dx = _rows(grad)
+        with without_autocast(grad):
+            dy = linear(3, dropped(dx, *last_draw))
+            if needed[3]:
+                dy = linear(2, dy)
+            if needed[2]:
+                dx = dy.add_(dx)
+                dy = linear(1, dropped(dx, *draw))
+            if needed[1]:
+                run = ctx.call.run_backward if eager else ctx.call.backward_op
+                parts = run(dy.view(outputs[0].shape), None, inputs, outputs)[:3]
+                dy = torch.cat([part.flatten(2) for part in parts], -1).flatten(0, 1)
+                del parts
+                dy = linear(0, dy)
+        return None, None, None, None, dy.add_(dx).view(grad.shape) if of_x else None, *itertools.chain(*grads)
+
+
+def _cut(flat: Any, lengths: Any) -> list[Any]:
+    values = iter(flat)
+    return [tuple(itertools.islice(values, length)) for length in lengths]
+
+
+def _split(x: torch.Tensor, sizes: list[int]) -> Any:
+    return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes)
+
+
+def _joined(groups: Any, dtype: torch.dtype) -> list[Any]:
+    """Returns each group's tensors one below the other in ``dtype``, None for a group of None. All are cast in one call."""
+    whole: list[Any] = []
+    narrow: list[Any] = []
+    wider: list[Any] = []
+    for group in groups:
+        one = group[0]
+        if one is not None and any([x.dtype is not dtype for x in group]):  # noqa: C419
+            sizes = [x.shape[0] for x in group]
+            one = one.new_empty((sum(sizes), *one.shape[1:]), dtype=dtype)
+            narrow += _split(one, sizes)
+            wider += group
+        elif len(group) > 1 and one is not None:
+            one = torch.cat(list(group))
+        whole.append(one)
+    if wider:
+        torch._foreach_copy_(narrow, wider)
+    return whole
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -282,16 +424,20 @@ class _AddDropped(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> Any:
         ctx.save_for_backward(seed, path)
         ctx.dropout, ctx.dtypes = dropout, (x.dtype, y.dtype)
-        add = _add_dropped if is_eager([x, y]) else _add_dropped_op
-        return add(x, y, seed, path, dropout, torch.promote_types(x.dtype, y.dtype))
+        return _added(x, y, path, seed, dropout, torch.promote_types(x.dtype, y.dtype), is_eager([x, y]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
         seed, path = ctx.saved_tensors
-        add = _add_dropped if is_eager([grad]) else _add_dropped_op
-        dy = add(None, grad, seed, path, ctx.dropout, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        dy = _added(None, grad, path, seed, ctx.dropout, ctx.dtypes[1], is_eager([grad])) if ctx.needs_input_grad[1] else None
         return grad.to(ctx.dtypes[0]), dy, None, None, None
+
+
+def _added(x: torch.Tensor | None, y: torch.Tensor, path: Any, seed: Any, dropout: float, dtype: torch.dtype, eager: bool) -> torch.Tensor:
+    if seed is None and path is None:
+        return y.to(dtype) if x is None else x + y
+    return (_add_dropped if eager else _add_dropped_op)(x, y, seed, path, dropout, dtype)  # type: ignore[no-any-return]
 
 
 # the kernels with their results, as ops for what traces, compiles or counts calls; called directly, they take less of the host's time
@@ -305,10 +451,11 @@ def _prepare(
     # not empty_like, whose meta function imports sympy: what compiles ahead comes here with meta tensors
     z, normal = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if narrows else (0,), dtype=dtype)
     stats = x.new_empty((0 if norm == "none" else 2, x.shape[0]), dtype=torch.float32)
-    if not isinstance(x, FakeTensor):
-        from dilated_attention.functional import fused_layers_triton
+    if x.numel() and not isinstance(x, FakeTensor):
+        from dilated_attention.functional import fused_layers_triton as kernels
 
-        fused_layers_triton.prepare(x, gate, scale, shift, activation, norm, eps, z, stats, normal)
+        tensors = x, gate, scale, shift, z, normal, stats
+        kernels.run(kernels.launch_of(kernels.rows_launch, tensors, *x.shape, activation, norm, narrows, True, eps), *tensors)
     return z, stats, normal
 
 
@@ -321,12 +468,15 @@ def _prepare_backward(
     needs_dx, needs_dgate = dz is not None and dz.dtype is not wide, dz is not None and gate is not None
     z = x.new_empty(x.shape if needs_z else (0,), dtype=dtype)
     dx, dgate = x.new_empty(x.shape if needs_dx else (0,), dtype=wide), x.new_empty(x.shape if needs_dgate else (0,))
-    if isinstance(x, FakeTensor):
-        return z, dx, dgate, stats.new_empty(2, x.shape[1])
-    from dilated_attention.functional import fused_layers_triton
+    if isinstance(x, FakeTensor) or not x.numel():
+        return z, dx, dgate, stats.new_zeros(2, x.shape[1])
+    from dilated_attention.functional import fused_layers_triton as kernels
 
-    dnorm = fused_layers_triton.prepare_backward(x, gate, scale, shift, stats, dz, activation, norm, is_normal, z, dx, dgate)
-    return z, dx, dgate, dnorm
+    tensors = x, gate, scale, shift, stats, dz, z, dx if needs_dx else dz, dgate
+    launch = kernels.launch_of(kernels.rows_launch, tensors, *x.shape, activation, norm, is_normal, needs_z, None)
+    kernels.run(launch, *tensors, shares := stats.new_empty(launch.programs[0], 2, x.shape[1]))
+    # the sum of a meta tensor, like its empty_like, would import sympy
+    return z, dx, dgate, shares[0] if x.is_meta else shares.sum(0)
 
 
 def _add_dropped(
@@ -335,10 +485,11 @@ def _add_dropped(
     """Returns x (or 0) + path · dropout(y) in ``dtype``."""
     x, y, path = None if x is None else x.contiguous(), y.contiguous(), None if path is None else path.float().contiguous()
     out = y.new_empty(y.shape, dtype=dtype)
-    if not isinstance(y, FakeTensor):
-        from dilated_attention.functional import fused_layers_triton
+    if y.numel() and not isinstance(y, FakeTensor):
+        from dilated_attention.functional import fused_layers_triton as kernels
 
-        fused_layers_triton.add_dropped(x, y, seed, path, dropout, out)
+        tensors, samples = (y, x, seed, path, out), 1 if path is None else path.numel()
+        kernels.run(kernels.launch_of(kernels.dropped_launch, tensors, y.numel(), samples, dropout), *tensors)
     return out
 
 

@@ -4,8 +4,8 @@ dz once; the forward writes z, the backward z again, and the gradients of x and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -175,86 +175,24 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(shares + K, dbias, mask=inside)
 
 
-def prepare(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, activation: str, norm: str,
-    eps: float, z: torch.Tensor, stats: torch.Tensor, normal: torch.Tensor,
-) -> None:  # fmt: skip
-    """Writes z of contiguous rows x (M, K), mean and 1/std to ``stats`` (2, M), and (x − mean) / std to ``normal`` unless it is empty."""
-    M, K = x.shape
-    if not (M and K):
-        return
-    block, rows, warps = _tile(K, _FORWARD)
-    _run(
-        _prepare_kernel, triton.cdiv(M, rows), (x, gate, weight, bias, z, normal, stats), (M, eps), warps,
-        K=K, BLOCK=block, ROWS=rows, ACTIVATION=activation, NORM=norm, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, KEEPS_NORMAL=normal.numel() > 0, SHORT=_is_short(x),
-    )  # fmt: skip
-
-
-def prepare_backward(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, stats: torch.Tensor,
-    dz: torch.Tensor | None, activation: str, norm: str, is_normal: bool, z: torch.Tensor, dx: torch.Tensor, dgate: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Writes z, dx and dgate, and returns the gradients of the norm's weight and bias, (2, K) float32. z is not written if it is empty. An
-    empty dx stands for dz (M, K), which is then overwritten; without dz only z is computed. ``is_normal``: x is x̂."""
-    M, K = x.shape
-    if not (M and K):
-        return stats.new_zeros(2, K)
-    block, rows, warps = _tile(K, _BACKWARD)
-    tiles = triton.cdiv(M, rows)
-    programs = min(tiles, _programs(x.device, warps))
-    shares = stats.new_empty(programs, 2, K)
-    tensors = x, gate, weight, bias, stats, dz, z, dx if dx.numel() else dz, dgate, shares
-    _run(
-        _prepare_backward_kernel, programs, tensors, (M, tiles), warps,
-        K=K, BLOCK=block, ROWS=rows, ACTIVATION=activation, NORM=norm, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, NEEDS_Z=z.numel() > 0, HAS_DZ=dz is not None, IS_NORMAL=is_normal, SHORT=_is_short(x),
-        STAGES=_BACKWARD.stages,
-    )  # fmt: skip
-    # the sum of a meta tensor would import sympy, which takes seconds
-    return shares[0] if x.is_meta else shares.sum(0)
-
-
-def _run(
-    kernel: Any, programs: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[float, ...], warps: int, **constants: Any
-) -> None:
-    """Launches the kernel on the device of the first tensor; for meta tensors it starts compiling for the current one."""
-    first = cast(torch.Tensor, tensors[0])
-    dtypes = tuple(None if x is None else x.dtype for x in tensors)
-    launch = _launch(kernel, programs, first.device, dtypes, numbers, tuple(constants.items()), warps)
-    with on_device(first.device):
-        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, NO_DEVICE if first.is_meta else first.device.index)
-
-
-@functools.lru_cache(1024)
-def _launch(
-    kernel: Any,
-    programs: int,
-    device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],
-    numbers: tuple[float, ...],
-    constants: tuple[tuple[str, Any], ...],
-    warps: int,
-) -> KernelLaunch:
-    """Returns the launch for arguments of these kinds; the compiled kernel that it keeps is loaded on ``device``."""
-    return KernelLaunch(kernel, programs, numbers, dict(constants), warps, dtypes=dtypes)
-
-
-def _tile(K: int, sizes: Sizes) -> tuple[int, int, int]:
-    """Returns (columns, rows, warps) of a program."""
+def rows_launch(dtypes: Any, M: int, K: int, activation: str, norm: str, is_normal: bool, needs_z: bool, eps: float | None) -> KernelLaunch:
+    """Returns the launch that prepares rows (M, K), or for ``eps=None`` that of its backward. Its tensors: x, gate, weight and bias; z, x̂
+    and the statistics (2, M), or statistics, dz, z, dx, dgate and a share of the weight's and the bias's gradients for each program.
+    ``is_normal``: x̂ is written, or read as x."""
+    sizes = _BACKWARD if eps is None else _FORWARD
     block = triton.next_power_of_2(K)
     rows = max(sizes.rows if block <= 4096 else 1, sizes.tile // block)
-    return block, rows, min(32, max(4, block * rows // (32 * sizes.per_thread)))
-
-
-def _is_short(x: torch.Tensor) -> bool:
-    return _SHORT_CDF and x.dtype.itemsize == 2
-
-
-def _programs(device: torch.device, warps: int) -> int:
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, _BACKWARD.threads_per_sm // (32 * warps))
+    warps, tiles = min(32, max(4, block * rows // (32 * sizes.per_thread))), triton.cdiv(M, rows)
+    constants = {
+        "K": K, "BLOCK": block, "ROWS": rows, "ACTIVATION": activation, "NORM": norm, "HAS_WEIGHT": dtypes[2] is not None,
+        "HAS_BIAS": dtypes[3] is not None, "SHORT": _SHORT_CDF and dtypes[0].itemsize == 2,
+    }  # fmt: skip
+    if eps is not None:
+        return KernelLaunch(_prepare_kernel, tiles, (M, eps), {**constants, "KEEPS_NORMAL": is_normal}, warps, dtypes=dtypes)
+    constants |= {"NEEDS_Z": needs_z, "HAS_DZ": dtypes[5] is not None, "IS_NORMAL": is_normal, "STAGES": sizes.stages}
+    processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 3
+    programs = min(tiles, processors * max(1, sizes.threads_per_sm // (32 * warps)))
+    return KernelLaunch(_prepare_backward_kernel, programs, (M, tiles), constants, warps, dtypes=dtypes)
 
 
 @triton.jit
@@ -290,16 +228,31 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def add_dropped(
-    x: torch.Tensor | None, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float, out: torch.Tensor
-) -> None:
-    """Writes x (or 0) + path · dropout(y) of contiguous tensors to ``out``."""
-    if not y.numel():
-        return
-    per_sample = y.numel() if path is None else y.numel() // path.numel()
+def dropped_launch(dtypes: Any, count: int, samples: int, dropout: float) -> KernelLaunch:
+    """Returns the launch that writes x (or 0) + path · dropout(y). Its contiguous tensors: y, of ``count`` elements, x, seed, path, out."""
+    per_sample = count // samples
     # a 31-bit hash below the threshold drops its element
-    _run(
-        _dropped_kernel, triton.cdiv(y.numel(), _ELEMENTS), (y, x, seed, path, out), (y.numel(), per_sample, 1 / (1 - dropout)), 4,
-        THRESHOLD=int(dropout * 2**31), HAS_X=x is not None, HAS_PATH=path is not None, IS_LONG=per_sample >= 2**31 - _ELEMENTS,
-        BLOCK=_ELEMENTS,
-    )  # fmt: skip
+    constants = {
+        "THRESHOLD": int(dropout * 2**31), "HAS_X": dtypes[1] is not None, "HAS_PATH": dtypes[3] is not None,
+        "IS_LONG": per_sample >= 2**31 - _ELEMENTS, "BLOCK": _ELEMENTS,
+    }  # fmt: skip
+    return KernelLaunch(_dropped_kernel, triton.cdiv(count, _ELEMENTS), (count, per_sample, 1 / (1 - dropout)), constants, dtypes=dtypes)
+
+
+def launch_of(make: Callable[..., KernelLaunch], tensors: Sequence[Any], *kind: Any) -> KernelLaunch:
+    """Returns what ``make`` makes of the tensors' dtypes and of their kind."""
+    return _launch_of(make, tensors[0].device, tuple([None if x is None else x.dtype for x in tensors]), *kind)
+
+
+@functools.lru_cache(1024)
+def _launch_of(make: Callable[..., KernelLaunch], device: torch.device, *kind: Any) -> KernelLaunch:
+    # the compiled kernel that it keeps is loaded on this device
+    with on_device(device):
+        return make(*kind)
+
+
+def run(launch: KernelLaunch, *tensors: Any) -> None:
+    """Launches a kernel on the device of the first tensor; for meta tensors it starts compiling for the current one."""
+    device = tensors[0].device
+    with on_device(device):
+        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, NO_DEVICE if device.type == "meta" else device.index)

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dilated_attention.functional.fused_layers import add_dropped, compile_dropped, compile_layers, compute_dtype, is_lean, linear_layers
+from dilated_attention.functional.arguments import RESOLVES
+from dilated_attention.functional.fused_layers import Step, add_dropped, compile_block, fused_block, is_lean, linear_layers
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass
 from dilated_attention.models.loss import first_of_group
 from dilated_attention.modules import (
+    BlockSparseAttention,
+    DilatedAttention,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingMultiheadBlockSparseAttention,
@@ -193,6 +196,8 @@ class Block(nn.Module):
         if cache is not None:
             attended = self.attention.attend_cached(self.attention_norm(x), cache, self.depth)
         else:
+            if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
+                return y
             spread = {} if seq_len is None else {"seq_len": seq_len}
             x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
             attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
@@ -200,23 +205,47 @@ class Block(nn.Module):
         x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
         return self._add(x, self.ffn(x_in, **norm), cu_seqlens, seq_len)
 
+    def _steps(self) -> list[Step]:
+        attention, ffn = self.attention, self.ffn
+        return [
+            Step((attention.q_proj, attention.k_proj, attention.v_proj), self.attention_norm),
+            Step((attention.out_proj,), attention.inner_attn_ln),
+            Step((ffn.up,) if ffn.gate is None else (ffn.up, ffn.gate), self.ffn_norm),
+            Step((ffn.down,), ffn.norm, ffn.activation),
+        ]
+
+    def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the output if ``fused_block`` can compute it and no module has to be called."""
+        attention = self.attention
+        is_lean_all = type(self) is Block and self._calls_layers() and self._drops_lean()
+        if not (is_lean_all and is_lean(attention.attention, DilatedAttention, BlockSparseAttention) and x.ndim == 3):
+            return None
+        if attention.rotary or attention.q_norm is not None or attention.sinks is not None:
+            return None
+
+        def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
+            H, Hk = attention.num_heads, attention.num_kv_heads
+            q, k, v = qkv.view(*x.shape[:2], H + 2 * Hk, attention.head_dim).split((H, Hk, Hk), 2)
+            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, RESOLVES: needs_grad}
+            return attention.attention.function(q, k, v, **attention.attention._arguments(q), **options)
+
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        return fused_block(x, self._steps(), attend, dropout, lambda: self.drop_path.factors(x, cu_seqlens))
+
     def compile_ahead(self, x: torch.Tensor) -> None:
         """Starts compiling the kernels of all layers for x on a GPU. The attention starts its own, but only after the first layer."""
-        attention, ffn = self.attention, self.ffn
-        if not (is_lean(attention, *_LAYERS) and is_lean(ffn, FeedForward) and is_lean(ffn.down, nn.Linear)):
-            return
-        dtype = compute_dtype(x, x)
-        attended, inner = (x.new_empty(1, dtype=dtype).expand(*x.shape[:-1], width) for width in (x.shape[-1], ffn.down.in_features))
-        compile_layers(x, (attention.q_proj,), self.attention_norm)
-        compile_layers(attended, (attention.out_proj,), attention.inner_attn_ln)
-        compile_layers(x, (ffn.up,), self.ffn_norm)
-        compile_layers(inner, (ffn.down,), ffn.norm, ffn.activation)
-        if self.training:
-            compile_dropped(x, attended, self.dropout.p, self.drop_path.p > 0)
+        if self._calls_layers():
+            compile_block(x, self._steps(), self.training * self.dropout.p, self.training and self.drop_path.p > 0)
+
+    def _calls_layers(self) -> bool:
+        return is_lean(self.attention, *_LAYERS) and is_lean(self.ffn, FeedForward)
+
+    def _drops_lean(self) -> bool:
+        return is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath) and self.dropout.p < 1
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None) -> torch.Tensor:
         """x + drop_path(dropout(y))."""
-        if not (is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath)) or self.dropout.p == 1:
+        if not self._drops_lean():
             return x + self.drop_path(self.dropout(y), cu_seqlens, seq_len)
         dropout = self.dropout.p if self.dropout.training else 0.0
         return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens, seq_len))

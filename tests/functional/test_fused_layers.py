@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.functional import fused_layers
 from dilated_attention.functional.fused_layers import add_dropped, linear_layers, plain_layers
-from dilated_attention.models import LongNetConfig, LongNetEncoder
+from dilated_attention.models import LongNetConfig, LongNetEncoder, blocks
+from dilated_attention.pattern import LocalWindow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATIONS = (None, "gelu", "relu", "silu", "swiglu")
@@ -382,3 +383,115 @@ def test_a_graph_draws_new_masks() -> None:
     first = out.clone()
     graph.replay()
     assert not torch.equal(first, out)
+
+
+def fused(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[int, list[torch.Tensor], list[Any]]:
+    """(how many blocks were one autograd function, its output and gradients, those of the layers as functions of their own)."""
+    done: list[torch.Tensor | None] = []
+    real: Any = fused_layers.fused_block
+    found = []
+    for stand_in in (lambda *args: done.append(real(*args)) or done[-1], lambda *args: None):
+        monkeypatch.setattr(blocks, "fused_block", stand_in)
+        torch.manual_seed(5)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=how.get("autocast", False)):
+            y = model(x, cu_seqlens=how.get("cu_seqlens"))
+        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y)
+        leaves = [p for p in (x, *model.parameters()) if p.requires_grad]
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=True)])
+    assert [grad is None for grad in found[0]] == [grad is None for grad in found[1]]
+    apart, one = ([grad for grad in grads if grad is not None] for grads in found[::-1])
+    return sum(y is not None for y in done), one, apart
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "training": {},
+    "autocast": {"autocast": True, "num_kv_heads": 2},
+    "bfloat16": {"dtype": torch.bfloat16, "ffn": "relu"},
+    "evaluation": {"train": False, "norm": "rms_norm", "bias": False},
+    "documents": {"cu_seqlens": (0, 7, 20, 50), "autocast": True},
+    "TorchScale's": {"mixture_grad": "detached", "head_offsets": "blocked", "tail": "zero_keys", "attention_dropout": 0.2},
+    "blocks": {"attention": "block_sparse", "block_pattern": LocalWindow(16), "segment_lengths": (), "dilation_rates": ()},
+    "checkpointed": {"checkpoint": True, "autocast": True},
+    "no sub_norm": {"sub_norm": False},
+    "frozen norms": {"frozen": ("norm",)},
+    "frozen attention": {"frozen": ("attention", "tile"), "autocast": True},
+    "frozen all but the last": {"frozen": ("blocks.0", "attention", "up", "ffn_norm", "x")},
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_in_one_function_equals_its_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and all gradients, which are the same tensors' and bit-equal on a CPU."""
+    changes = {"dropout": 0.2, "drop_path": 0.3} | BLOCKS[kind]
+    how = {name: changes.pop(name, None) for name in ("autocast", "cu_seqlens", "dtype", "train", "checkpoint", "frozen")}
+    torch.manual_seed(0)
+    model = LongNetEncoder(config(**changes), device=DEVICE, dtype=how["dtype"]).train(how["train"] is None)
+    model.checkpoint_activations = bool(how["checkpoint"])
+    for name, parameter in model.named_parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        parameter.requires_grad_(not any(part in name for part in how["frozen"] or ()))
+    packed = how["cu_seqlens"]
+    x = torch.randn(2 if packed is None else 1, 50, 32, device=DEVICE, dtype=how["dtype"]).requires_grad_("x" not in (how["frozen"] or ()))
+    bounds = None if packed is None else torch.tensor(packed, dtype=torch.int32, device=DEVICE)
+    count, one, apart = fused(model, x, monkeypatch, autocast=bool(how["autocast"]), cu_seqlens=bounds)
+    assert count == 2
+    if DEVICE == "cpu":
+        assert all(torch.equal(a, b) for a, b in zip(one, apart, strict=True))
+    assert error(one, apart) < (1e-5 if how["dtype"] is None and not how["autocast"] else 0.05)
+
+
+LATER: dict[str, Callable[[Any], Any]] = CHANGES | {
+    "hooked attention": lambda block: block.attention.attention.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:])),
+    "hooked dropout": lambda block: block.dropout.register_forward_hook(lambda module, x, y: 2 * y),
+    "gradient hook": lambda block: block.ffn.register_full_backward_hook(lambda module, dx, dy: tuple(2 * grad for grad in dx)),
+    "swapped feed-forward layer": lambda block: setattr(block, "ffn", nn.Sequential(nn.Linear(32, 32, device=DEVICE))),
+    "one bias": lambda block: setattr(block.attention.q_proj, "bias", None),
+    "plain layers": lambda block: setattr(fused_layers, "_forced", False),
+    "float64": lambda block: block.double(),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_a_block_sees_at_its_next_call_what_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    block, x = LongNetEncoder(config()).to(DEVICE).blocks[0], torch.randn(1, 40, 32, device=DEVICE, requires_grad=True)
+    assert fused(block, x, monkeypatch)[0] == 1
+    monkeypatch.setattr(fused_layers, "_forced", True)
+    LATER[change](block)
+    x = x.detach().to(block.ffn_norm.weight.dtype).requires_grad_()
+    count, one, apart = fused(block, x, monkeypatch)
+    assert count == 0 and error(one, apart) == 0
+
+
+def test_a_block_follows_modes_dtypes_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one module, one call after another: nothing that a call has looked up stands for the next one."""
+    torch.manual_seed(0)
+    block, x = LongNetEncoder(config(dropout=0.3)).to(DEVICE).blocks[0], torch.randn(1, 40, 32, device=DEVICE, requires_grad=True)
+    noisy = fused(block, x, monkeypatch)[1][0]
+    block.eval()
+    count, one, apart = fused(block, x, monkeypatch)
+    assert count == 1 and error(one, apart) < 1e-5 and error(one[:1], [noisy]) > 1e-2
+    block.ffn.up.requires_grad_(False)
+    assert len(fused(block, x, monkeypatch)[1]) == len(one) - 2
+    with torch.no_grad():
+        monkeypatch.setattr(
+            blocks, "fused_block", lambda *args: pytest.fail("used") if fused_layers.fused_block(*args) is not None else None
+        )
+        block(x)
+    block.bfloat16().requires_grad_()
+    count, one, apart = fused(block, x.detach().bfloat16().requires_grad_(), monkeypatch)
+    assert count == 1 and one[1].dtype is torch.bfloat16 and error(one, apart) < 0.05
+
+
+def test_a_block_refuses_second_derivatives_and_takes_mapped_gradients() -> None:
+    torch.manual_seed(0)
+    block, x = LongNetEncoder(config()).to(DEVICE).blocks[0], torch.randn(1, 12, 32, device=DEVICE, requires_grad=True)
+    y = block(x)
+    assert type(y.grad_fn).__name__ == "_BlockBackward"
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*plain_layers"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    y, dys = block(x), torch.randn(2, 1, 12, 32, device=DEVICE)
+    leaves = [x, *block.parameters()]
+    mapped = torch.func.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
+    assert error(list(mapped), [torch.stack(grads) for grads in zip(*each, strict=True)]) < 1e-5
