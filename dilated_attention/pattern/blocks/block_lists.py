@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dilated_attention.pattern.blocks.base import divided
 
 T = TypeVar("T")
 WORD = 32
@@ -80,7 +83,7 @@ class BlockLists:
     def on(self, device: torch.device) -> BlockLists:
         """Returns these lists of the host on a GPU, without waiting for it."""
         names = ("row_starts", "columns", "masks", "bits", "interval")
-        there = replace(self, **{name: moved(getattr(self, name), device) for name in names})
+        there = replace(self, **dict(zip(names, moved(tuple(getattr(self, name) for name in names), device), strict=True)))
         there.cache["host"] = self
         return there
 
@@ -91,7 +94,7 @@ class BlockLists:
             return "none"
         return "interval" if self.interval is not None else "bits"
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
         return sum(x.numel() * x.element_size() for x in tensors)
@@ -126,26 +129,26 @@ class ColumnLists(NamedTuple):
 
 @torch.inference_mode(False)
 def _by_column(lists: BlockLists) -> ColumnLists:
-    row = lists.row_of_entry
-    group = row // lists.num_rows
-    key = (group * lists.num_columns + lists.columns) * lists.num_rows + row % lists.num_rows
-    ordered, order = key.sort()
-    counts = torch.zeros(lists.num_groups * lists.num_columns, dtype=torch.int64, device=key.device)
-    counts.index_add_(0, ordered // lists.num_rows, torch.ones_like(ordered))
-    starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=key.device)
-    starts[1:] = counts.cumsum(0)
-    masks = None if lists.masks is None else lists.masks[order]
-    return ColumnLists(starts, (ordered % lists.num_rows).to(torch.int32), masks)
+    group, row = divided(lists.row_of_entry.to(torch.int32), max(lists.num_rows, 1))
+    column, count = group * lists.num_columns + lists.columns, lists.num_groups * lists.num_columns
+    ordered, order = column.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=column.device), out_int32=True)
+    return ColumnLists(starts, row[order], None if lists.masks is None else lists.masks[order])
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """Returns a tensor of the host, or each in tuples, on a GPU. Copies come from pinned memory, so nothing waits for them."""
-    if isinstance(x, Tensor):
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-    if isinstance(x, tuple):
-        parts = [moved(part, device) for part in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+    """Returns int32 tensors of the host, in tuples, on a GPU: in one copy, from pinned memory, so that nothing waits for it."""
+    leaves, form = tree_flatten(x, is_leaf=lambda part: not isinstance(part, tuple))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        return x
+    assert all(tensor.dtype is torch.int32 for tensor in tensors)
+    # kernels are compiled for pointers that are multiples of 16
+    buffer = torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % WORD)) for tensor in tensors])
+    buffer = (buffer.pin_memory() if device.type == "cuda" else buffer).to(device, non_blocking=True)
+    parts = iter(buffer.split([-(-tensor.numel() // WORD) * WORD for tensor in tensors]))
+    there = [next(parts)[: leaf.numel()].view(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(there, form)
 
 
 def checked_total(total: int) -> int:
