@@ -64,13 +64,9 @@ class Step(NamedTuple):
 
 
 def linear_layers(
-    x: torch.Tensor,
-    linears: Sequence[nn.Module],
-    *,
-    norm: nn.Module | None = None,
-    activation: str | None = None,
+    x: torch.Tensor, linears: Sequence[nn.Module], *, norm: nn.Module | None = None, activation: str | None = None,
     gate: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x. The
     kernels compute norm and activation in float32 and round once; separate layers round after each of them."""
     step = Step(tuple(linears), norm, activation)

@@ -169,15 +169,9 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        config: LongNetConfig,
-        *,
-        depth: int = 0,
-        backend: str = "auto",
-        ring: RingSettings | None = None,
-        device: Any = None,
+        self, config: LongNetConfig, *, depth: int = 0, backend: str = "auto", ring: RingSettings | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.is_causal, self.depth = config.is_causal, depth

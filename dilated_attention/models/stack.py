@@ -66,15 +66,9 @@ class LongNetStack(nn.Module):
     is_causal: ClassVar[bool]
 
     def __init__(
-        self,
-        config: LongNetConfig,
-        *,
-        backend: str = "auto",
-        ring: RingSettings | None = None,
-        checkpoint_activations: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, config: LongNetConfig, *, backend: str = "auto", ring: RingSettings | None = None, checkpoint_activations: bool = False,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if config.is_causal is not self.is_causal:
             other = "LongNetDecoder" if config.is_causal else "LongNetEncoder"

@@ -32,15 +32,9 @@ class _Piece:
 
 
 def kept_blocks(
-    pattern: BlockPattern,
-    num_positions: int,
-    num_heads: int,
-    *,
-    first_query: int = 0,
-    num_queries: int | None = None,
-    is_causal: bool = False,
-    device: torch.device | str = "cpu",
-) -> BlockLists:
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, first_query: int = 0, num_queries: int | None = None,
+    is_causal: bool = False, device: torch.device | str = "cpu",
+) -> BlockLists:  # fmt: skip
     """Returns the lists of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
     pattern = _prepared(pattern, num_positions, num_heads, is_causal)
     num_queries = num_positions - first_query if num_queries is None else num_queries
