@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.session import CallForm, session_of
-from dilated_attention.distributed.exchange.cost import device_memory
 from dilated_attention.distributed.sharding.custom_layout import short_name
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.engine.ops.settings import CallSettings
@@ -177,3 +177,11 @@ def _checked_length(ring: RingCall, rows: list[int]) -> int:
             "cut it by shard_sequence with the same layout and seq_len"
         )
     return seq_len
+
+
+@functools.lru_cache(maxsize=8)
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes that steps are chosen for, alike on all ranks."""
+    # on a CPU all processes of the machine share the memory, and no two see the same amount free, so a fixed value is used
+    # in whole GiB, because ranks compare it
+    return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

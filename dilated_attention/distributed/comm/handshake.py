@@ -122,10 +122,9 @@ class Comparison:
         self.store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
 
-    def wires(self) -> list[Watched]:
+    def wire(self) -> Watched | None:
         session = self._session()
-        wires = [] if session is None else [wire() for wire in session.wires]
-        return [wire for wire in wires if wire is not None]
+        return None if session is None or session.wire is None else session.wire()
 
     def look(self) -> str | None:
         """Returns what ranks disagree on, once. For the watching thread; does not query the store if there is nothing new."""

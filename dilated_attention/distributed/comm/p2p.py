@@ -59,10 +59,9 @@ def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple
             one.sent_to[peer] += tensor.nbytes
 
 
-# (rank within the group, contiguous tensor); an empty one is skipped on both sides
+# (rank within the group, contiguous tensor), one for each peer; an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]
-# the lanes of keys and of their gradients, and ``most_ctas`` of both (``wire_of``)
-Lanes = tuple[str, str, int | None]
+LANE = "keys"
 
 # the dtypes that every communication library supports; anything else is sent as bytes
 _CARRIED = frozenset(
@@ -76,45 +75,41 @@ _NEVER_SENT = 2**31 - 1
 class Wire:
     """Exchanges among the two or more ranks of a group, in the same order on all of them; all must make the wire together.
 
+    On NCCL it has a communicator of its own, of high priority; otherwise an exchange would only begin when the kernel that it should
+    overlap with, which fills all multiprocessors, ends. On four H200s, 64 MiB from each rank during a 12.4 ms kernel slowed the kernel
+    down by 1.1 ms, and by 0.5 ms with high priority.
+
     Args:
         timeout: seconds that an exchange may take once it can run.
-        lane: exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag. NCCL has no tags, so
-            every lane has its own communicator. It has high priority; otherwise an exchange would only begin when the kernel that it should
-            overlap with, which fills all multiprocessors, ends. On four H200s, 64 MiB from each rank during a 12.4 ms kernel slowed the
-            kernel down by 1.1 ms, and by 0.5 ms with high priority.
     """
 
-    def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
+    def __init__(self, members: Members, timeout: float) -> None:
         assert members.group is not None, "one process has nobody to exchange with"
         self.timeout = timeout
-        self.lane = lane
         self.queue = Queue()
         self.session = session_of(members, timeout)
         self.session.check()
         # the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
         self._shared = weakref.ref(members.group)
         self._own = None
-        nccl = has_nccl(members.group)
-        if nccl or lane != "keys":
-            # otherwise the lane's first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
-            gather(self.session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
-        if nccl:
-            self._own = communicator(members.group, self.session, lane, most_ctas)
+        if has_nccl(members.group):
+            # otherwise the first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
+            gather(self.session, f"lane/{LANE}", f"first use of the communicator for {LANE}", timeout)
+            self._own = communicator(members.group, self.session, LANE)
             # at exit, torch ends what is left without waiting for ranks that may be gone
             weakref.finalize(self, close, self._own, self.session).atexit = False
-        self._lane_number = len(self.session.wires)
-        self.session.wires.append(weakref.ref(self))
+        self.session.wire = weakref.ref(self)
         self._device: Any = None
         self._waits = False
         self._opened: set[torch.device] = set()
-        self._on_gpu = self._coalesces = False
+        self._on_gpu = self._is_one_launch = False
         self._number = 0
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Transfer:
         """Begins an exchange; all ranks must call it in the same order. Raises RingError if it cannot or an earlier one failed.
 
         Args:
-            sends: tensors by peer. Several tensors for one peer arrive in this order. Do not write to them before ``wait``.
+            sends: a tensor for each peer that gets one. Do not write to them before ``wait``.
             receives: tensors to fill. On a GPU, all their uses must have been issued to the current stream before this call.
                 A rank that takes no part in the first exchange still passes an empty tensor, which determines the device.
             what: description for error messages, e.g. ``"ring forward, hop 2: K and V"``.
@@ -138,7 +133,7 @@ class Wire:
         coming = True
         works: list[Any] = []
         try:
-            if self._coalesces:
+            if self._is_one_launch:
                 works = [self._all_to_all(group, incoming, outgoing)]
             else:
                 for message in incoming:
@@ -157,20 +152,11 @@ class Wire:
     def _all_to_all(self, group: Any, incoming: list[Message], outgoing: list[Message]) -> Any:
         """Issues all messages as one launch. Ranks without messages need not call it: NCCL sees sends and receives."""
         none = _as_carried((incoming or outgoing)[0][1]).new_empty(0)
-        rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        for which, messages in enumerate((incoming, outgoing)):
-            sent: dict[int, int] = {}
+        into, given = ([none] * self.session.size for _ in range(2))
+        for tensors, messages in ((into, incoming), (given, outgoing)):
             for peer, tensor in messages:
-                index = sent[peer] = sent.get(peer, -1) + 1
-                if index == len(rounds):
-                    rounds.append(([none] * self.session.size, [none] * self.session.size))
-                rounds[index][which][peer] = _as_carried(tensor)
-        if len(rounds) == 1:
-            return group.alltoall(*rounds[0])
-        group._start_coalescing(self._device)
-        for into, given in rounds:
-            group.alltoall(into, given)
-        return group._end_coalescing(self._device)
+                tensors[peer] = _as_carried(tensor)
+        return group.alltoall(into, given)
 
     def _check(self) -> dist.ProcessGroup:
         if self.session.failed is not None:
@@ -183,12 +169,11 @@ class Wire:
         return self._own or group
 
     def _tag(self) -> int:
-        """Returns a tag that depends on the lane and on all calls so far: a message of another call never matches it."""
-        return (self.session.order.checksum & 0x7FFFFFF) << 3 | self._lane_number & 7
+        """Returns a tag that depends on all calls so far: a message of another call never matches it."""
+        return self.session.order.checksum & 0x3FFFFFFF
 
     def open(self, device: torch.device) -> None:
-        """Makes NCCL's communicator now, on all ranks together, else the first exchange does. A caller that uses several opens them first:
-        while one communicator is exchanging, opening another can wait for the GPU forever."""
+        """Makes NCCL's communicator now, on all ranks together, else the first exchange does."""
         if self._device != device:
             self._open(self._check(), device)
 
@@ -206,7 +191,8 @@ class Wire:
         if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
             # gloo would treat GPU addresses as CPU addresses
             raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
-        self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
+        # gloo has none that ends without taking the process along when counts differ
+        self._is_one_launch = self._on_gpu
         if not self._on_gpu or self._device in self._opened:
             return
         self._opened.add(self._device)
@@ -254,7 +240,7 @@ class Wire:
         """Returns the error of an exchange that torch refused or gave up; the group cannot be used afterwards."""
         if self.session.disagreement() is None and self.session.failed is None:
             # after a timeout the other ranks report soon, too; after a lost connection the peer is known
-            blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
+            blame, who = explain(self.session, Wait(LANE, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
                 f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. "
                 f"Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
@@ -281,7 +267,7 @@ class Wire:
         if session.comparison is not None:
             # the issuing thread may be waiting inside the other connection, and a new one would wait for a server that has ended
             session = replace(session, store=session.comparison.store)
-        blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
+        blame, who = explain(session, Wait(LANE, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
             f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} {trouble}; "
@@ -296,12 +282,11 @@ class Wire:
         return self.session.told
 
     def abort(self) -> None:
-        """Ends everything that waits for a message of this group: its work on the GPU, in all lanes, or a thread on the CPU."""
+        """Ends everything that waits for a message of this group: its work on the GPU, or a thread on the CPU."""
         group = self._shared()
         if self._on_gpu:
-            groups = [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]
-            # all at once: one waits for its own kernels, which may be queued behind another's that waits for a dead rank
-            threads = [threading.Thread(target=_abort, args=(one,), daemon=True) for one in groups if one is not None]
+            # both at once: one waits for its own kernels, which may be queued behind another's that waits for a dead rank
+            threads = [threading.Thread(target=_abort, args=(one,), daemon=True) for one in (group, self._own) if one is not None]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -342,43 +327,21 @@ class Transfer:
         self._messages = []
 
 
-_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
 
 
-def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> Wire:
-    """Returns the group's wire of a lane, which lives as long as the group. All ranks make it together at its first use.
-
-    ``most_ctas``: the multiprocessors that NCCL may use for an exchange of this lane. It holds them from the start until the last rank has
-    joined, so small exchanges during long computations should have few.
-    """
-    assert members.group is not None, "one process has nobody to exchange with"
-    lanes = _wires.get(members.group)
-    if lanes is None:
-        lanes = _wires[members.group] = {}
-    wire = lanes.get(lane)
-    if wire is None:
-        wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
-    wire.timeout = timeout
-    return wire
-
-
-def wires_of(
-    members: Members, timeout: float, lanes: Lanes, device: torch.device, *, gradients: bool = False
-) -> tuple[Wire | None, Wire | None]:
-    """Returns the open wires for keys and, if they are wanted, for their gradients; None in one process."""
+def wire_of(members: Members, timeout: float, device: torch.device | None = None) -> Wire | None:
+    """Returns the group's wire, which lives as long as the group, open for a device; None in one process. All ranks make it together at its
+    first use."""
     if members.group is None:
-        return None, None
-    made = _wires.get(members.group, {})
-    found = []
-    of_keys, of_gradients, most_ctas = lanes
-    for lane in (of_keys, of_gradients) if gradients else (of_keys,):
-        wire = made.get(lane)
-        if wire is None or wire._device != device:
-            wire = wire_of(members, timeout, lane, most_ctas)
-            wire.open(device)
-        wire.timeout = timeout
-        found.append(wire)
-    return found[0], found[-1]
+        return None
+    wire = _wires.get(members.group)
+    if wire is None:
+        wire = _wires[members.group] = Wire(members, timeout)
+    wire.timeout = timeout
+    if device is not None:
+        wire.open(device)
+    return wire
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -109,7 +109,7 @@ class Session:
         calls: the number of handshakes made so far; the same on all ranks.
         failed: message of the first failure; nothing is exchanged after it. ``told``: whether a thread has raised it.
         order: the calls made so far; ``comparison`` compares them with those of the other ranks, once it exists.
-        wires: in the order in which all ranks made them.
+        wire: what the ranks exchange by, once it exists.
         agreed: the kinds of calls that the ranks have agreed on. The ranks make the same calls, so they forget them at the same call.
     """
 
@@ -122,7 +122,7 @@ class Session:
     told: bool = False
     order: CallOrder = field(default_factory=CallOrder)
     comparison: Comparing | None = None
-    wires: list[weakref.ref[Any]] = field(default_factory=list)
+    wire: weakref.ref[Any] | None = None
     agreed: dict[object, CallForm] = field(default_factory=dict)
 
     def remember(self, kind: object, form: CallForm) -> None:

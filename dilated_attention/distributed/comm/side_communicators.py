@@ -1,7 +1,7 @@
-"""Separate NCCL communicators for the lanes of a group, so that exchanges of one lane do not wait for those of another.
+"""An NCCL communicator of high priority beside that of a group.
 
-They are built directly, on keys of the group's session in the store. ``new_group`` would not work: it names groups by how many the process
-has, so ranks with different lanes would look for each other under different names.
+It is built directly, on keys of the group's session in the store. ``new_group`` would not work: it names groups by how many the process
+has, so ranks with different numbers of groups would look for each other under different names.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ def has_nccl(group: dist.ProcessGroup) -> bool:
     return _CUDA in group._device_types and group._get_backend(_CUDA).name() == "nccl"
 
 
-def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_ctas: int | None) -> dist.ProcessGroup:
+def communicator(group: dist.ProcessGroup, session: Session, lane: str) -> dist.ProcessGroup:
     """Makes a communicator of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must call it; RingError
     if torch could not make it."""
     store = PrefixStore(f"communicator/{lane}", session.store)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = list(session.global_ranks)
     options.group_name = group_name = f"{group.group_name}/{lane}"  # type: ignore[assignment,unused-ignore]
-    if most_ctas is not None:
-        options.config.max_ctas = most_ctas
     try:
         backend = dist.ProcessGroupNCCL(store, session.rank, session.size, options)
         backend._set_sequence_number_for_group()
@@ -50,7 +48,7 @@ def communicator(group: dist.ProcessGroup, session: Session, lane: str, most_cta
 
 
 def close(other: dist.ProcessGroup, session: Session) -> None:
-    """Shuts down a lane's communicator along with its group: ``destroy_process_group`` does not know about it."""
+    """Shuts down the communicator along with its group: ``destroy_process_group`` does not know about it."""
     backend = other._get_backend(_CUDA)
     # the group may be half destroyed, and there is no one left to report an error to
     with contextlib.suppress(RuntimeError):

@@ -164,7 +164,7 @@ class Calls(Protocol):
 
     def look(self) -> str | None: ...
 
-    def wires(self) -> list[Any]: ...
+    def wire(self) -> Any: ...
 
 
 class Monitor:
@@ -232,16 +232,15 @@ class Monitor:
 
     def _refuse(self, group: Calls, message: str) -> None:
         """Ends everything that waits on a group whose ranks make different calls."""
-        wires = group.wires()
-        stuck = [(wire, wire.queue.pending[-1].thread) for wire in wires if wire.queue.pending]
-        if stuck:
-            self._end(*stuck[-1], message, 0.0)
+        wire = group.wire()
+        if wire is not None and wire.queue.pending:
+            self._end(wire, wire.queue.pending[-1].thread, message, 0.0)
             return
         _report(message)
-        if any(wire.on_gpu for wire in wires):
-            # the GPU has computed with wrong keys, and nothing else would report this before the next call
-            raise_in([threading.main_thread().ident or 0], message)
-        for wire in wires:
+        if wire is not None:
+            if wire.on_gpu:
+                # the GPU has computed with wrong keys, and nothing else would report this before the next call
+                raise_in([threading.main_thread().ident or 0], message)
             wire.abort()
 
     def _end(self, wire: Watched, thread: int, message: str, own: float) -> None:

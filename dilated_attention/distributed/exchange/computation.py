@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
+from dilated_attention.distributed.exchange.steps import AtHand, Step
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.launches import Masks as Masks
@@ -108,7 +108,7 @@ class QueryPart(Part):
 
 
 def parts_of(
-    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan, first_head: int = 0
+    problem: RingProblem, settings: CallSettings, step: Step, rank: int, span: KeySpan, first_head: int = 0
 ) -> tuple[QueryPart, ...]:
     """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
     ratio = problem.num_heads // problem.num_kv_heads
@@ -165,10 +165,14 @@ def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
 
 
 class StepParts:
-    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head."""
+    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head; those whose
+    keys are all the rank's own come first, since they need not wait."""
 
-    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor) -> None:
-        self.parts, self.acc = parts, accumulation_dtype(q.dtype)
+    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = ()) -> None:
+        self.acc = accumulation_dtype(q.dtype)
+        self.parts = [sorted(some, key=step.is_foreign) for some, step in zip(parts, steps, strict=True)] if steps else parts
+        # of each step, how many parts need nothing that arrives
+        self.at_once = [sum(not step.is_foreign(part) for part in some) for some, step in zip(parts, steps, strict=False)] or [-1]
         only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
@@ -218,13 +222,15 @@ class Computation:
         else:
             to.index_copy_(dim, part.rows, x.to(to.dtype))
 
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
-        parts = self.of.parts[index]
-        if self.of.is_one:
-            self._out, self._lse = parts[0].forward(self.q, keys, values, self.masks)
-            return
-        for part in parts:
+    def forward(self, index: int, arrival: AtHand) -> None:
+        """Computes step ``index`` on its keys."""
+        keys, values = arrival.keys
+        for number, part in enumerate(self.of.parts[index]):
+            if number == self.of.at_once[index]:
+                arrival.wait()
+            if self.of.is_one:
+                self._out, self._lse = part.forward(self.q, keys, values, self.masks)
+                break
             heads, place = slice(*part.heads), self._place(part)
             out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
             if out is not place:
@@ -233,16 +239,16 @@ class Computation:
             # before memory for the next part's is allocated
             del out, lse
 
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+    def backward(self, index: int, arrival: AtHand) -> Pair | None:
         """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
-        parts, rows = self.of.parts[index], keys.shape[1]
-        if not parts:
-            return None
-        shares = self.of.shares(index, rows)
-        if len(parts) == 1 and not shares.gaps:
-            return self._backward(parts[0], keys, values)
+        parts, (keys, values) = self.of.parts[index], arrival.keys
+        shares = self.of.shares(index, keys.shape[1])
         grads: tuple[torch.Tensor, ...] = ()
-        for part, new, known in zip(parts, shares.new, shares.known, strict=True):
+        for number, (part, new, known) in enumerate(zip(parts, shares.new, shares.known, strict=True)):
+            if number == self.of.at_once[index]:
+                arrival.wait()
+            if len(parts) == 1 and not shares.gaps:
+                return self._backward(part, keys, values)
             mine: Into = (None, None)
             # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
             if part.writes_keys and not known and shares.most <= 2 and not self.of.is_one:
@@ -253,7 +259,7 @@ class Computation:
             for total, place, share in zip(grads, mine, found, strict=True):
                 if share is not place:
                     _contribute(total, share, part.key_rows.start, new, known)
-        return grads[0], grads[1]
+        return (grads[0], grads[1]) if grads else None
 
     def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
         """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
