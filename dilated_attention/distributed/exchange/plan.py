@@ -7,6 +7,7 @@ its key/value head, and causality and window allow it. Positions are always thos
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -168,24 +169,32 @@ def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[np.ndarray | None, ...]]:
+    """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch bool
+    (rate, heads): which of r neighbours a head takes, None for all of them."""
+    offsets = pattern.offsets(num_heads)
+    alike = all(len(set(row)) == 1 for row in offsets)
+    group = num_heads if alike else num_heads // num_kv_heads
+    first, last = (0, 1) if alike else kv_heads
+    found = []
+    for rate, row in zip(pattern.dilation_rates, offsets, strict=True):
+        taken = np.zeros((rate, last - first), dtype=bool)
+        for head, offset in enumerate(row):
+            if first <= head // group < last and offset != NOT_IN_BRANCH:
+                taken[offset, head // group - first] = True
+        found.append(None if taken.all() else taken)
+    return last - first, tuple(found)
+
+
 def wanted_keys(problem: RingProblem, rank: int, kv_heads: Range) -> tuple[list[Wanted], int]:
     """Returns what a rank's queries may see for the key/value heads [first, last), and how many heads that counts: 1 if all are alike."""
-    pattern, H = problem.pattern, problem.num_heads
-    offsets = pattern.offsets(H)
-    alike = all(len(set(row)) == 1 for row in offsets)
-    group = H if alike else H // problem.num_kv_heads
-    first_head, last_head = (0, 1) if alike else kv_heads
+    heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
     wanted = []
-    for (length, rate), row in zip(pattern.branches, offsets, strict=True):
-        # which of r neighbours each key/value head takes
-        taken = np.zeros((rate, last_head - first_head), dtype=bool)
-        for head, offset in enumerate(row):
-            if first_head <= head // group < last_head and offset != NOT_IN_BRANCH:
-                taken[offset, head // group - first_head] = True
-        if taken.any():
-            some = None if taken.all() else taken
+    for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
+        if some is None or some.any():
             wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, problem.shards[rank])]
-    return wanted, last_head - first_head
+    return wanted, heads
 
 
 def needed_keys(problem: RingProblem, rank: int, kv_heads: Range | None = None) -> Needed:

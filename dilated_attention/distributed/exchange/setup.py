@@ -256,16 +256,17 @@ def make_setup(
         else:
             held = 2 * problem.seq_len * B * k.shape[2] * D * k.element_size() * (1 + training)
             steps_of_heads = head_steps("dilated", k.shape[2], 0, held, 0, memory)
-    span, steps, parts = key_span(problem, place), [], []
+    span, steps, parts, exchanges = key_span(problem, place), [], [], False
     for index, kv_heads in enumerate(heads_of(steps_of_heads)):
         needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
         steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device))
         parts.append(parts_of(problem, settings, steps[-1], place, span, first))
+        exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
     return RingSetup(
         steps=tuple(steps),
         nbytes=sum(step.nbytes for step in steps),
-        exchanges=len(ranks) > 1 and any(needed_keys(problem, rank).pieces for rank in ranks),
+        exchanges=exchanges,
         compute=functools.partial(Computation, StepParts(parts, q, steps)),
         sharding=None if sharding.given == sharding.used else sharding,
         home=home,
