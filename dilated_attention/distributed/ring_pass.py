@@ -3,7 +3,6 @@ kinds of attention run here; they differ in their setup, and in when the ranks c
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -34,8 +33,7 @@ MOST_KNOWN = 8
 
 
 class ResolvedRing(ResolvedCall):
-    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU. ``passes``
-    holds which tensors of some strides kernels accept as they are."""
+    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
     name = "ring_attention"
     any_length = False
@@ -157,18 +155,7 @@ class RingPass:
         self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
         self.padding, _, seed = inputs[3:6]
         self.bounds = bounds
-        tensors = (*inputs[:3], *of_backward)
-        # which of them kernels accept as they are, which strides and addresses decide
-        accepted = call.passes.get(tuple([x.stride() for x in tensors]))
-        if call.device_type == "cuda" and any(x.data_ptr() % 16 for x in tensors):
-            tensors = tuple([kernel_ready(x) for x in tensors])
-        elif accepted is None:
-            given, tensors = tensors, tuple([kernel_ready(x) for x in tensors])
-            call.keep_pass(tuple([x.stride() for x in given]), tuple(map(operator.is_, given, tensors)))
-        elif False in accepted:
-            tensors = tuple(
-                [x if fits else x.clone(memory_format=torch.contiguous_format) for x, fits in zip(tensors, accepted, strict=True)]
-            )
+        tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
         kind = bounds, ring.seq_len, members.rank, members.size, torch.are_deterministic_algorithms_enabled()
         setup = call.known.get(kind)

@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -91,15 +91,6 @@ T = TypeVar("T")
 MOST_KINDS = 4096
 
 
-class Comparing(Protocol):
-    """What is used of a session's ``Comparison``, which is made from the session. ``store``: a connection for the thread that watches."""
-
-    timeout: float
-    store: Store
-
-    def verdict(self) -> str | None: ...
-
-
 @dataclass
 class Session:
     """One group's section of the store, and its state.
@@ -121,7 +112,7 @@ class Session:
     failed: str | None = None
     told: bool = False
     order: CallOrder = field(default_factory=CallOrder)
-    comparison: Comparing | None = None
+    comparison: Any = None
     wire: weakref.ref[Any] | None = None
     agreed: dict[object, CallForm] = field(default_factory=dict)
 
