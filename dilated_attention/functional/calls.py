@@ -10,7 +10,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.op import ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op
+from dilated_attention.distributed.ring_pass import (
+    ring_attention_op,
+    ring_block_sparse_attention_op,
+    ring_block_sparse_dilated_attention_op,
+)
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import Wait, explain, gather
-from dilated_attention.distributed.comm.session import name, names, session_of
-from dilated_attention.distributed.comm.side_communicators import close, communicator, has_nccl
+from dilated_attention.distributed.comm.session import Session, name, names, session_of
 from dilated_attention.distributed.comm.watchdog import COLLECT, Exchange, Queue, watch
 from dilated_attention.distributed.errors import RingError, first_line
 
@@ -62,8 +62,9 @@ def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple
 # (rank within the group, contiguous tensor), one for each peer; an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]
 LANE = "keys"
+_OPTIONS = dist.AllToAllOptions()
 
-_CPU = torch.device("cpu")
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 # a tag above all tags of messages
 _NEVER_SENT = 2**31 - 1
 
@@ -88,12 +89,12 @@ class Wire:
         # the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
         self._shared = weakref.ref(members.group)
         self._own = None
-        if has_nccl(members.group):
+        if _has_nccl(members.group):
             # otherwise the first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
             gather(self.session, f"lane/{LANE}", f"first use of the communicator for {LANE}", timeout)
-            self._own = communicator(members.group, self.session, LANE)
+            self._own = _communicator(members.group, self.session)
             # at exit, torch ends what is left without waiting for ranks that may be gone
-            weakref.finalize(self, close, self._own, self.session).atexit = False
+            weakref.finalize(self, _close, self._own, self.session).atexit = False
         self.session.wire = weakref.ref(self)
         self._device: Any = None
         self._waits = False
@@ -110,21 +111,14 @@ class Wire:
                 A rank that takes no part in the first exchange still passes an empty tensor, which determines the device.
             what: description for error messages, e.g. ``"ring forward, hop 2: K and V"``.
         """
-        group = self._check()
-        self._number += 1
         first = receives[0][1] if receives else sends[0][1] if sends else None
-        if self._device is None if first is None else first.device != self._device:
-            self._open(group, None if first is None else first.device)
+        group = self._begin(None if first is None else first.device)
         incoming = [message for message in receives if message[1].numel()]
         outgoing = [message for message in sends if message[1].numel()]
         if counting:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
-        watched = self._on_gpu and not torch.cuda.is_current_stream_capturing()
-        if watched and not self.queue.wait_for_gpu(lambda: self.session.failed is not None):
-            raise self._told()
-        tag = self._tag()
         message: Message | None = None
         coming = True
         works: list[Any] = []
@@ -133,15 +127,43 @@ class Wire:
                 works = [self._all_to_all(group, incoming, outgoing)]
             else:
                 for message in incoming:
-                    works.append(group.recv([_as_carried(message[1])], message[0], tag))
+                    works.append(group.recv([_as_carried(message[1])], message[0], self._tag()))
                 coming = False
                 for message in outgoing:
-                    works.append(group.send([_as_carried(message[1])], message[0], tag))
+                    works.append(group.send([_as_carried(message[1])], message[0], self._tag()))
         except RuntimeError as error:
             peers = _peers(incoming + outgoing) if message is None else (message[0],)
             act = "starting" if message is None else self._act(message, coming)
             raise self.broken(what, self._number, act, peers, 0.0, error) from error
-        if watched:
+        return self._started(what, works, incoming, outgoing)
+
+    def start_lines(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, counts: list[int], what: str) -> Transfer:
+        """Begins an exchange of rows, by peer one after the other: so many of ``sent`` to each, so many into ``came`` from each."""
+        if not sent.is_cuda or counting:
+            return self.start(_by_peer(sent, send_counts), _by_peer(came, counts), what)
+        group = self._begin(sent.device)
+        peers = [(peer, sent) for peer, (one, other) in enumerate(zip(send_counts, counts, strict=True)) if one or other]
+        try:
+            work = group.alltoall_base(came, sent, counts, send_counts, _OPTIONS)
+        except RuntimeError as error:
+            raise self.broken(what, self._number, "starting", _peers(peers), 0.0, error) from error
+        return self._started(what, [work], [(peer, came) for peer, _ in peers], peers)
+
+    def _begin(self, device: torch.device | None) -> Any:
+        """Counts an exchange and opens the wire; returns the group that carries it."""
+        group = self._check()
+        self._number += 1
+        if self._device is None or (device is not None and device != self._device):
+            self._open(group, device)
+        if self._is_watched() and not self.queue.wait_for_gpu(lambda: self.session.failed is not None):
+            raise self._told()
+        return group
+
+    def _is_watched(self) -> bool:
+        return self._on_gpu and not torch.cuda.is_current_stream_capturing()
+
+    def _started(self, what: str, works: list[Any], incoming: list[Message], outgoing: list[Message]) -> Transfer:
+        if self._is_watched():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
@@ -374,6 +396,10 @@ def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _by_peer(lines: torch.Tensor, counts: Sequence[int]) -> list[Message]:
+    return [(peer, some) for peer, some in enumerate(lines.split(counts)) if len(some)]
+
+
 def _peers(messages: list[Message]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([peer for peer, _ in messages]))
 
@@ -383,3 +409,44 @@ def _size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count} bytes"
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether the group sends GPU tensors through NCCL."""
+    return _CUDA in group._device_types and group._get_backend(_CUDA).name() == "nccl"
+
+
+def _communicator(group: dist.ProcessGroup, session: Session) -> dist.ProcessGroup:
+    """Makes a communicator of high priority of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must
+    call it; RingError if torch could not make it.
+
+    It is built directly, on keys of the group's session in the store: ``new_group`` names groups by how many the process has, so ranks with
+    different numbers of groups would look for each other under different names.
+    """
+    store = PrefixStore(f"communicator/{LANE}", session.store)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.global_ranks_in_group = list(session.global_ranks)
+    options.group_name = group_name = f"{group.group_name}/{LANE}"  # type: ignore[assignment,unused-ignore]
+    try:
+        backend = dist.ProcessGroupNCCL(store, session.rank, session.size, options)
+        backend._set_sequence_number_for_group()
+        other = dist.ProcessGroup(store, session.rank, session.size)
+        other._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        other._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, backend)
+        # set the name before adding the group's own backend, which keeps its own name
+        other._set_group_name(group_name)  # type: ignore[arg-type,unused-ignore]
+        if _CPU in group._device_types:
+            other._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, group._get_backend(_CPU))
+    except RuntimeError as error:
+        session.failed = f"{name(session, session.rank)}: a communicator for {LANE} could not be made: {first_line(error)}"
+        session.told = True
+        raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
+    return other
+
+
+def _close(other: dist.ProcessGroup, session: Session) -> None:
+    """Shuts down the communicator along with its group: ``destroy_process_group`` does not know about it."""
+    backend = other._get_backend(_CUDA)
+    # the group may be half destroyed, and there is no one left to report an error to
+    with contextlib.suppress(RuntimeError):
+        (backend.shutdown if session.failed is None else backend.abort)()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -136,18 +136,38 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
 
 class StepParts:
     """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head; those whose
-    keys are all the rank's own come first, since they need not wait."""
+    keys are all the rank's own come first, since they need not wait, and read these where they are (``key_rows``). ``places``: the rows of
+    the memory that are a part's keys."""
 
     def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = ()) -> None:
         self.acc = accumulation_dtype(q.dtype)
-        self.parts = [sorted(some, key=step.is_foreign) for some, step in zip(parts, steps, strict=True)] if steps else parts
+        self.parts: list[list[Part]] = []
+        self.places: list[list[slice]] = []
         # of each step, how many parts need nothing that arrives
-        self.at_once = [sum(not step.is_foreign(part) for part in some) for some, step in zip(parts, steps, strict=False)] or [-1]
-        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
+        self.at_once: list[int] = []
+        for index, some in enumerate(parts):
+            local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in some]
+            own = [(part, rows) for part, rows in local if rows is not None]
+            others = [part for part, rows in local if rows is None]
+            self.parts.append([*(replace(part, key_rows=rows) for part, rows in own), *others])
+            self.places.append([part.key_rows for part in (*(part for part, _ in own), *others)])
+            self.at_once.append(len(own))
+        # of the memory; of the rank's own rows, if these are all
+        self.rows = [step.rows for step in steps]
+        only = self.parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         # the sum of two shares in a key's gradient is rounded once, whatever its dtype; that of more must not be at each of them
-        self.sums = [self.acc if _most_at_once([part.key_rows for part in some]) > 2 else q.dtype for some in self.parts]
+        self.sums = [self.acc if _most_at_once(places) > 2 else q.dtype for places in self.places]
+
+    def ready(self, index: int, arrival: AtHand) -> Iterator[tuple[Part, slice, Pair]]:
+        """Yields (part, its rows of the memory, the K and V that it reads) of a step, those that wait for keys last."""
+        for number, (part, place) in enumerate(zip(self.parts[index], self.places[index], strict=True)):
+            if number < self.at_once[index]:
+                yield part, place, arrival.own
+                continue
+            arrival.wait()
+            yield part, place, arrival.keys
 
 
 def _most_at_once(rows: Sequence[slice]) -> int:
@@ -192,10 +212,7 @@ class Computation:
 
     def forward(self, index: int, arrival: AtHand) -> None:
         """Computes step ``index`` on its keys."""
-        keys, values = arrival.keys
-        for number, part in enumerate(self.of.parts[index]):
-            if number == self.of.at_once[index]:
-                arrival.wait()
+        for part, _, (keys, values) in self.of.ready(index, arrival):
             if self.of.is_one:
                 self._out, self._lse = part.forward(self.q, keys, values, self.masks)
                 break
@@ -209,19 +226,28 @@ class Computation:
 
     def backward(self, index: int, arrival: AtHand) -> Pair | None:
         """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
-        keys, values = arrival.keys
+        rows = self.of.rows[index] if self.of.rows else arrival.own[0].shape[1]
         total: tuple[torch.Tensor, ...] = ()
-        for number, part in enumerate(self.of.parts[index]):
-            if number == self.of.at_once[index]:
-                arrival.wait()
-            shares = self._backward(part, keys, values)
-            if not total and part.key_rows == slice(0, keys.shape[1]):
+        late: list[tuple[slice, Pair]] = []
+        for part, place, keys in self.of.ready(index, arrival):
+            shares = self._backward(part, *keys)
+            if not total and place == slice(0, rows):
                 total = tuple([x.to(self.of.sums[index]) for x in shares])
                 continue
-            total = total or tuple(torch.zeros(x.shape, dtype=self.of.sums[index], device=x.device) for x in (keys, values))
+            late.append((place, shares))
+            # of two, the second one may have all rows
+            if total or len(self.of.parts[index]) > 2:
+                total = self._add(index, rows, total, late)
+        return self._add(index, rows, total, late) if total or late else None  # type: ignore[return-value]
+
+    def _add(self, index: int, rows: int, total: tuple[torch.Tensor, ...], late: list[tuple[slice, Pair]]) -> tuple[torch.Tensor, ...]:
+        """Adds shares in rows of the memory to the total of all its rows, and forgets them."""
+        for place, shares in late:
+            total = total or tuple(x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=self.of.sums[index]) for x in shares)
             for to, x in zip(total, shares, strict=True):
-                to[:, part.key_rows].add_(x)
-        return (total[0], total[1]) if total else None
+                to[:, place].add_(x)
+        late.clear()
+        return total
 
     def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
