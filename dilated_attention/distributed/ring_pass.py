@@ -259,8 +259,8 @@ class RingPass:
             # a rank without rows has no parts
             dk, dv = shares[0] or (torch.zeros_like(k), torch.zeros_like(v))
             dq = own.dq()
-            for rows, grad, part in ((sparse, dq, work.dq()), (of_keys, dk, sparse_grads[0]), (of_keys, dv, sparse_grads[1])):
-                rows.add(grad, part)
+            for some, grad, part in ((sparse, dq, work.dq()), (of_keys, dk, sparse_grads[0]), (of_keys, dv, sparse_grads[1])):
+                some.add(grad, part)
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size

@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         edges = np.searchsorted(found, (low * heads, high * heads))
         return found[edges[0] : edges[1]]
 
-    def count(self, low: int, high: int, heads: int) -> int:
+    def size(self, low: int, high: int, heads: int) -> int:
         """Returns how many numbers ``rows`` has."""
         if self.units is None:
             return (high - low) * heads
@@ -111,7 +111,7 @@ class Needed:
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
-        return sum(piece.count(low, high, self.heads) for _, piece, low, high in self.between(runs))
+        return sum(piece.size(low, high, self.heads) for _, piece, low, high in self.between(runs))
 
 
 class Wanted(NamedTuple):
