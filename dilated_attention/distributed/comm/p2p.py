@@ -62,7 +62,6 @@ def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple
 # (rank within the group, contiguous tensor), one for each peer; an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]
 LANE = "keys"
-_OPTIONS = dist.AllToAllOptions()
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 # a tag above all tags of messages
@@ -144,7 +143,7 @@ class Wire:
         group = self._begin(sent.device)
         peers = [(peer, sent) for peer, (one, other) in enumerate(zip(send_counts, counts, strict=True)) if one or other]
         try:
-            work = group.alltoall_base(came, sent, counts, send_counts, _OPTIONS)
+            work = group.alltoall_base(came, sent, counts, send_counts)
         except RuntimeError as error:
             raise self.broken(what, self._number, "starting", _peers(peers), 0.0, error) from error
         return self._started(what, [work], [(peer, came) for peer, _ in peers], peers)
