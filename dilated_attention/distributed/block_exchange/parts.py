@@ -319,9 +319,9 @@ def make_block_setup(
 
 def _check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
     """Chooses the backends of a part before any rank sends anything."""
-    keys, (B, _, _, D) = k[:, :, slice(*step.kv_heads)], k.shape
-    if not step.is_own:
+    keys, rows, (B, _, _, D) = step.of_heads(k), step.local(part.key_rows), k.shape
+    if rows is None:
         memory = torch.empty((step.rows, step.num_kv_heads, B, 2 * D), dtype=k.dtype, device="meta")
-        keys = memory.permute(2, 0, 1, 3)[..., :D]
+        keys, rows = memory.permute(2, 0, 1, 3)[..., :D], part.key_rows
     for is_backward in (False, True) if part.settings.needs_grad else (False,):
-        part.backend(q[:, :, slice(*part.heads)], keys[:, part.key_rows], has_padding, is_backward)
+        part.backend(q[:, :, slice(*part.heads)], keys[:, rows], has_padding, is_backward)
