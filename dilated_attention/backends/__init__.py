@@ -27,43 +27,33 @@ from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.backends.torch_ops.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.torch_ops.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 
-registry.register(Flash4Backend())
-registry.register(Flash3Backend())
-registry.register(Flash3Fp8Backend())
-registry.register(Flash2Backend())
-registry.register(SdpaCudnnBackend(), family="sdpa")
-registry.register(SdpaFlashBackend(), family="sdpa")
-registry.register(SdpaEfficientBackend(), family="sdpa")
-registry.register(SdpaCpuBackend(), family="sdpa")
-registry.register(FlexBackend())
-registry.register(XformersBackend())
-registry.register(TritonBlocksBackend())
-registry.register(TilesBackend())
-registry.register(MathBackend())
+for _backend in (
+    Flash4Backend(), Flash3Backend(), Flash3Fp8Backend(), Flash2Backend(), SdpaCudnnBackend(), SdpaFlashBackend(), SdpaEfficientBackend(),
+    SdpaCpuBackend(), FlexBackend(), XformersBackend(), TritonBlocksBackend(), TilesBackend(), MathBackend(),
+):  # fmt: skip
+    registry.register(_backend, family="sdpa" if _backend.name.startswith("sdpa_") else None)
 
 # The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by the H200 figures in each backend's
 # `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper). Pascal:
 # scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080). Volta and Turing have no flash
 # kernels.
-registry.set_order("cpu", ("sdpa_cpu", "math"))
-registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
-registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
-registry.set_order(
-    "sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "xformers", "flex", "math")
-)
-registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
-registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
-registry.set_order("sm6x", ("math", "sdpa_efficient"))
-registry.set_order("rocm", ("math",))
-
+_DENSE = {
+    "cpu": "sdpa_cpu math",
+    "sm10x": "flash4 sdpa_cudnn sdpa_flash flash2 tiles sdpa_efficient xformers flex math",
+    "sm12x": "flash4 flash2 sdpa_flash sdpa_cudnn tiles sdpa_efficient xformers flex math",
+    "sm9x": "flash4 flash3 sdpa_cudnn flash2 sdpa_flash tiles sdpa_efficient xformers flex math",
+    "sm8x": "flash2 sdpa_flash sdpa_cudnn tiles sdpa_efficient xformers flex math",
+    "sm7x": "sdpa_efficient flex math",
+    "sm6x": "math sdpa_efficient",
+    "rocm": "math",
+}
 # Orders for block lists, where the shipped table has no row. Hopper: benchmarks speed --cases "blocks*" on an H200. Elsewhere our
 # kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
-registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
-registry.set_order("sm9x", ("flash4", "triton", "flex", "math"), kind="blocks")
-for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):
-    registry.set_order(_architecture, ("triton", "flex", "math"), kind="blocks")
-registry.set_order("sm6x", ("math",), kind="blocks")
-registry.set_order("rocm", ("math",), kind="blocks")
+_BLOCKS = {"cpu": "sdpa_cpu math", "sm9x": "flash4 triton flex math", "sm6x": "math", "rocm": "math"}
+_BLOCKS |= dict.fromkeys(("sm10x", "sm12x", "sm8x", "sm7x"), "triton flex math")
+for _kind, _orders in (("dense", _DENSE), ("blocks", _BLOCKS)):
+    for _architecture, _names in _orders.items():
+        registry.set_order(_architecture, tuple(_names.split()), kind=_kind)
 
 __all__ = [
     "PACKAGES",

@@ -89,8 +89,8 @@ class AttentionRequest:
 class Capabilities:
     """What a kernel library declares about itself. A limit of None means no limit."""
 
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
+    devices: frozenset[str] = frozenset({"cuda"})
+    dtypes: frozenset[torch.dtype] = HALVES
     precisions: frozenset[str] = frozenset({"native"})
     package: str | None = None
     install: str = ""
@@ -240,15 +240,18 @@ class Backend(ABC):
         """
 
 
-def placed(results: tuple[Tensor, ...], views: Views) -> tuple[Tensor, ...]:
-    """Returns the results of a launch, each copied to its view unless there is none or the backend wrote to it."""
-    return tuple(result if view is None or view is result else view.copy_(result) for result, view in zip(results, views, strict=True))
+def placed(results: tuple[Tensor, ...], views: Views | None) -> tuple[Tensor, ...]:
+    """Returns results, each copied to its view unless there is none or it was written there."""
+    if views is None:
+        return results
+    return tuple([result if view is None or view is result else view.copy_(result) for result, view in zip(results, views, strict=True)])
 
 
-def new_results(views: Views, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def new_results(views: Views | None, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the views, and where there is none, a dense new tensor like the tensor in its place."""
+    views = views or (None,) * len(like)
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)
+        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)]
     )
 
 

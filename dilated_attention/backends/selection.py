@@ -116,14 +116,15 @@ class Registry:
         if known is not None:
             return known
         self.check_name(name)
-        table = self.table(request)
-        wanted = set(self.names()) if name == "auto" else set(self._families.get(name, (name,)))
-        for candidate, reasons in table:
-            if candidate in wanted and not reasons:
+        wanted = self.names() if name == "auto" else self._families.get(name, (name,))
+        # only the preferred ones are asked, until one can
+        for candidate in self.ranking(request):
+            if candidate in wanted and not self._backends[candidate].reasons_against(request):
                 how = "chosen" if name == "auto" else f"asked for as {name!r}"
                 self.tell_once(f"backend {candidate} ({how}) for {request.describe()}")
                 self.remember((request, name), self._backends[candidate])
                 return self._backends[candidate]
+        table = self.table(request)
         refused = "\n".join(f"  {n}: {'; '.join(reasons)}" for n, reasons in table if n in wanted)
         able = [n for n, reasons in table if not reasons]
         out = f"could: {', '.join(able)} (backend={able[0]!r} or 'auto')" if able else "no other backend could either"
@@ -146,19 +147,18 @@ def _check_methods(kind: type[Backend]) -> None:
     for name, method in vars(Backend).items():
         if name.startswith("_") or not inspect.isfunction(method) or (own := getattr(kind, name)) is method:
             continue
-        expected, found = (list(inspect.signature(x).parameters.values()) for x in (method, own))
-        kinds = {x.kind for x in found}
-        by_place, names = ([x.name for x in each if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
-        known = {x.name for x in expected}
-        # more parameters are a backend's own, with defaults
-        others = [x for x in found if x.name not in known and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-        is_equal = (names[: len(by_place)] == by_place or inspect.Parameter.VAR_POSITIONAL in kinds) and (
-            known <= {x.name for x in found} or inspect.Parameter.VAR_KEYWORD in kinds
-        )
-        if not is_equal or any(x.default is x.empty for x in others):
+        expected, found = (inspect.signature(x) for x in (method, own))
+        by_place, names = ([x.name for x in each.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
+        try:
+            # more parameters are a backend's own, with defaults
+            found.bind(*by_place, **{x: None for x in expected.parameters if x not in by_place})
+            takes = all(mine == other for mine, other in zip(names, by_place, strict=False))
+        except TypeError:
+            takes = False
+        if not takes:
             raise TypeError(
-                f"{kind.__name__}.{name} takes ({', '.join(x.name for x in found)}); "
-                f"expected the parameters of Backend.{name} by their names: ({', '.join(x.name for x in expected)})"
+                f"{kind.__name__}.{name} takes ({', '.join(found.parameters)}); "
+                f"expected the parameters of Backend.{name} by their names: ({', '.join(expected.parameters)})"
             )
 
 

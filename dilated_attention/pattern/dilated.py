@@ -154,13 +154,11 @@ class DilatedPattern(Pattern):
             raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
         return self.head_offsets
 
-    def with_branches(self, branches: Sequence[int], num_heads: int, *, onto_all: bool = False) -> DilatedPattern:
-        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them; ``onto_all`` inserts a first branch that
-        takes every position of the whole sequence."""
+    def with_branches(self, branches: Sequence[int], num_heads: int) -> DilatedPattern:
+        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them."""
         offsets = self.offsets(num_heads)
-        lengths = [MAX_LENGTH] * onto_all + [self.segment_lengths[b] for b in branches]
-        rates = [1] * onto_all + [self.dilation_rates[b] for b in branches]
-        rows = [(0,) * num_heads] * onto_all + [offsets[b] for b in branches]
+        lengths, rates = ([values[b] for b in branches] for values in (self.segment_lengths, self.dilation_rates))
+        rows = [offsets[b] for b in branches]
         return DilatedPattern(tuple(lengths), tuple(rates), tuple(rows), "all", self.tail)
 
     def with_heads(self, first: int, last: int, num_heads: int) -> DilatedPattern:

@@ -28,7 +28,6 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
         assert chunk.positions[0] == 0 or all(chunk.positions[0] % w == 0 for w in lengths)
     assert bool((taken == 1).all())
     if len(pieces) > 1:
-        assert cut.concurrent == chunking.CONCURRENT_CHUNKS
         rows = [
             branch_buffers.make_branch_buffers(pattern, heads, c.heads, c.positions[1] - c.positions[0], False).rows(with_direct=False)
             * 2
@@ -36,7 +35,7 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
             for c in pieces
         ]
         smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
-        assert smallest or max(rows) * cut.concurrent <= budget
+        assert smallest or max(rows) * chunking.CONCURRENT_CHUNKS <= budget
 
 
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
@@ -44,9 +43,9 @@ def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
     sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
     for cut, row_bytes, limit in (
-        (chunking.forward_chunk_sizes(pattern, sizes), 260, sizes.input_bytes // 20),
-        (chunking.backward_chunk_sizes(pattern, sizes), 768, 2**30),
+        (chunking.chunk_sizes(pattern, sizes, False), 260, sizes.input_bytes // 20),
+        (chunking.chunk_sizes(pattern, sizes, True), 768, 2**30),
     ):
         layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
-        assert cut.concurrent * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
+        assert chunking.CONCURRENT_CHUNKS * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
         assert cut.positions % 32768 == 0

@@ -243,7 +243,6 @@ def test_any_case_compiled(index: int) -> None:
 RUNNERS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (2**40, {}),
     "chunks": (2**13, {}),
-    "tiers": (2**11, {}),
     "smallest chunks": (1, {}),
     "results written where told": (2**40, {"writes_views": True, "max_batch": 2}),
     "no gradient of lse": (2**40, {"lse_grad": False}),
@@ -266,10 +265,6 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
         monkeypatch.setitem(launches.PART_BYTES, "cpu", 2**10)
         monkeypatch.setattr(math_module, "_BLOCK_BYTES", 2**10)
     ran: list[str] = []
-    make_tiers, tiers = run_branches.make_tiers, [0]
-    monkeypatch.setattr(
-        run_branches, "make_tiers", lambda *args: [tiers.append(len(made)) for made in [make_tiers(*args)]] and make_tiers(*args)
-    )
     if fused:
         run_fused(monkeypatch)
         for name in ("_forward", "_backward"):
@@ -288,8 +283,6 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
             case = replace(case, lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
         check(case, backend="math")
     assert not fused or {*ran} == {"_forward", "_backward"}
-    # short branches in chunks of positions, then the long ones
-    assert not (fused and runner == "tiers") or max(tiers) > 1
 
 
 def kinds_in(pattern: Any) -> set[type]:

@@ -54,12 +54,8 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 
-    class Recorded(launch.Workspace):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            taken.append(self.memory.numel())
-
-    monkeypatch.setattr(run, "Workspace", Recorded)
+    scratch = run.scratch
+    monkeypatch.setattr(run, "scratch", lambda *args: (taken.append(sum(x.nbytes for x in scratch(*args))), scratch(*args))[1])
     q, k, v = (torch.zeros(2, N, heads, D, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads))
     branches = (PATTERN.segment_lengths, PATTERN.dilation_rates, "cyclic", "all", "mask")
     call = settings(branches=branches, is_causal=True, detached=detached, needs_grad=True, backend="math")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.scratch import LARGE_MEMORY
 from dilated_attention.backends.tiles.sizes import TileSizes, head_blocks, sizes
+from dilated_attention.backends.tiles.table import LARGE_MEMORY
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # roughly the number of programs that a GPU runs at a time; it only determines which lists count as long

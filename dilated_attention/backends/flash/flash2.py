@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import flash_sides
 
 
@@ -19,8 +19,6 @@ class Flash2Backend(Backend):
 
     name = "flash2"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         package="flash-attn-2",
         install='pip install "dilated-attention[flash2]" (compiles flash-attn)',
         compute_capabilities=((8, 0), (12, 1)),

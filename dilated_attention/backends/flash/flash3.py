@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
+from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
 from dilated_attention.backends.mask_convert import flash_sides
 from dilated_attention.backends.selection import refresh
 
@@ -27,8 +27,6 @@ class Flash3Backend(Backend):
 
     name = "flash3"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         package="flash-attn-3",
         install=(
             "build flash_attn_interface, "

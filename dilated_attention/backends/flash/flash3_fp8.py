@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.selection import refresh
 
 E4M3 = torch.float8_e4m3fn
@@ -49,8 +49,6 @@ class Flash3Fp8Backend(Backend):
 
     name = "flash3_fp8"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         precisions=frozenset({"fp8"}),
         package="flash-attn-3-fp8",
         install="pip install --no-deps fa3-fwd, or dilated_attention.backends.flash.flash3_fp8.load_library() on its _C.abi3.so",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
+from dilated_attention.backends.base import AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.mask_convert import window_sizes
@@ -25,8 +25,6 @@ class Flash4Backend(Backend):
 
     name = "flash4"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         package="flash-attn-4",
         install='pip install --pre "flash-attn-4[cu13]"',
         compute_capabilities=((8, 0), (12, 1)),

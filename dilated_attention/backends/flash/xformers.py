@@ -20,7 +20,6 @@ class XformersBackend(Backend):
 
     name = "xformers"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
         package="xformers",
         install='pip install "dilated-attention[xformers]"',

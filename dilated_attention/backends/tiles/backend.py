@@ -29,7 +29,6 @@ class TilesBackend(Backend):
 
     name = "tiles"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
         compute_capabilities=((8, 0), (12, 1)),
         key_mask=True,

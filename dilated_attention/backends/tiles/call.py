@@ -14,9 +14,8 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import capability, on_device
 from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
+from dilated_attention.backends.tiles.table import LARGE_MEMORY, MAX_PLACES, Walk, extent_of, make_spans, num_tiles, shares_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 # documents that a program takes at a time
@@ -90,20 +89,15 @@ class Prepared:
         self.num_heads, self.group = call.num_heads, call.num_heads // kv_heads
         self.q_first, q_last = walk.queries
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
-        heads = range(0, self.num_heads, self.group)
-        self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
+        self.shared = shares_keys(call.offsets, self.group)
         assert self.shared or walk.key_direct < 0
-        self.key_heads = kv_heads if self.shared else self.num_heads
-        # numbers of places: those that the merge and the sum read, and those of all branches, for δ
-        query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
-        self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
-        if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
+        if (places := max(make_spans(walk, of_keys).all_places for of_keys in (False, True))) > MAX_PLACES:
             raise ValueError(
-                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions per head; "
-                f'tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
+                f"branches take {places:,} positions per head; tiles can count up to {MAX_PLACES:,}: "
+                'use backend="auto", or shorter sequences'
             )
-        self.key_part_rows = key_spans.num_places
-        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
+        self.extent = extent_of(walk, call.offsets, batch, kv_heads, head_dim)
+        *_, self.key_heads, _, self.part_rows, self.delta_rows, self.key_part_rows = self.extent
         self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
         self._made: dict[tuple[TableKey, ...], Tables] = {}
         self._counts: dict[TableKey, int] = {}

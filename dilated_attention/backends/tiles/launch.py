@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles import ahead
-from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
+from dilated_attention.backends.tiles.table import all_aligned
 
 # releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding
 _KNOWN = ("3.6.", "3.7.")
@@ -111,22 +110,3 @@ class KernelLaunch:
         # numbers beyond 32 bits are compiled in 64
         wide = tuple([i for i, x in enumerate(self.numbers) if x >= 2**31 or x < -(2**31)])
         return self.kernel, device, self.dtypes, tuple(self.constants.items()), *self.options.values(), kinds, wide
-
-
-class Workspace:
-    """The scratch memory of one pass in a single allocation; each part is aligned and has (elements, dtype)."""
-
-    def __init__(self, device: torch.device, *parts: tuple[int, torch.dtype]) -> None:
-        self.parts, self.starts, size = parts, [], 0
-        for elements, dtype in parts:
-            self.starts.append(size)
-            size += aligned_bytes(elements, dtype)
-        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        first = self.memory.data_ptr()
-        self.pointers = [first + start for start in self.starts]
-
-    def tensors(self) -> list[Tensor]:
-        return [
-            self.memory[start : start + elements * dtype.itemsize].view(dtype)
-            for start, (elements, dtype) in zip(self.starts, self.parts, strict=True)
-        ]

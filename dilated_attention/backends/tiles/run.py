@@ -13,9 +13,9 @@ from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
-from dilated_attention.backends.tiles.scratch import all_aligned
+from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.backends.tiles.sizes import sizes
+from dilated_attention.backends.tiles.table import all_aligned, scratch
 
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
@@ -74,34 +74,24 @@ def forward(
     Args:
         parts: (B, H, places, D), flat. It receives the separate outputs of all branches except the direct one; None does not store them.
     """
-    rows = p.batch * p.num_heads * p.part_rows
-    given = q, k, v, out, lse
-    addresses = [x.data_ptr() for x in given]
-    aligned = all_aligned(addresses)
+    aligned = all_aligned([x.data_ptr() for x in (q, k, v, out, lse)])
     key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
     with on_device(q.device):
         made = p.tables(launches[0].table)
-    tables = p.read_with(made.rows[0], p.packed(padding), words)
-    space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
+        tables = p.read_with(made.rows[0], p.packed(padding), words)
+        own, part_lse = scratch(q.device, p.extent.forward(q.dtype, is_saved=parts is not None)) if p.part_rows else (out, lse)
+        own = own if parts is None else parts
+        _run(p, launches[0], q, k, v, out, lse, own, part_lse, *tables)
+        if p.part_rows:
+            _run(p, launches[1], out, lse, own, part_lse, made.spans, p.starts, p.rates, p.offsets)
 
-    def waiting() -> tuple[Tensor, Tensor]:
-        if space is None:
-            return out, lse
-        own, part_lse = space.tensors()
-        return own if parts is None else parts, part_lse
 
-    fixed = [x.data_ptr() for x in tables]
-    own, part_lse = addresses[3:] if space is None else space.pointers
-    own = own if parts is None else parts.data_ptr()
-    with on_device(q.device):
-        launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
-        if rows:
-            tables = made.spans, p.starts, p.rates, p.offsets
-            pointers = [*addresses[3:], own, part_lse, *(x.data_ptr() for x in tables)]
-            launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
+def _run(p: Prepared, launch: KernelLaunch, *tensors: Tensor) -> None:
+    """Makes a launch on the current device."""
+    launch([x.data_ptr() for x in tensors], lambda: tensors, p.index)
 
 
 def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
@@ -153,43 +143,22 @@ def backward(
     dout, q, k, v, out, lse = tensors
     shapes = (q, k, v, dout, out, *grads)
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
-    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
-    aligned = all_aligned((*addresses, *results))
+    aligned = all_aligned([x.data_ptr() for x in (*given, *grads)])
     masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p, aligned
     key = (*[x.stride() for x in shapes], *masks)
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned)
-    parts_of = p.extent.backward(q.dtype, dropout=words is not None)
-    _, (q_size, _), (k_size, _), _ = parts_of
-    space = Workspace(q.device, *parts_of)
-
-    def waiting() -> tuple[Tensor, ...]:
-        stats, *sums = space.tensors()
-        return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
-
-    def queries() -> tuple[Tensor, ...]:
-        stats, q_parts, _, _ = waiting()
-        return *given, stats, grads[0], q_parts, *tables
-
-    def keys() -> tuple[Tensor, ...]:
-        stats, _, k_parts, v_parts = waiting()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
-
     with on_device(q.device):
         made = p.tables(launches[0].table, launches[1].table)
-    tables, key_tables = p.read_with(made.rows[0], p.packed(padding), words), p.read_with(made.rows[1], padding, words)
-    # the key kernel reads the queries' words from the statistics
-    key_tables = *key_tables[:3], key_tables[-1]
-    stats_at, *sums = space.pointers
-    q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
-    with on_device(q.device):
-        launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
-        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
-        launches[1](pointers, keys, p.index)
-        if q_size or k_size:
-            spans = made.spans, made.key_spans, p.starts, p.rates, p.offsets
-            launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
+        stats, *sums = scratch(q.device, p.extent.backward(q.dtype, dropout=words is not None))
+        of_branches = [x if x.numel() else grad for x, grad in zip(sums, grads, strict=True)]
+        tables, key_tables = p.read_with(made.rows[0], p.packed(padding), words), p.read_with(made.rows[1], padding, words)
+        _run(p, launches[0], *given, stats, grads[0], of_branches[0], *tables)
+        # the key kernel reads the queries' words from the statistics
+        _run(p, launches[1], q, k, v, dout, stats, *grads[1:], *of_branches[1:], *key_tables[:3], key_tables[-1])
+        if sums[0].numel() or sums[1].numel():
+            _run(p, launches[2], *grads, *of_branches, made.spans, made.key_spans, p.starts, p.rates, p.offsets)
 
 
 def _backward_launches(

@@ -8,18 +8,25 @@ A row holds: branch, rate, first position of the segment, its length, tile, plac
 w' = min(w, document), and place of the segment's first query (in the table of keys).
 
 Kernels write tables on the device (``table_kernels.py``). This module counts their rows and places in closed form, without Triton, so a
-new length costs no tensor operation on the host and no copy.
+new length costs no tensor operation on the host and no copy. So it does with the scratch memory of each pass, for launches and plans.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 Range = tuple[int, int]
 # positions and places are counted in 32 bits
 MAX_PLACES = 2**31 - 2**20
+# (elements, dtype) of each part of an allocation
+Parts = tuple[tuple[int, torch.dtype], ...]
+# compute capabilities with 163 KiB of shared memory per program, or more; others have 99
+LARGE_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -122,3 +129,63 @@ def num_tiles(walk: Walk, of_keys: bool, tile: int) -> int:
                 rows = -(-(min(begin + length, end, high) - max(begin, low)) // rate)
                 total += -(-rows // tile)
     return total
+
+
+class Extent(NamedTuple):
+    """The numbers of intermediate rows, which the merge or the sum reads.
+
+    Args:
+        batch, heads, key_heads: B, H, and the number of heads for which gradients of keys are summed.
+        part_rows, delta_rows: number of query places in all branches except the direct one, and in all branches.
+        key_part_rows: number of key places in all branches except the direct one.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    part_rows: int
+    delta_rows: int
+    key_part_rows: int
+
+    def own_outputs(self) -> int:
+        """Returns the number of elements of the branches' own outputs."""
+        return self.batch * self.heads * self.part_rows * self.head_dim
+
+    def forward(self, dtype: torch.dtype, *, is_saved: bool) -> Parts:
+        """Returns the parts of the forward: the branches' outputs, unless they are stored elsewhere, and their lse."""
+        return (0 if is_saved else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
+
+    def backward(self, dtype: torch.dtype, *, dropout: bool) -> Parts:
+        """Returns the parts of the backward: per query row δ, lse · log2(e) and with dropout two words; dq, dk and dv of the branches."""
+        keys = self.batch * self.key_heads * self.key_part_rows * self.head_dim
+        stats = (4 if dropout else 2) * self.batch * self.heads * self.delta_rows
+        return (stats, torch.float32), (self.own_outputs(), dtype), (keys, dtype), (keys, dtype)
+
+
+def shares_keys(offsets: tuple[tuple[int, ...], ...], group: int) -> bool:
+    """Whether the query heads of each key head, ``group`` of them, read the same keys."""
+    return all(len(set(row[h : h + group])) == 1 for row in offsets for h in range(0, len(row), group))
+
+
+def extent_of(walk: Walk, offsets: tuple[tuple[int, ...], ...], batch: int, kv_heads: int, head_dim: int) -> Extent:
+    num_heads, queries, keys = len(offsets[0]), make_spans(walk, False), make_spans(walk, True)
+    key_heads = kv_heads if shares_keys(offsets, num_heads // kv_heads) else num_heads
+    return Extent(batch, num_heads, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
+
+
+def all_aligned(pointers: Sequence[int]) -> bool:
+    """Whether all pointers are aligned to 16 bytes, as a kernel compiled for aligned pointers assumes."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return bits % 16 == 0
+
+
+def scratch(device: torch.device, parts: Parts) -> list[torch.Tensor]:
+    """Returns the scratch memory of a pass, uninitialised and flat."""
+    return [torch.empty(elements, dtype=dtype, device=device) for elements, dtype in parts]
+
+
+def scratch_bytes(parts: Parts) -> int:
+    return sum(elements * dtype.itemsize for elements, dtype in parts)

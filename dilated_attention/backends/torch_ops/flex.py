@@ -31,7 +31,6 @@ class FlexBackend(Backend):
 
     name = "flex"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
         compute_capabilities=((7, 0), (12, 1)),
         key_mask=True,

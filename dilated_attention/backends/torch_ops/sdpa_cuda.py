@@ -25,8 +25,6 @@ class SdpaFlashBackend(Backend):
 
     name = "sdpa_flash"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         window=True,
@@ -73,8 +71,6 @@ class SdpaCudnnBackend(Backend):
 
     name = "sdpa_cudnn"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
         compute_capabilities=((8, 0), (12, 1)),
         head_dim_multiple=8,
         max_head_dim=128,
@@ -133,7 +129,6 @@ class SdpaEfficientBackend(Backend):
 
     name = "sdpa_efficient"
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
         dtypes=HALVES | {torch.float32},
         compute_capabilities=((5, 0), (12, 1)),
         head_dim_multiple=4,

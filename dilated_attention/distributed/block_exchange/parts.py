@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.base import Views, accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.plan import (
     ascending_runs,
@@ -37,7 +37,6 @@ from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
-from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan, select_backend
 from dilated_attention.engine.ops.settings import CallSettings
@@ -148,7 +147,7 @@ class BlockPart(Part):
     first_key: int
     lists: BlockLists
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Views | None = None) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
         backend = self.backend(q, k, masks.padding is not None, False)
         to = None if into is None else into[0]
@@ -156,7 +155,7 @@ class BlockPart(Part):
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Views | None = None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         # for rows that the rank does not hold, weights and gradients are 0
         dout, q, out = (self._launched(x, 1) for x in (dout, q, out))

@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.base import Views, accumulation_dtype
 from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.sharding.layout import joined
-from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.launches import Masks as Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
@@ -47,12 +46,12 @@ class Part(ABC):
     writes_keys: ClassVar[bool] = False
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Views | None = None) -> Pair:
         """Returns (out (B, rows, heads, D), lse (B, heads, rows)). ``q``: of all rows and the part's heads; ``k``, ``v``: the memory's;
         ``into``: where out goes, if the part can write there; otherwise it returns another tensor."""
 
     @abstractmethod
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Views | None = None) -> Tensors:
         """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, and lse (B, heads, n), as is ``dlse``; ``into`` as in ``forward``."""
 
 
@@ -69,12 +68,12 @@ class QueryPart(Part):
     first_head: int
     writes_keys = True
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Views | None = None) -> Pair:
         (q,), (k, v) = narrow(self.rows, 1, q), narrow(self.key_rows, 1, k, v)
         plan = self._plan((q, k, v), masks)
         return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, into)
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Views | None = None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         dout, q, out = narrow(self.rows, 1, dout, q, out)
         views = dout, q, *narrow(self.key_rows, 1, k, v), out
@@ -243,7 +242,7 @@ class Computation:
             return self._backward(parts[0], keys, values)
         grads: tuple[torch.Tensor, ...] = ()
         for part, new, known in zip(parts, shares.new, shares.known, strict=True):
-            mine: Into = (None, None)
+            mine: Views = (None, None)
             # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
             if part.writes_keys and not known and shares.most <= 2 and not self.of.is_one:
                 grads = grads or _new_grads(keys, keys.dtype, shares.gaps)
@@ -255,7 +254,7 @@ class Computation:
                     _contribute(total, share, part.key_rows.start, new, known)
         return grads[0], grads[1]
 
-    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
+    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Views = (None, None)) -> Pair:
         """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
         dout, out, lse, dlse = self.rest
         if self.of.is_one:

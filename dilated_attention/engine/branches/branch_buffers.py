@@ -74,16 +74,13 @@ class BranchBuffers:
         """Returns the number of places in all buffers, for one batch element and head."""
         return sum(S * L for b, (S, L) in enumerate(map(self.size, range(len(self.branches)))) if with_direct or b != self.direct)
 
-    def view(
-        self, problem: Problem, index: int, batch: int, head_dim: int = 0, *, with_direct: bool = False, first: int = 0
-    ) -> View | None:
+    def view(self, problem: Problem, index: int, batch: int, head_dim: int = 0, *, with_direct: bool = False) -> View | None:
         """Returns the problem's rows in a flat buffer, the tensor ``index``; None for the direct branch, unless it is in the buffer.
 
         Args:
             head_dim: 0 for lse.
-            first: branch 0 of the problems among these.
         """
-        branch = problem.branch + first
+        branch = problem.branch
         if branch == self.direct and not with_direct:
             return None
         (S, L), H, heads = self.size(branch), self.heads, problem.heads

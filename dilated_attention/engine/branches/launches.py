@@ -21,8 +21,6 @@ from dilated_attention.engine.branches.problems import Problem
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
-# where a pass writes out, or dq, dk and dv: views of any strides whose last one is 1. Where there is None, it makes a tensor
-Into = tuple[Tensor | None, ...]
 # a view without its tensor: index of the tensor, strides of B and S, sizes and strides (L, G, …), offset
 View = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
 _MOST_GEOMETRIES = 8192
@@ -145,21 +143,6 @@ def problems_at_once(
                 extent = 1 + sum([(n - 1) * s for n, s in zip(size, stride, strict=True)])
                 count = min(count, 1 + max(0, capabilities.max_extent - extent) // step)
     return max(1, count)
-
-
-def results_like(tensors: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns where results of these tensors' shapes and dtypes go: their places, or new tensors."""
-    places = (None,) * len(tensors) if into is None else into
-    return tuple(
-        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to for x, to in zip(tensors, places, strict=True)]
-    )
-
-
-def copied_into(results: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns results, those with a place in ``into`` copied there."""
-    if into is None:
-        return results
-    return tuple([x if place is None else place.copy_(x) for x, place in zip(results, into, strict=True)])
 
 
 def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:

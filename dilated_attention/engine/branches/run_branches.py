@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, accumulation_dtype, placed
+from dilated_attention.backends.base import Options, Views, accumulation_dtype, placed
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
@@ -23,27 +23,22 @@ from dilated_attention.engine.branches.chunking import (
     CallSizes,
     Chunk,
     ChunkSizes,
-    backward_chunk_sizes,
-    forward_chunk_sizes,
-    make_tiers,
+    chunk_sizes,
 )
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
-    Into,
     Launch,
     Masks,
     View,
-    copied_into,
     launches_of,
     masked,
     masks_of,
     rows_of,
     without_padding,
 )
-from dilated_attention.engine.branches.problems import Problem, Problems, Shape, problems_of
+from dilated_attention.engine.branches.problems import Problem, Problems, problems_of
 from dilated_attention.engine.branches.run_problems import run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
-from dilated_attention.pattern import DilatedPattern
 
 Place = Callable[[Problem], View | None]
 # number of launches that run concurrently where no other chunk runs
@@ -53,17 +48,15 @@ _TILE = 128
 
 
 class Part(NamedTuple):
-    """Some branches of a chunk, which run in one go.
+    """A chunk with its problems and buffers.
 
     Args:
-        buffers: with ``onto``, buffer 0 is the result so far, which covers every row: the branches are then the buffers from 1 on.
         is_concurrent: another chunk runs concurrently, so launches run one by one and the merge uses only a small part of the GPU.
     """
 
     chunk: Chunk
     problems: Problems
     buffers: BranchBuffers
-    onto: bool
     is_concurrent: bool
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
@@ -75,7 +68,7 @@ class Part(NamedTuple):
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -86,10 +79,10 @@ def forward(
         _forward(plan, part, part.narrow(H, *views), _masks_of(masks, part), saved)
 
     _in_chunks(plan, q.device, run)
-    return copied_into((out,), into)[0], lse
+    return placed((out,), into)[0], lse
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     dout, q, k, v, out, lse = tensors
     H = q.shape[2]
     grads = tuple([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)])
@@ -110,7 +103,7 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
                 grad.copy_(share)
 
     _in_chunks(plan, q.device, run, in_buffers=in_buffers)
-    return copied_into(grads, into)
+    return placed(grads, into)
 
 
 def has_own_keys(plan: Plan) -> bool:
@@ -119,41 +112,35 @@ def has_own_keys(plan: Plan) -> bool:
     return plan.shape.num_heads == plan.shape.num_kv_heads or (len(problems.problems) == 1 and problems.covered)
 
 
-def _tiers(plan: Plan, in_buffers: bool) -> list[tuple[DilatedPattern, ChunkSizes]]:
-    """Returns the branches that run after one another, and their chunks."""
+def _chunk_sizes(plan: Plan, in_buffers: bool) -> ChunkSizes:
     (B, D, e), shape = plan.size, plan.shape
     if plan.is_saved and in_buffers:
         # saved outputs are those of all branches, in one part
-        return [(plan.pattern, ChunkSizes(shape.num_heads, shape.queries[1], 1, True))]
+        return ChunkSizes(shape.num_heads, shape.queries[1])
     sizes = CallSizes(B, shape.queries[1], shape.num_heads, shape.num_kv_heads, D, e)
-    cut = functools.partial(backward_chunk_sizes, in_buffers=in_buffers) if plan.is_backward else forward_chunk_sizes
-    tiers = make_tiers(plan.pattern, shape.num_heads, lambda tier: cut(tier, sizes)) if in_buffers else [plan.pattern]
-    return [(tier, cut(tier, sizes)) for tier in tiers]
+    return chunk_sizes(plan.pattern, sizes, plan.is_backward, in_buffers)
 
 
 def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, in_buffers: bool = True) -> None:
-    shape, concurrent = plan.shape, plan.backend.capabilities.concurrent
+    def make() -> list[Part]:
+        chunks = list(_chunk_sizes(plan, in_buffers).chunks(plan.shape.num_heads, plan.shape.queries[1]))
+        return [_part_of(plan, chunk, len(chunks) > 1) for chunk in chunks]
 
-    def make() -> list[list[Part]]:
-        tiers = [(pattern, list(sizes.chunks(shape.num_heads, shape.queries[1]))) for pattern, sizes in _tiers(plan, in_buffers)]
-        return [[_part_of(pattern, shape, c, tier > 0, len(cut) > 1) for c in cut] for tier, (pattern, cut) in enumerate(tiers)]
-
-    for parts in plan.once(("parts", in_buffers), make):
-        with Streams(device, min(CONCURRENT_CHUNKS, len(parts)) if concurrent else 1) as streams:
-            # on alternating streams, so that one stream's merge is issued while the other stream computes
-            for index, part in enumerate(parts):
-                with streams.stream(index):
-                    run(part)
+    parts = plan.once(("parts", in_buffers), make)
+    with Streams(device, min(CONCURRENT_CHUNKS, len(parts)) if plan.backend.capabilities.concurrent else 1) as streams:
+        # on alternating streams, so that one stream's merge is issued while the other stream computes
+        for index, part in enumerate(parts):
+            with streams.stream(index):
+                run(part)
 
 
-def _part_of(pattern: DilatedPattern, shape: Shape, chunk: Chunk, onto: bool, is_concurrent: bool) -> Part:
-    positions, H = chunk.positions[1] - chunk.positions[0], shape.num_heads
-    if chunk.heads != (0, H) or chunk.positions != shape.queries:
+def _part_of(plan: Plan, chunk: Chunk, is_concurrent: bool) -> Part:
+    shape, positions = plan.shape, chunk.positions[1] - chunk.positions[0]
+    if chunk.heads != (0, shape.num_heads) or chunk.positions != shape.queries:
         whole = 0, positions
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=chunk.heads)
-    everything = pattern.with_branches(range(pattern.num_branches), H, onto_all=True) if onto else pattern
-    buffers = make_branch_buffers(everything, H, chunk.heads, positions, shape.is_causal)
-    return Part(chunk, problems_of(pattern, shape), buffers, onto, is_concurrent)
+    buffers = make_branch_buffers(plan.pattern, shape.num_heads, chunk.heads, positions, shape.is_causal)
+    return Part(chunk, problems_of(plan.pattern, shape), buffers, is_concurrent)
 
 
 def _masks_of(masks: Masks, part: Part) -> Masks:
@@ -169,12 +156,12 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
     q, k, v, out, lse = tensors
     k, v = without_padding(k, v, masks.padding)
     B, _, H, D = q.shape
-    problems, buffers, onto = part.problems, part.buffers, part.onto
+    problems, buffers = part.problems, part.buffers
     if saved is not None:
         # no branch is direct, since the merge must not overwrite the output of any
         buffers = replace(buffers, direct=None)
     given = [q, k, v, out, lse]
-    merged = not problems.single or buffers.zero_keys or onto or saved is not None
+    merged = not problems.single or buffers.zero_keys or saved is not None
     if merged:
         flat = saved if saved is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
         flat_lse = torch.empty(B * H * buffers.rows(with_direct=True), dtype=lse.dtype, device=q.device)
@@ -182,16 +169,13 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
     elif not problems.covered:
         out.zero_()
         lse.fill_(-torch.inf)
-    if onto:
-        # buffer 0 is one segment of all positions
-        flat_lse[: lse.numel()].view(B, H, -1).copy_(lse.transpose(1, 2))
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *mask_views = views
         results = out_, lse_.transpose(1, 2)
         placed(plan.backend.forward(q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), out=results), results)
 
-    view = functools.partial(buffers.view, batch=B, first=int(onto))
+    view = functools.partial(buffers.view, batch=B)
     places: dict[int, Place] = (
         {3: functools.partial(view, index=5, head_dim=D), 4: functools.partial(view, index=6, with_direct=True)} if merged else {}
     )
@@ -212,17 +196,17 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
     tensors[2:4] = without_padding(k, v, masks.padding)
     (B, _, H, D), buffers = q.shape, part.buffers
     grads, has_dlse = tensors[6:9], len(tensors) > 9
-    # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
+    # a row of one branch mixes with nothing
     detached = plan.settings.detached and not plan.problems.single
     flats: list[Tensor] = []
-    if part.onto or not part.problems.single:
+    if not part.problems.single:
         flats = [torch.empty(B * H * D * buffers.rows(with_direct=False), dtype=q.dtype, device=q.device) for _ in grads]
     elif not part.problems.covered:
         for grad in grads:
             grad.zero_()
     saved = saved if detached else None
     given = [*tensors, *flats, *(() if saved is None else (saved,))]
-    view = functools.partial(buffers.view, batch=B, head_dim=D, first=int(part.onto))
+    view = functools.partial(buffers.view, batch=B, head_dim=D)
     places: dict[int, Place] = {6 + i: functools.partial(view, index=len(tensors) + i) for i in range(len(flats))}
     if saved is not None:
         places[4] = functools.partial(buffers.view, index=len(given) - 1, batch=B, head_dim=D, with_direct=True)
@@ -273,7 +257,7 @@ def _on_streams(
         return sorted(of_problems, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
-    launches = plan.once((letters, tuple(places), heads, positions[1] - positions[0], part.onto), make)
+    launches = plan.once((letters, tuple(places), heads, positions[1] - positions[0]), make)
     count = 1 if part.is_concurrent or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
     with Streams(device, count) as streams:
         for stream in range(len(streams)):
@@ -289,26 +273,20 @@ def terms(plan: Plan) -> Terms:
     (B, D, e), shape = plan.size, plan.shape
     H, Hk, N, a = shape.num_heads, shape.num_kv_heads, shape.queries[1], accumulation_dtype(plan.dtype).itemsize
     own_keys = not plan.is_backward or has_own_keys(plan)
-    tiers = _tiers(plan, own_keys)
-    row_bytes, lse_bytes = (3 * D * e, 0) if plan.is_backward else (D * e, a)
-
-    def buffer_bytes(pattern: DilatedPattern, sizes: ChunkSizes) -> int:
-        buffers = make_branch_buffers(pattern, H, (0, min(sizes.heads, H)), min(sizes.positions, N), shape.is_causal)
-        rows = buffers.rows(with_direct=False) * row_bytes + buffers.rows(with_direct=True) * lse_bytes
-        return B * buffers.heads * rows
-
-    is_merged = not plan.problems.single or (plan.pattern.tail == "zero_keys" and not shape.is_causal)
-    parts = max([buffer_bytes(*tier) for tier in tiers]) if is_merged else 0
+    sizes = _chunk_sizes(plan, own_keys)
+    heads, positions = min(sizes.heads, H), min(sizes.positions, N)
+    part = _part_of(plan, Chunk((0, heads), (0, positions)), False)
+    buffers, parts = part.buffers, 0
+    if not plan.problems.single or buffers.zero_keys:
+        row_bytes, lse_bytes = (3 * D * e, 0) if plan.is_backward else (D * e, a)
+        parts = B * heads * (buffers.rows(with_direct=False) * row_bytes + buffers.rows(with_direct=True) * lse_bytes)
     if not plan.is_backward:
         return [("parts", parts)]
-    sizes = backward_chunk_sizes(plan.pattern, CallSizes(B, N, H, Hk, D, e), own_keys)
     found: Terms = [("parts", parts)]
     if not own_keys:
-        share = sizes.heads * sizes.positions / (H * N)
-        found = [("dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * share))]
-    found.append(("lse of the chunks", B * sizes.heads * sizes.positions * a))
+        found = [("dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * heads * positions / (H * N)))]
+    found.append(("lse of the chunks", B * heads * positions * a))
     # of the largest launch: dq, two numbers per row, and dk and dv of heads that share them, of each query head or of their key head
-    part = _part_of(plan.pattern, shape, Chunk((0, min(sizes.heads, H)), (0, min(sizes.positions, N))), False, False)
     sums = 0
     for problem in part.problems.problems:
         rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))

@@ -20,18 +20,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options, accumulation_dtype, placed
+from dilated_attention.backends.base import Backend, Options, Views, accumulation_dtype, new_results, placed
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
-    Into,
     Launch,
     Masks,
-    copied_into,
     launches_of,
     masked,
     masks_of,
-    results_like,
     rows_of,
     without_padding,
 )
@@ -40,31 +37,31 @@ from dilated_attention.engine.plan import Plan, Tensors, Terms
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     if not plan.one_launch:
         out, lse = run_forward(plan, plan.problems, q, k, v, masks)
-        return copied_into((out,), into)[0], lse.transpose(1, 2).contiguous()
+        return placed((out,), into)[0], lse.transpose(1, 2).contiguous()
     place = None if into is None else into[0]
     if plan.key_rows is not None:
         k, v = k[:, plan.key_rows], v[:, plan.key_rows]
-        (place,) = results_like((q,), into)
+        (place,) = new_results(into, (q,))
     out, lse = placed(plan.backend.forward(q, k, v, plan.options, plan.bounds, out=(place, None)), (place, None))
     return out if place is not None else out.contiguous(), lse.contiguous()
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     dout, q, k, v, out, lse = tensors
     can = plan.backend.capabilities
     if not plan.one_launch or (plan.bounds is not None and dlse is not None):
         # of documents in one launch, too, the share of dlse is computed problem by problem
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
         tensors = dout, q, k, v, out, lse.transpose(1, 2).contiguous()
-        return copied_into(run_backward(plan, plan.problems, tensors, masks, dlse), into)
+        return placed(run_backward(plan, plan.problems, tensors, masks, dlse), into)
     if plan.bounds is None and (into is None or not can.writes_views or (dlse is not None and not can.lse_grad)):
         parts = shares(plan.backend, tensors, plan.options, dlse)
-        return copied_into(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
-    grads = dq, dk, dv = results_like((q, k, v), into)
+        return placed(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
+    grads = dq, dk, dv = new_results(into, (q, k, v))
     if plan.key_rows is not None:
         if (plan.key_rows.start, plan.key_rows.stop) != (0, k.shape[1]):
             # rows that no query sees
@@ -86,16 +83,12 @@ def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor,
     else:
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
-    if masks.padding is not None:
-        k, v = without_padding(k, v, masks.padding)
+    k, v = without_padding(k, v, masks.padding)
     tensors, launches = _launches(plan, problems, "qkkqq", [q, k, v, out, lse], masks)
-    run, dropout_p, starts = plan.backend.forward, plan.settings.dropout_p, [x.storage_offset() for x in tensors]
     for launch in launches:
-        # as launch.of(tensors), in the shortest loop of short calls
-        views = [tensors[i].as_strided(size, stride, starts[i] + at) for i, size, stride, at in launch.views]
-        q_, k_, v_, out_, lse_, *views = views
-        options = masked(launch, views, masks, dropout_p, plan.first_head) if views else launch.options
-        part_out, part_lse = run(q_, k_, v_, options)
+        q_, k_, v_, out_, lse_, *views = launch.of(tensors)
+        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head)
+        part_out, part_lse = plan.backend.forward(q_, k_, v_, options)
         part_lse = part_lse.transpose(1, 2)
         if launch.problem.zero_keys:
             part_out, part_lse = add_zero_keys(part_out, part_lse, launch.problem.zero_keys)
@@ -132,7 +125,7 @@ def _add_shares(plan: Plan, problems: Problems, grads: Tensors, tensors: Tensors
     for launch in launches:
         dout, q, k, v, out, lse, dq, dk, dv, *views = launch.of(given)
         dlse = views.pop(0).transpose(1, 2) if some else None
-        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head) if views else launch.options
+        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head)
         part_dq, part_dk, part_dv = shares(plan.backend, (dout, q, k, v, out, lse.transpose(1, 2)), options, dlse)
         if launch.problem.first:
             dq.copy_(part_dq)
@@ -150,15 +143,15 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
         # positions in the whole sequence, so that a cut does not change the position of a query row
         first, last = plan.position_offset, plan.position_offset + max(settings.query_offset + q.shape[1], k.shape[1])
         tensors += masks_of(masks, settings.dropout_p, (first, last), k.shape[0], q.device)
-    # a chunk, and in a detached backward each branch, has launches of its own
-    key = letters, problems.problems
-    made: Sequence[Launch] | None = plan.made.get(key)
-    if made is None:
+
+    def make() -> Sequence[Launch]:
         rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0)
         part_bytes = PART_BYTES.get(q.device.type, PART_BYTES["cuda"])
         of_problems = launches_of(problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
-        made = plan.made[key] = tuple(itertools.chain.from_iterable(of_problems))
-    return tensors, made
+        return tuple(itertools.chain.from_iterable(of_problems))
+
+    # a chunk, and in a detached backward each branch, has launches of its own
+    return tensors, plan.once((letters, problems.problems), make)
 
 
 def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:

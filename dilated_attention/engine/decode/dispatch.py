@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
-from dilated_attention.backends.base import ALL_FLOATS, HALVES
+from dilated_attention.backends.base import ALL_FLOATS
 from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
@@ -23,7 +23,6 @@ from dilated_attention.engine.sinks import add_sinks_
 Result = tuple[torch.Tensor, torch.Tensor]
 
 TRITON_FACTS = Capabilities(
-    devices=frozenset({"cuda"}),
     dtypes=ALL_FLOATS - {torch.float64},
     package="triton",
     install="pip install triton",
@@ -32,8 +31,6 @@ TRITON_FACTS = Capabilities(
     source="any runs of keys, read in place",
 )
 FLASH3_FACTS = Capabilities(
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
     package="flash-attn-3",
     install=flash3.Flash3Backend.capabilities.install,
     compute_capabilities=((9, 0), (9, 0)),

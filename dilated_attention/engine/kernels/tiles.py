@@ -14,25 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.base import Views, new_results
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import Walk, make_spans
+from dilated_attention.backends.tiles.table import Walk, extent_of, make_spans, scratch_bytes, shares_keys
 from dilated_attention.engine.branches.chunking import transient_budget
-from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
+from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 # kinds of passes whose kernels are compiled or being compiled
 _started: set[Hashable] = set()
-
-
-class Layout(NamedTuple):
-    """The layout of some query heads: walk, offset of each branch and head, and whether query heads of one key head read the same keys."""
-
-    walk: Walk
-    offsets: tuple[tuple[int, ...], ...]
-    shared: bool
 
 
 class Share(NamedTuple):
@@ -57,21 +49,23 @@ class Share(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
-    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
+def walk_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> tuple[Walk, tuple[tuple[int, ...], ...]]:
+    """Returns the walk of query heads [first, last), and the offset of each branch and head.
+
+    With ``keeps_parts``, per-branch outputs are saved, so no branch is direct.
+    """
     rows = tuple([row[slice(*heads)] for row in pattern.offsets(shape.num_heads)])
     documents = tuple([document for document in shape.documents if document[0] < document[1]])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
-    group = shape.num_heads // shape.num_kv_heads
-    shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
+    shared = shares_keys(rows, shape.num_heads // shape.num_kv_heads)
     direct = everywhere[0] if everywhere and not keeps_parts else -1
     key_direct = everywhere[0] if everywhere and shared else -1
-    return Layout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)
+    return Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows
 
 
 def num_places(pattern: DilatedPattern, shape: Shape) -> int:
     """Returns the number of output rows of one head over all branches, if every branch has a separate output."""
-    return make_spans(layout_of(pattern, shape, True, (0, shape.num_heads)).walk, False).num_places
+    return make_spans(walk_of(pattern, shape, True, (0, shape.num_heads))[0], False).num_places
 
 
 def head_bytes(
@@ -86,7 +80,7 @@ def head_bytes(
     """
     batch, head_dim, itemsize = size
     own, width = detached and pattern.num_branches > 1, head_dim * itemsize
-    spans = make_spans(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
+    spans = make_spans(walk_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads))[0], False)
     queries, keys = (last - first for first, last in (shape.queries, shape.keys))
     budget = transient_budget(batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * width)
     if is_backward:
@@ -122,8 +116,7 @@ def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
     precision = float32_precision() if plan.dtype is torch.float32 else "ieee"
     group, ranges, shares = shape.num_heads // shape.num_kv_heads, ranges_of(plan), []
     for batch, heads in ranges:
-        layout = layout_of(pattern, shape, keeps_parts, heads)
-        call = TileCall(layout.walk, layout.offsets, plan.options.scale, left, right, zero_keys, precision)
+        call = TileCall(*walk_of(pattern, shape, keeps_parts, heads), plan.options.scale, left, right, zero_keys, precision)
         # the documents of a batch do not recur, so caching would not help
         make = prepared if len(shape.documents) == 1 else Prepared
         made = make(call, batch[1] - batch[0], (heads[1] - heads[0]) // group, plan.size[1], plan.dtype, device)
@@ -155,22 +148,22 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     k, v = without_padding(k, v, masks.padding)
-    (out,) = results_like((q,), into)
+    (out,) = new_results(into, (q,))
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         _forward(plan, share, share.narrow(q.shape[2], q, k, v, out), share.rows(lse), masks, saved)
     return out, lse
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     from dilated_attention.backends.tiles import run
 
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, masks.padding)
-    grads = results_like((q, k, v), into)
+    grads = new_results(into, (q, k, v))
     for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         p = share.prepared
         dout_, q_, k_, v_, out_, dq, dk, dv = share.narrow(q.shape[2], dout, q, k, v, out, *grads)
@@ -212,11 +205,9 @@ def terms(plan: Plan) -> Terms:
     most = 0
     # all batch entries take the same amount
     for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
-        layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
-        queries, keys = make_spans(layout.walk, False), make_spans(layout.walk, True)
         H = heads[1] - heads[0]
-        key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
-        extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
+        walk = walk_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
+        extent = extent_of(*walk, B, H // (shape.num_heads // shape.num_kv_heads), head_dim)
         size = forward = scratch_bytes(extent.forward(plan.dtype, is_saved=is_saved or (own and plan.is_backward)))
         if plan.is_backward:
             size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout))

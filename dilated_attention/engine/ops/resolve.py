@@ -17,13 +17,13 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import new_lse
 from dilated_attention.backends.tiles.ahead import is_compiling
-from dilated_attention.backends.tiles.scratch import all_aligned
+from dilated_attention.backends.tiles.table import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.oom import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
-from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
+from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like, without_autocast
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
@@ -97,12 +97,9 @@ class ResolvedCall(ABC):
 
     def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], inputs: tuple[Any, ...], outer: tuple[Any, ...] = ()) -> Any:
         """Returns ``compute(*given)``. ``outer``: dout, dlse and the outputs of a backward."""
-        if torch.is_autocast_enabled(self.device_type):
-            # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
-            with torch.autocast(self.device_type, enabled=False):
-                return self._run(compute, given, inputs, outer)
         try:
-            return compute(*given)
+            with without_autocast(inputs[0]):
+                return compute(*given)
         except RuntimeError as error:
             x = dict(zip(INPUTS, inputs, strict=True)) | self.settings._asdict() | dict(zip(_OUTER, outer, strict=False))
             explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
@@ -192,37 +189,42 @@ class LocalCall(ResolvedCall):
             BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
                 kernel accepts.
         """
-        q, k, _, _, cu_seqlens, *_ = inputs
-        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
+        q, k, v, padding, cu_seqlens, seed, kept = inputs
+        record = self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
             return new_like(q), new_lse(q).fill_(-torch.inf), None
-        return record.compute_forward(*inputs)
+        masks, may_save = masks_of(padding, seed), record.documents is None or record.saves_documents
+        tensors, how = record.ready((q, k, v), masks, kept, may_save)
+        return record.attend(how, tensors, masks)
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        q, k, v, _, cu_seqlens, *_ = inputs
-        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
+        (q, k, v, padding, cu_seqlens, seed, kept), (out, lse, saved) = inputs, outputs
+        record = self.with_documents(cu_seqlens, k.shape[1])
         if not q.numel():
             return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
-        return record.compute_backward(dout, dlse, inputs, outputs)
+        masks, saved = masks_of(padding, seed), None if saved is None or not saved.numel() else saved
+        (q, k, v, dout, out), how = record.ready((q, k, v, dout, out), masks, kept, saved is not None)
+        return record.gradients(how, (dout, q, k, v, out, lse), masks, dlse, saved)
 
     @abstractmethod
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """``forward`` of a record that knows the documents, with at least one query."""
+    def attend(self, how: Any, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        """Returns the outputs for q, k and v, with at least one query."""
 
     @abstractmethod
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        """``backward`` of a record that knows the documents, with at least one query."""
+    def gradients(self, how: Any, tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional) -> Tensors:
+        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out and lse."""
 
     @abstractmethod
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Any:
+    def make_pass(self, tensors: Tensors, masks: Masks, kept: Optional, saves: bool) -> Any:
         """Decides how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
 
-    def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
+    def ready(self, tensors: Tensors, masks: Masks, kept: Optional, saves: bool) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         Args:
             tensors: q, k, v, and in a backward dout and out.
-            more: what ``make_pass`` depends on in addition.
+            kept: the blocks that a content-chosen pattern keeps.
+            saves: a forward may save the branches' outputs, or a backward gets them.
         """
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
@@ -233,7 +235,7 @@ class LocalCall(ResolvedCall):
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
-        return tensors, self.make_pass(tensors, padding, seed, more)
+        return tensors, self.make_pass(tensors, masks, kept, saves)
 
 
 def key_of(tensors: Tensors) -> tuple[Any, ...]:
@@ -245,26 +247,21 @@ class ResolvedDilated(LocalCall):
 
     name = "dilated_attention"
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def attend(self, how: Plan, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        q, k, v, padding, _, seed, _ = inputs
-        (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
-        saved = q.new_empty(plan.saved) if plan.saved else None
-        return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed), saved), saved
+        saved = tensors[0].new_empty(how.saved) if how.saved else None
+        return *how.runner.forward(how, *tensors, masks, saved), saved
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, _), (out, lse, saved) = inputs, outputs
-        saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
-        return plan.runner.backward(plan, (dout, q, k, v, out, lse), masks_of(padding, seed), dlse, saved)  # type: ignore[no-any-return]
+    def gradients(self, how: Plan, tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional) -> Tensors:
+        return how.runner.backward(how, tensors, masks, dlse, saved)
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Plan:
-        """Returns the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
-        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
-        if self.settings.needs_grad and not plan.is_backward and is_compiling():
+    def make_pass(self, tensors: Tensors, masks: Masks, kept: Optional, saves: bool) -> Plan:
+        has_padding = masks.padding is not None
+        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=has_padding, documents=self.documents, saved=saves)
+        if self.device_type == "cuda" and self.settings.needs_grad and not plan.is_backward and is_compiling():
             # the first call of a kind: kernels of its backward are compiled beside those of the forward
             like = new_like(tensors[0])
-            self.make_pass((*tensors, like, like), padding, seed, plan.is_saved)
+            self.make_pass((*tensors, like, like), masks, kept, plan.is_saved)
         self.keep_pass(key_of(tensors), plan)
         return plan
 

@@ -20,11 +20,12 @@ from dilated_attention.backends.base import Capabilities, accumulation_dtype, ne
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.documents import pieces_of, request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.branches.launches import without_padding
+from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import new_like, select_backend
-from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, masks_of, record_of
+from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import pattern_from_spec
 
 
@@ -91,33 +92,29 @@ class ResolvedBlocks(LocalCall):
 
     name = "block_sparse_attention"
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        q, k, v, padding, _, seed, kept = inputs
-        (q, k, v), parts = self.ready((q, k, v), padding, seed, kept)
-        return *blocks_forward(parts, q, k, v, padding), None
+    def attend(self, how: BlockPass, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        return *blocks_forward(how, *tensors, masks.padding), None
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, kept)
-        shares = blocks_shares(parts, (dout, q, k, v, out, lse), padding, dlse)
-        return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
+    def gradients(self, how: BlockPass, tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional) -> Tensors:
+        shares = blocks_shares(how, tensors, masks.padding, dlse)
+        return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, tensors[1:4], strict=True)])
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> BlockPass:
-        """Chooses the lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps."""
+    def make_pass(self, tensors: Tensors, masks: Masks, kept: Optional, saves: bool) -> BlockPass:
+        """Chooses the lists, backend and options of every document."""
         q, k, *_ = tensors
-        settings, number = self.settings, 0 if seed is None else int(seed.item())
+        settings, padding = self.settings, masks.padding
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         parts = []
-        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, more, q.device):
+        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
             backend = select_backend(request_of(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
             mask, dropout = Mask(None if padding is None else padding[:, keys]), None
             if settings.dropout_p:
                 first = settings.query_offset + rows.start - front
-                dropout = _dropout(q, settings.dropout_p, number, (first, first + lists.num_queries), (keys.start, keys.stop))
+                dropout = _dropout(q, settings.dropout_p, masks.seed, (first, first + lists.num_queries), (keys.start, keys.stop))
             options = Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
             parts.append(_Part(keys, rows, front, lists, options, backend, backend.capabilities))
-        if padding is None and seed is None and more is None:
+        if padding is None and not settings.dropout_p and kept is None:
             # without keeping the lists alive, which have a cache of limited size
             self.keep_pass(key_of(tensors), BlockPass([part._replace(lists=weakref.ref(part.lists)) for part in parts]))
         return BlockPass(parts)
@@ -133,26 +130,25 @@ class ResolvedUnion(LocalCall):
         of_both = self.settings, self.device_type, self.documents
         return ResolvedDilated(*of_both), ResolvedBlocks(*of_both)
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, BlockPass]:
+    def make_pass(self, tensors: Tensors, masks: Masks, kept: Optional, saves: bool) -> tuple[Plan, BlockPass]:
         """Returns how both parts run. It is not kept here, since each part keeps its own."""
         branches, blocks = self.parts
-        return branches.ready(tensors, padding, seed, False)[1], blocks.ready(tensors, padding, seed, more)[1]
+        return branches.ready(tensors, masks, kept, False)[1], blocks.ready(tensors, masks, kept, False)[1]
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        q, k, v, padding, _, seed, kept = inputs
-        (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, kept)
-        part_out, part_lse = blocks_forward(blocks, q, k, v, padding)
-        out, lse = branches.runner.forward(branches, q, k, v, masks_of(padding, seed), None)
+    def attend(self, how: tuple[Plan, BlockPass], tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+        branches, blocks = how
+        part_out, part_lse = blocks_forward(blocks, *tensors, masks.padding)
+        out, lse = branches.runner.forward(branches, *tensors, masks, None)
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, kept)
-        tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
-        shares = branches.runner.backward(branches, tensors, masks_of(padding, seed), dlse, None)
-        more = blocks_shares(blocks, tensors, padding, dlse)
-        return tuple(as_new((a.to(acc) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
+    def gradients(
+        self, how: tuple[Plan, BlockPass], tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional
+    ) -> Tensors:  # fmt: skip
+        (branches, blocks), q = how, tensors[1]
+        shares = branches.runner.backward(branches, tensors, masks, dlse, None)
+        more = blocks_shares(blocks, tensors, masks.padding, dlse)
+        return tuple(as_new((a.to(accumulation_dtype(q.dtype)) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
 
 
 def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> LocalCall:
