@@ -23,8 +23,7 @@ from dilated_attention.backends.hardware import PACKAGES, Hardware, detect
 from dilated_attention.backends.selection import BackendUnavailable, Registry, refresh, registry
 from dilated_attention.backends.tiles.backend import TilesBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
-from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.backends.torch_ops.sdpa_cpu import SdpaCpuBackend
+from dilated_attention.backends.torch_ops.math import MathBackend, SdpaCpuBackend
 from dilated_attention.backends.torch_ops.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 
 for _backend in (
@@ -33,7 +32,7 @@ for _backend in (
 ):  # fmt: skip
     registry.register(_backend, family="sdpa" if _backend.name.startswith("sdpa_") else None)
 
-# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by the H200 figures in each backend's
+# The orders that apply where no shipped table of rates has a row (shipped/). Hopper: by the H200 figures in each backend's
 # `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper). Pascal:
 # scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080). Volta and Turing have no flash
 # kernels.

@@ -4,6 +4,8 @@ A backend declares its capabilities. Its method ``reasons_against(request)`` ret
 empty list if it can.
 
 Shape letters: P problems (batch × segments), L rows, S keys, G query heads, K key/value heads, D head dim.
+
+Converts masks to the forms that kernel libraries take (additive bias, window sizes), once, at the boundary to the library.
 """
 
 from __future__ import annotations
@@ -344,3 +346,76 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def additive_bias(q: Tensor, k: Tensor, options: Options, *, pad_keys_to: int = 1) -> tuple[Tensor | None, Tensor | None]:
+    """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, rows left without keys (P, L)); (None, None) without a mask.
+
+    Args:
+        pad_keys_to: the last dimension is a slice of one padded to a multiple of this, for kernels that require aligned rows.
+    """
+    padding, band = options.mask.padding, options.mask.band
+    if padding is None and band is None:
+        return None, None
+    P, L, S = q.shape[0], q.shape[1], k.shape[1]
+    if band is not None:
+        assert not options.causal, "a band already includes causality"
+        blocked = ~band_mask(band, L, S, q.device)[None]
+        if padding is not None:
+            blocked = blocked | padding[:, None, :]
+        empty_PL = blocked.all(-1)
+    else:
+        assert padding is not None
+        blocked = padding[:, None, :]
+        # causal: row i sees the keys up to i, so it is empty if all of those are padding
+        empty_PL = padding.to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
+    width = -(-S // pad_keys_to) * pad_keys_to
+    bias = torch.zeros((*blocked.shape[:-1], width), dtype=q.dtype, device=q.device)[..., :S].masked_fill_(blocked, -torch.inf)
+    return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)
+
+
+def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sets out to 0 and lse to −inf in rows without keys, whatever the kernel wrote there."""
+    if empty_PL is None:
+        return out_PLGD, lse_PGL
+    return out_PLGD.masked_fill(empty_PL[:, :, None, None], 0.0), lse_PGL.masked_fill(empty_PL[:, None, :], -torch.inf)
+
+
+def flash_sides(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Returns ``window_sizes`` as FlashAttention 2 and 3 take them, with −1 for unbounded."""
+    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    """Returns (left, right) in flash-attn's convention: relative to the diagonal that ends at the last query and last key."""
+    if options.mask.band is None:
+        return None, None
+    lowest, highest = options.mask.band
+    diagonal = num_keys - num_queries
+    left = None if lowest is None else diagonal - lowest
+    right = None if highest is None else highest - diagonal
+    assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal is in the band"
+    return left, right
+
+
+def sum_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Returns what the query heads of each key/value head contribute to gradients (P, S, G, D), summed in float32 where there are more."""
+    return x if x.shape[2] == num_kv_heads else x.unflatten(2, (num_kv_heads, -1)).sum(3, dtype=torch.float32)
+
+
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Returns keys or values (P, S, K, D) with a copy of each head for every query head that reads it, for kernels without groups."""
+    return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)
+
+
+def band_mask(band: tuple[int | None, int | None], num_rows: int, num_keys: int, device: torch.device, rows: slice = slice(None)) -> Tensor:
+    """Returns a bool mask (rows, num_keys): True where lowest ≤ key − query ≤ highest."""
+    difference = torch.arange(num_keys, device=device)[None, :] - torch.arange(num_rows, device=device)[rows, None]
+    lowest, highest = band
+    allowed = torch.ones_like(difference, dtype=torch.bool)
+    if lowest is not None:
+        allowed &= difference >= lowest
+    if highest is not None:
+        allowed &= difference <= highest
+    return allowed

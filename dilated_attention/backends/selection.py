@@ -2,18 +2,112 @@
 
 Selection walks one ordered table and is pure Python on declared capabilities, so it can be tested on a CPU for any GPU by passing
 another ``Hardware``.
+
+Rates of backends that were measured on one GPU of an architecture and are shipped with the package: ``shipped/*.json``.
+
+A row holds the rates of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses the row whose head dim
+is the smallest measured one not below the request's (kernels round up), else the largest; among those, the row whose length is nearest
+by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must be equal. Block lists
+have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
+has no row.
+
+Rates only order backends; whether a backend can compute a request is decided by its ``reasons_against``.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import logging
+import math
 from collections.abc import Hashable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dilated_attention.backends import hardware, rates
+import torch
+
+from dilated_attention.backends import hardware
 from dilated_attention.backends.base import AttentionRequest, Backend
 from dilated_attention.pattern.checks import shown
+
+if TYPE_CHECKING:
+    from dilated_attention.backends.base import AttentionRequest
+
+_FOLDER = Path(__file__).parent / "shipped"
+_DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
+# rates that differ by less than this fraction say nothing about another machine
+_SAME_RATE = 0.03
+
+
+class RateRow(NamedTuple):
+    """TFLOP/s by backend. ``length``: rows of a problem, or for lists of 128x128 blocks the mean number of keys per query."""
+
+    head_dim: int
+    length: int
+    tflops: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RateTable:
+    """The rates of one GPU: rows by (pass, dtype class, causal, lists of blocks). ``source``: what was measured and how."""
+
+    device: str
+    date: str
+    source: str
+    rows: dict[tuple[str, str, bool, bool], list[RateRow]]
+
+    def tflops(self, request: AttentionRequest) -> dict[str, float]:
+        """Returns the rates that apply to ``request`` (by the rule in the module docstring); empty if none do."""
+        dtype, blocks = _DTYPE_CLASSES.get(request.dtype), request.blocks is not None
+        unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
+        # block lists were timed with whole 128x128 blocks; the rows also apply to lists with some masked blocks. The lists contain the
+        # causal mask, so causal rows are not distinguished
+        unmeasured |= request.blocks not in (None, (128, 128)) or request.precision != "native"
+        which = "backward" if request.needs_grad else "forward"
+        rows = [] if dtype is None or unmeasured else self.rows.get((which, dtype, request.causal and not blocks, blocks), [])
+        if not rows:
+            return {}
+        dims = {row.head_dim for row in rows}
+        head_dim = min((dim for dim in dims if dim >= request.head_dim), default=max(dims))
+        same = [row for row in rows if row.head_dim == head_dim]
+        if request.length <= 0:
+            return max(same, key=lambda row: row.length).tflops
+        return min(same, key=lambda row: (abs(math.log2(row.length / request.length)), -row.length)).tflops
+
+
+@functools.cache
+def table_of(architecture: str) -> RateTable | None:
+    """Returns the table shipped for this architecture (see ``Hardware.architecture``); None if nothing was measured on it."""
+    path = _FOLDER / f"{architecture}.json"
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows: dict[tuple[str, str, bool, bool], list[RateRow]] = {}
+    for row in content["rows"]:
+        kind = (row["pass"], row["dtype"], row["causal"], row.get("blocks", False))
+        rows.setdefault(kind, []).append(RateRow(row["head_dim"], row["length"], row["tflops"]))
+    return RateTable(content["device"], content["date"], content["source"], rows)
+
+
+def rate_of(backend: str, request: AttentionRequest) -> float | None:
+    """Returns the TFLOP/s of a backend for such a request on the measured GPU of this architecture; None if it was not measured."""
+    table = table_of(request.hardware.architecture)
+    return None if table is None else table.tflops(request).get(backend)
+
+
+def by_rate(tflops: dict[str, float], architecture_order: tuple[str, ...]) -> tuple[str, ...]:
+    """Orders backends by rate; rates so close that another machine might reverse them follow the architecture's order."""
+    place = {name: index for index, name in enumerate(architecture_order)}
+    left = sorted(tflops, key=lambda name: -tflops[name])
+    names = []
+    while left:
+        close = [name for name in left if tflops[name] >= tflops[left[0]] * (1 - _SAME_RATE)]
+        names.append(min(close, key=lambda name: place.get(name, len(place))))
+        left.remove(names[-1])
+    return tuple(names)
+
 
 logger = logging.getLogger("dilated_attention")
 
@@ -27,7 +121,7 @@ class BackendUnavailable(RuntimeError):
 
 
 class Registry:
-    """The single ordered table: backends by name, and their order of preference by shipped rates, else by architecture."""
+    """The single ordered table: backends by name, and their order of preference by shipped selection, else by architecture."""
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
@@ -84,8 +178,8 @@ class Registry:
         family = f"sm{machine.capability[0]}x" if machine.device_type == "cuda" and machine.capability and not machine.is_rocm else ""
         names = orders.get((family, request.kind), ())
         groups = [(orders.get((machine.architecture, request.kind), ()), "architecture order")]
-        if (shipped := rates.table_of(machine.architecture)) is not None:
-            groups.append((rates.by_rate(shipped.tflops(request), names), f"shipped table ({shipped.source}, {shipped.date})"))
+        if (shipped := table_of(machine.architecture)) is not None:
+            groups.append((by_rate(shipped.tflops(request), names), f"shipped table ({shipped.source}, {shipped.date})"))
         groups += [(names, "architecture order"), (self.names(), "order of registration")]
         reasons: dict[str, str] = {}
         for listed, reason in groups:

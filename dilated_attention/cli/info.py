@@ -12,7 +12,7 @@ import torch
 
 import dilated_attention
 from dilated_attention import factory
-from dilated_attention.backends import PRECISIONS, rates
+from dilated_attention.backends import PRECISIONS, selection
 from dilated_attention.cli.common import DTYPE_NAMES, add_command, count, dtype_of, put, put_json
 from dilated_attention.factory import EXAMPLES, Explanation, explain_backend
 from dilated_attention.functional import explain_decode
@@ -57,7 +57,7 @@ def _info(args: argparse.Namespace) -> int:
     explanation = explain_backend(hardware=hardware, **asked)
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     is_possible = explanation.forward is not None and (explanation.backward is not None or args.inference)
-    table = rates.table_of(hardware.architecture)
+    table = selection.table_of(hardware.architecture)
     preference = f"shipped table ({table.source}, {table.date})" if table else "architecture order"
     if args.json:
         put_json({"versions": versions, "preference": preference, **explanation.as_dict()})

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, rates, registry
+from dilated_attention.backends import BackendUnavailable, registry, selection
 from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
@@ -238,7 +238,7 @@ def _rate_of(problem: Problem, length: int, backward: bool) -> Rate:
     except BackendUnavailable as error:
         raise _NoRate(str(error).splitlines()[0]) from error
     kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
-    table, tflops = rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
+    table, tflops = selection.table_of(problem.hardware.architecture), selection.rate_of(backend, request)
     if table is not None and tflops is not None:
         scale, where = _scale(problem, table.device)
         return (backend, tflops * 1e12 * scale * kept, f"the shipped table of {table.device}, {table.date}{where}")

@@ -12,8 +12,7 @@ import torch
 
 import dilated_attention
 from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, detect, registry
-from dilated_attention.backends.base import placed
-from dilated_attention.backends.torch_ops.math import band_mask
+from dilated_attention.backends.base import band_mask, placed
 
 MATH = registry.get("math")
 PACKAGE = Path(dilated_attention.__file__).parent

@@ -19,10 +19,9 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Bounds, Hardware, Mask, Options, registry
 from dilated_attention.backends import hardware as hardware_module
+from dilated_attention.backends.base import band_mask, window_sizes
 from dilated_attention.backends.flash import flash3
 from dilated_attention.backends.flash import xformers as xformers_module
-from dilated_attention.backends.mask_convert import window_sizes
-from dilated_attention.backends.torch_ops.math import band_mask
 
 MATH = registry.get("math")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dilated_attention import explain_backend
-from dilated_attention.backends import AttentionRequest, Hardware, Registry, rates, registry
-from dilated_attention.backends.rates import RateRow, RateTable
+from dilated_attention.backends import AttentionRequest, Hardware, Registry, registry, selection
+from dilated_attention.backends.selection import RateRow, RateTable
 from dilated_attention.factory import EXAMPLES
 
 HOPPER, AMPERE = EXAMPLES["hopper"], EXAMPLES["ampere"]
@@ -36,14 +36,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[RateTable]:
     """Hopper's rates: of long and short forwards in half precision alone."""
     rows = [RateRow(64, 2048, {"math": 3.0, "flash2": 1.0, "of a later release": 0.5}), RateRow(64, 16384, {"flash2": 1.0})]
     made = RateTable("a GPU", "2026-01-02", "a test", {("forward", "half", False, False): rows})
-    monkeypatch.setattr(rates, "table_of", lambda architecture: made if architecture == "sm90" else None)
+    monkeypatch.setattr(selection, "table_of", lambda architecture: made if architecture == "sm90" else None)
     yield made
 
 
 def test_rates_order_their_kind_of_call_alone(table: RateTable, fresh: Registry) -> None:
     assert fresh.order(ask())[:3] == ("math", "flash2", "flash4")
     assert sorted(fresh.order(ask())) == sorted(registry.names())
-    assert rates.rate_of("math", ask()) == 3.0 and rates.rate_of("flash4", ask()) is None
+    assert selection.rate_of("math", ask()) == 3.0 and selection.rate_of("flash4", ask()) is None
     for other in (
         {"causal": True},
         {"needs_grad": True},
@@ -57,7 +57,7 @@ def test_rates_order_their_kind_of_call_alone(table: RateTable, fresh: Registry)
         {"hardware": AMPERE},
     ):
         assert fresh.order(ask(**other))[0] == "flash4", other
-        assert rates.rate_of("math", ask(**other)) is None
+        assert selection.rate_of("math", ask(**other)) is None
     # a forward is as deterministic as it is; a gradient was timed without
     assert fresh.order(ask(deterministic=True))[0] == "math"
 
@@ -83,10 +83,10 @@ def test_head_dims_round_up_and_lengths_go_to_the_nearest_by_ratio() -> None:
 
 
 def test_shipped_tables_name_backends_that_exist() -> None:
-    files = list((Path(rates.__file__).parent / "shipped").glob("*.json"))
+    files = list((Path(selection.__file__).parent / "shipped").glob("*.json"))
     assert files
     for path in files:
-        table = rates.table_of(path.stem)
+        table = selection.table_of(path.stem)
         assert table is not None and table.rows and table.source and table.device and table.date
         for (which, dtype, causal, blocks), rows in table.rows.items():
             assert which in ("forward", "backward") and dtype in ("half", "float32") and {type(causal), type(blocks)} == {bool}
@@ -96,7 +96,7 @@ def test_shipped_tables_name_backends_that_exist() -> None:
 
 
 def test_the_shipped_table_speaks_for_its_architecture_on_any_machine() -> None:
-    shipped = rates.table_of("sm90")
+    shipped = selection.table_of("sm90")
     assert shipped is not None
     tflops = shipped.tflops(ask())
     order = registry.order(ask(shapes_repeat=True))[: len(tflops)]
@@ -110,7 +110,7 @@ def test_the_shipped_table_speaks_for_its_architecture_on_any_machine() -> None:
 
 def test_the_explanation_says_what_made_the_order() -> None:
     assert "order: architecture order" in str(explain_backend(device="cpu"))
-    shipped = rates.table_of("sm90")
+    shipped = selection.table_of("sm90")
     assert shipped is not None
     explanation = explain_backend(hardware=HOPPER, dtype=BF16)
     assert explanation.forward_basis == explanation.as_dict()["forward_basis"] == f"shipped table ({shipped.source}, {shipped.date})"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
-from dilated_attention.engine.decode import row as torch_decode
+from dilated_attention.engine.decode import dispatch as torch_decode
+from dilated_attention.engine.decode.dispatch import Cached
 from dilated_attention.engine.decode.keys import row_keys
-from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
     Axial,
@@ -212,7 +212,7 @@ def test_kernel_equals_its_twin(name: str) -> None:
     keys.prepare(positions.tolist())
     runs = keys.runs(positions)
     rows = q[torch.arange(2, device=device), positions]
-    expected, expected_lse = torch_decode.decode(rows, cached, runs, 0.3)
+    expected, expected_lse = torch_decode.gathered_row(rows, cached, runs, 0.3)
     found, lse = decode_triton.decode(rows, cached, runs, 0.3, num_splits=splits)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.branches import branch_buffers, chunking
+from dilated_attention.engine.branches import branch_buffers
 
 
 @given(data=st.data())
@@ -19,7 +19,7 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = chunking.make_chunk_sizes(pattern, chunking.CallSizes(2, n, heads, kv_heads, 1, 1), 1, budget)
+    cut = branch_buffers.make_chunk_sizes(pattern, branch_buffers.CallSizes(2, n, heads, kv_heads, 1, 1), 1, budget)
     taken = torch.zeros(n, heads, dtype=torch.int64)
     pieces = list(cut.chunks(heads, n))
     for chunk in pieces:
@@ -35,17 +35,17 @@ def test_chunks_partition_the_call_and_begin_with_segments(data: st.DataObject) 
             for c in pieces
         ]
         smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
-        assert smallest or max(rows) * chunking.CONCURRENT_CHUNKS <= budget
+        assert smallest or max(rows) * branch_buffers.CONCURRENT_CHUNKS <= budget
 
 
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     """16 heads of 128, the paper's geometric branches: parts of the forward within 5 % of q, k and v, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
-    sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
+    sizes = branch_buffers.CallSizes(1, n, 16, 16, 128, 2)
     for cut, row_bytes, limit in (
-        (chunking.chunk_sizes(pattern, sizes, False), 260, sizes.input_bytes // 20),
-        (chunking.chunk_sizes(pattern, sizes, True), 768, 2**30),
+        (branch_buffers.chunk_sizes(pattern, sizes, False), 260, sizes.input_bytes // 20),
+        (branch_buffers.chunk_sizes(pattern, sizes, True), 768, 2**30),
     ):
         layers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
-        assert chunking.CONCURRENT_CHUNKS * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
+        assert branch_buffers.CONCURRENT_CHUNKS * cut.heads * layers.rows(with_direct=False) * row_bytes <= limit
         assert cut.positions % 32768 == 0

@@ -16,8 +16,7 @@ from dilated_attention.backends.base import Bounds
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Shape
-from dilated_attention.engine.kernels.tiles_choice import is_packed
-from dilated_attention.engine.ops.prepare import make_plan
+from dilated_attention.engine.ops.prepare import is_packed, make_plan
 from dilated_attention.functional import arguments
 from dilated_attention.functional.options import Options as CallOptions
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Backend, Options, detect, registry
-from dilated_attention.engine.branches.heads import HeadGroup
 from dilated_attention.engine.branches.launches import Launch, Rows, launches_of, problems_at_once
-from dilated_attention.engine.branches.problems import Problem, Problems, Shape, problems_of
+from dilated_attention.engine.branches.problems import HeadGroup, Problem, Problems, Shape, problems_of
 from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import Case, Space, inputs, random_case

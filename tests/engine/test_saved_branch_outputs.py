@@ -10,7 +10,7 @@ import torch._dynamo
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.engine.branches import chunking, launches
+from dilated_attention.engine.branches import branch_buffers, launches
 from dilated_attention.engine.ops import prepare, resolve
 from dilated_attention.engine.reference import reference_attention
 from tests.helpers.fused import run_fused, use_merge_twin
@@ -55,7 +55,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_kept_outputs_and_those_made_again_give_one_gradient(monkeypatch: pytest.MonkeyPatch, which: int, n: int, cut: str) -> None:
     """However the backward is cut: its budget is another one here."""
     small = {"whole": 2**40, "chunks": 2**14}[cut]
-    monkeypatch.setattr(chunking, "transient_budget", lambda size, is_backward=False: small if size else 2**40)
+    monkeypatch.setattr(branch_buffers, "transient_budget", lambda size, is_backward=False: small if size else 2**40)
     monkeypatch.setitem(launches.PART_BYTES, "cuda", 0)
     launched = count_forwards(monkeypatch)
     pattern = PATTERNS[which]
@@ -103,7 +103,7 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     assert run(k[:, :, :1], v[:, :, :1], **OPTIONS) == 0
     assert run(**OPTIONS, dropout_p=0.1) == 0
     assert run(lengths=(8,), rates=(1,), **OPTIONS) == 0
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: elements * 8 - 1)
+    monkeypatch.setattr(branch_buffers, "transient_budget", lambda _, is_backward=False: elements * 8 - 1)
     assert run(**OPTIONS) == 0
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Hardware, detect, rates, registry
+from dilated_attention.backends import AttentionRequest, Hardware, detect, registry, selection
 from dilated_attention.engine.branches.problems import Shape
-from dilated_attention.engine.kernels.tiles_choice import packed_library, runs_on_tiles
+from dilated_attention.engine.ops.prepare import packed_library, runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -110,7 +110,7 @@ def test_passes_of_detached_mixing_go_one_way() -> None:
 def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     N = 2**20
     assert not is_chosen(N)
-    monkeypatch.setattr(rates, "rate_of", lambda backend, request: {"flash4": 300.0, "tiles": 900.0}[backend])
+    monkeypatch.setattr(selection, "rate_of", lambda backend, request: {"flash4": 300.0, "tiles": 900.0}[backend])
     registry.cached.clear()
     assert is_chosen(N)
 
@@ -126,7 +126,7 @@ def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyP
 def test_hardware_without_a_table_has_rates_to_go_by() -> None:
     bare = Hardware(device_type="cuda", capability=(8, 6), packages=frozenset({"triton"}), name="86")
     request = replace(REQUEST, hardware=bare)
-    assert rates.table_of(bare.architecture) is None
+    assert selection.table_of(bare.architecture) is None
     assert is_chosen(1024, request) and not is_chosen(2**20, request)
 
 

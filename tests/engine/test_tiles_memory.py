@@ -36,7 +36,7 @@ def account(**options: Any) -> tuple[int, int]:
 
 def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = account()
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", 2**20)
+    monkeypatch.setattr("dilated_attention.engine.branches.branch_buffers.TRANSIENT_BYTES", 2**20)
     cut = account()
     # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, two of them backward
     budget = int(0.05 * 3 * 2 * N * H * D * 2)
@@ -50,7 +50,7 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     pytest.importorskip("triton")
     from dilated_attention.backends.tiles import launch, run
 
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
+    monkeypatch.setattr("dilated_attention.engine.branches.branch_buffers.TRANSIENT_BYTES", budget)
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.truth import Truth
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
-from dilated_attention.engine.branches import chunking
+from dilated_attention.engine.branches import branch_buffers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -122,7 +122,7 @@ def peak_extra(function: object) -> int:
 def test_transient_memory_keeps_to_the_limit(n: int, heads: int, dim: int, lengths: list[int], rates: list[int]) -> None:
     """In addition to inputs and results at most 512 MiB forward and 1 GiB backward, or 5 % of q, k and v."""
     q, k, v, dout = make(n, heads, dim)
-    limit, backward_limit = (chunking.transient_budget(3 * q.numel() * 2, is_backward=is_backward) for is_backward in (False, True))
+    limit, backward_limit = (branch_buffers.transient_budget(3 * q.numel() * 2, is_backward=is_backward) for is_backward in (False, True))
 
     def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():

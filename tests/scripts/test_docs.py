@@ -210,7 +210,7 @@ NOT_HERE = {"log.jsonl", "run.toml"}
 
 
 def test_named_files_exist(page: Path) -> None:
-    """``engine/branches/heads.py`` may be said of dilated_attention/engine/branches/heads.py, and ``heads.py`` beside it."""
+    """``engine/branches/problems.py`` may be said of dilated_attention/engine/branches/problems.py, and ``launches.py`` beside it."""
     for span in spans(page):
         name = span.partition("::")[0].rstrip("/")
         if not OURS.match(name) or "<" in name or name in NOT_HERE:

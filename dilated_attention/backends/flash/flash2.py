@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import flash_sides
+from dilated_attention.backends.base import Backend, Capabilities, Keys, Options, Views, flash_sides
 
 
 class Flash2Backend(Backend):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
-from dilated_attention.backends.mask_convert import flash_sides
+from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, flash_sides, new_results
 from dilated_attention.backends.selection import refresh
 
 

@@ -1,17 +1,199 @@
-"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell."""
+"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell.
+
+FlashAttention-4's block-sparse kernels on Hopper: which block lists they accept, and the launches of both passes.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
-from dilated_attention.backends.flash import flash4_blocks
+from dilated_attention.backends.base import (
+    AttentionRequest,
+    Backend,
+    Capabilities,
+    Keys,
+    Options,
+    Views,
+    new_lse,
+    new_results,
+    window_sizes,
+)
+from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
+from dilated_attention.backends.flash import flash4
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
-from dilated_attention.backends.mask_convert import window_sizes
+from dilated_attention.backends.hardware import Streams
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+# launches over parts of the columns that run side by side; each additional one takes memory for its dq
+_MOST_CONCURRENT = 3
+
+
+def block_reasons(request: AttentionRequest) -> list[str]:
+    """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
+    assert request.blocks is not None
+    capability = request.hardware.capability
+    reasons = []
+    if capability is None or capability[0] != 9:
+        reasons.append("its block-sparse kernels were tested only on compute capability 9.0")
+    if request.head_dim > 128:
+        reasons.append(f"with lists of blocks head_dim is at most 128, not {request.head_dim}")
+    if request.needs_grad:
+        q_block, k_block = request.blocks
+        if k_block != 128 or (request.head_dim <= 64 and q_block != 128):
+            least = "128x128" if request.head_dim <= 64 else "64x128 or 128x128"
+            reasons.append(f"its backward with head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
+        if request.deterministic:
+            reasons.append("its backward over lists of blocks is not deterministic here")
+    return reasons
+
+
+def forward_blocks(
+    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse). ``out``: a view to write to."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    mask_mod, interval = _interval(lists)
+    tables = row_tables(lists, q.shape[2] // k.shape[2])
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None)
+    parts: list[tuple[slice, slice, Tensor]] = []
+    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    for table in tables:
+        rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
+        heads, kv_heads = _heads(table, lists, q, k)
+        tensors = q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]
+        # the kernel requires a dense lse
+        part = lse
+        if len(tables) > 1:
+            part = lse.new_empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start))
+            parts.append((heads, rows, part))
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
+        aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
+        call = functools.partial(
+            interface._flash_attn_fwd,
+            *tensors[:3],
+            softmax_scale=options.scale,
+            softcap=options.softcap,
+            return_lse=True,
+            out=tensors[3],
+            lse=part,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        launches.append(((*tensors, part, *sparse[:4], *(aux or ())), call))
+    # a few rows of many blocks, as those of global tokens, would leave most of the GPU idle for as long as all others take
+    with Streams(q.device, min(2, len(tables))) as streams:
+        for index, (given, call) in enumerate(launches):
+            with streams.stream(index):
+                replay_forward(interface, given, settings, call)
+    for heads, rows, part in parts:
+        lse[:, heads, rows] = part
+    return out, lse
+
+
+def backward_blocks(
+    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes (dq, dk, dv).
+
+    Args:
+        tensors: dout, q, k, v, out, lse.
+        into: a view for dq, which is written to unless dq is the sum of more than two launches: it is then another tensor, in float32.
+    """
+    dout, q, k, v, out, lse = tensors
+    tables = column_tables(lists, q.shape[2] // k.shape[2])
+    cut = len({table.start for table in tables}) > 1
+    # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
+    concurrent = cut and len(tables) <= _MOST_CONCURRENT
+    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into]
+    dqs += [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in tables[1:] if concurrent]
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
+    mask_mod, interval = _interval(lists)
+    replay = replay_backward(q, k)
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
+    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    for index, table in enumerate(tables):
+        rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
+        heads, kv_heads = _heads(table, lists, q, k)
+        mine = [q[:, :, heads], k[:, rows, kv_heads], v[:, rows, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads].contiguous()]
+        grads = [dqs[index if concurrent else 0][:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
+        more = [] if dlse is None else [dlse[:, heads].contiguous()]
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
+        # the kernel counts keys from the first key of the launch
+        aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
+
+        call = functools.partial(
+            interface._flash_attn_bwd,
+            *mine,
+            softmax_scale=options.scale,
+            softcap=options.softcap,
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            dlse=more[0] if more else None,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        given = (*mine, *grads, *more, *sparse[:4], *(aux or ()))
+        if concurrent:
+            launches.append((given, call))
+            continue
+        replay(interface, given, settings, call)
+        if total is not None:
+            total[:, :, heads] += grads[0]
+    if concurrent:
+        with Streams(q.device, 2) as streams:
+            for index, (given, call) in enumerate(launches):
+                with streams.stream(index):
+                    replay(interface, given, settings, call)
+        if len(dqs) == 2:
+            # rounded once
+            return dqs[0].add_(dqs[1]), dk, dv
+        total = dqs[0].float()
+        for dq in dqs[1:]:
+            total += dq
+    return dqs[0] if total is None else total, dk, dv
+
+
+def _heads(table: BlockTable, lists: BlockLists, q: Tensor, k: Tensor) -> tuple[slice, slice]:
+    """Returns the query and key heads of a table."""
+    H, K = q.shape[2], k.shape[2]
+    if lists.num_heads == 1:
+        return slice(0, H), slice(0, K)
+    first, last = table.heads
+    group = H // K
+    assert first % group == 0 and last % group == 0, "tables are cut between key heads"
+    return slice(first, last), slice(first // group, last // group)
+
+
+def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, heads: int) -> Any:
+    """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    sides = []
+    for counts, indices in (table.partial, table.full):
+        sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
+    return BlockSparseTensorsTorch(*sides, block_size=(lists.q_block, lists.k_block))
+
+
+def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
+    if lists.masks is None:
+        return None, None
+    assert lists.interval is not None, "only interval masks are supported"
+    from dilated_attention.backends.flash.flash4_mask import interval_mask
+
+    missing = lists.num_rows * lists.q_block - lists.num_queries
+    # the kernels also read the bounds of the missing rows of the last block
+    bounds = lists.derived("whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()))
+    return interval_mask, bounds
 
 
 class Flash4Backend(Backend):
@@ -61,7 +243,7 @@ class Flash4Backend(Backend):
         if request.head_dim < 8:
             reasons.append(f"head_dim is at least 8, not {request.head_dim}")
         if request.blocks is not None:
-            reasons += flash4_blocks.block_reasons(request)
+            reasons += flash4.block_reasons(request)
         return reasons
 
     def forward(
@@ -70,7 +252,7 @@ class Flash4Backend(Backend):
         interface, (where, lse) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4_blocks.forward_blocks(interface, q, k, v, keys, options, where)
+            return flash4.forward_blocks(interface, q, k, v, keys, options, where)
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel requires lse rows with stride 1
         rows = lse if lse is not None and lse.stride(-1) == 1 else new_lse(q)
@@ -93,7 +275,7 @@ class Flash4Backend(Backend):
         interface = _interface()
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4_blocks.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
+            return flash4.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = _with_rows(lse, q.shape[-1])
         dlse = None if dlse is None else _with_rows(dlse, q.shape[-1])

@@ -7,8 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import repeat_heads, window_sizes
+from dilated_attention.backends.base import (
+    HALVES,
+    AttentionRequest,
+    Backend,
+    Capabilities,
+    Keys,
+    Options,
+    Views,
+    repeat_heads,
+    sum_heads,
+    window_sizes,
+)
 
 
 class XformersBackend(Backend):
@@ -62,9 +72,7 @@ class XformersBackend(Backend):
             dout.contiguous(), out.contiguous(), lse.contiguous(), q, k, v, _bias(fmha, options, q, k), scale=options.scale,
             op=kernels.BwOp,
         )  # fmt: skip
-        if K != G:
-            dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
-        return dq, dk, dv
+        return dq, sum_heads(dk, K), sum_heads(dv, K)
 
 
 def _fmha(dtype: torch.dtype) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import capability, on_device
-from dilated_attention.backends.tiles import padding as pad
+from dilated_attention.backends.tiles import table_kernels as pad
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import LARGE_MEMORY, MAX_PLACES, Walk, extent_of, make_spans, num_tiles, shares_keys
@@ -100,7 +100,6 @@ class Prepared:
         *_, self.key_heads, _, self.part_rows, self.delta_rows, self.key_part_rows = self.extent
         self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
         self._made: dict[tuple[TableKey, ...], Tables] = {}
-        self._counts: dict[TableKey, int] = {}
         self._starts: Tensor | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
         D0, D1 = head_blocks(head_dim)
@@ -120,7 +119,7 @@ class Prepared:
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: Tensor | None) -> Tensor | None:
-        """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
+        """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``table_kernels.py``."""
         if padding is None:
             return None
         branches = self.call.walk.num_branches
@@ -147,10 +146,7 @@ class Prepared:
 
     def num_tiles(self, of_keys: bool, rows: int) -> int:
         """Returns the number of tiles of ``rows`` queries, or keys."""
-        key = of_keys, rows
-        if key not in self._counts:
-            self._counts[key] = num_tiles(self.call.walk, of_keys, rows)
-        return self._counts[key]
+        return num_tiles(self.call.walk, of_keys, rows)
 
     def tables(self, *which: TableKey) -> Tables:
         """Returns the tables of a pass, of queries and of keys, which are made once. The current device is theirs.

@@ -124,14 +124,14 @@ def kept(a, c, b, threshold):
 
 @triton.jit
 def class_words(words_ptr, branch, rate, first, num_keys, pad_branch):
-    """Returns (words of the class of ``first``, index of ``first`` in it) of the packed mask; see ``padding.py``."""
+    """Returns (words of the class of ``first``, index of ``first`` in it) of the packed mask; see ``table_kernels.py``."""
     words = ((num_keys + rate - 1) // rate + 31) // 32 + 2
     return words_ptr + branch.to(tl.int64) * pad_branch + (first % rate).to(tl.int64) * words, first // rate
 
 
 @triton.jit
 def hidden_words(words_ptr, index, BLOCK: tl.constexpr):
-    """Returns (low, high): bits index … index + BLOCK − 1 of one class in the packed mask (``padding.py``), 32 bits per word."""
+    """Returns (low, high): bits index … index + BLOCK − 1 of one class in the packed mask (``table_kernels.py``), 32 bits per word."""
     at = words_ptr + (index >> 5)
     shift = (index & 31).to(tl.uint64)
     first = tl.load(at).to(tl.uint32, bitcast=True).to(tl.uint64)

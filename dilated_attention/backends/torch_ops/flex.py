@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import clear_empty_rows
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.pattern.blocks.flex_mask import padded_tables
 
@@ -92,6 +91,8 @@ def _part_backward(
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None) -> tuple[Tensor, Tensor]:
     """Returns (out (P, G, L, D), lse (P, G, L))."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
         assert band is None, "block lists already include causality and the window"
@@ -119,7 +120,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists |
             scale=options.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             kernel_options=kernel,
-            return_aux=_lse_only(),
+            return_aux=AuxRequest(lse=True),
         )
     return out, aux.lse
 
@@ -151,13 +152,6 @@ def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
     function = types.FunctionType(_call_flex.__code__.replace(co_name=f"flex_{hash(kind) & 0xFFFFFF:x}"), _call_flex.__globals__)
     # with fullgraph this raises past the limit, where a plain compile would silently materialise every score
     return torch.compile(function, fullgraph=True, dynamic=True, options={"max_autotune": True} if search else None)
-
-
-@functools.cache
-def _lse_only() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,8 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, repeat_heads, window_sizes
+from dilated_attention.backends.base import (
+    HALVES,
+    AttentionRequest,
+    Backend,
+    Capabilities,
+    Keys,
+    Options,
+    Views,
+    additive_bias,
+    clear_empty_rows,
+    repeat_heads,
+    sum_heads,
+    window_sizes,
+)
 from dilated_attention.backends.torch_ops.math import MathBackend
 
 _MATH = MathBackend()
@@ -178,11 +190,7 @@ class SdpaEfficientBackend(Backend):
             options.causal,
             scale=options.scale,
         )
-        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        if K != G:
-            # sums the contributions of the query heads that read one key/value head, in float32
-            dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
-        return dq, dk, dv
+        return dq.transpose(1, 2), sum_heads(dk.transpose(1, 2), K), sum_heads(dv.transpose(1, 2), K)
 
 
 def _aligned_bias(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:

@@ -20,7 +20,7 @@ from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.blocks.bitmask import bits_of_lists
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
-from dilated_attention.engine.oom import explains_shortage
+from dilated_attention.engine.memory import explains_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded

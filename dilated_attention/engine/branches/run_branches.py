@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, Views, accumulation_dtype, placed
+from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.merge import zero_key_share
-from dilated_attention.backends.streams import Streams
-from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
-from dilated_attention.engine.branches.chunking import (
+from dilated_attention.engine.branches.branch_buffers import (
     CONCURRENT_CHUNKS,
+    BranchBuffers,
     CallSizes,
     Chunk,
     ChunkSizes,
     chunk_sizes,
+    make_branch_buffers,
 )
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,

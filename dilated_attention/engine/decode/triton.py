@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention.backends.hardware import multiprocessors, on_device
+from dilated_attention.engine.decode.dispatch import Cached
 from dilated_attention.engine.decode.keys import Runs
-from dilated_attention.engine.decode.row import Cached
 
 Table = tuple[Tensor, Tensor]
 
@@ -256,7 +256,7 @@ def rotate_and_append(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cached
 
 
 def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """Same as ``engine.decode.row.decode``, without a host synchronization.
+    """Same as ``engine.decode.dispatch.gathered_row``, without a host synchronization.
 
     Args:
         num_splits: number of programs that share a row; None for as many as keep the GPU busy.

@@ -1,7 +1,8 @@
 """Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
 
-Results that wait for the merge or the sum have the same budget as elsewhere (``chunking.transient_budget``). If they would exceed it, heads
-run one group after another. What runs at a time, and the scratch memory it takes, follow from shapes alone and do not need Triton.
+Results that wait for the merge or the sum have the same budget as elsewhere (``branch_buffers.transient_budget``). If they would exceed
+it, heads run one group after another. What runs at a time, and the scratch memory it takes, follow from shapes alone and do not need
+Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from dilated_attention.backends.base import Views, new_results
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.table import Walk, extent_of, make_spans, scratch_bytes, shares_keys
-from dilated_attention.engine.branches.chunking import transient_budget
+from dilated_attention.engine.branches.branch_buffers import transient_budget
 from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms

@@ -4,11 +4,13 @@
     backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dsinks)
 
 Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
-profiler needs to see the op (``eager.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as torch.library
-defines it. torch.library defines nothing for ``grad``, ``vjp``, ``vmap`` and the like, so under these the op is an autograd function
-that is made here. Forward mode is refused, because a tangent would otherwise be dropped silently.
+profiler needs to see the op (``transforms.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as
+torch.library defines it. torch.library defines nothing for ``grad``, ``vjp``, ``vmap`` and the like, so under these the op is an autograd
+function that is made here. Forward mode is refused, because a tangent would otherwise be dropped silently.
 
 A selective-checkpointing policy should list the forward ops as must-save, e.g. ``torch.ops.dilated_attention.dilated_attention``.
+
+The ops of one process are defined at the end; those of a ring are in ``distributed/``.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends import detect
 from dilated_attention.backends.base import new_lse
-from dilated_attention.engine.ops.prepare import new_like
-from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, Tensors, gradient_of_out
+from dilated_attention.engine.ops.prepare import fuses, new_like, saved_elements
+from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, ResolvedDilated, Tensors, gradient_of_out, resolve
+from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
 from dilated_attention.pattern import pattern_from_spec
@@ -143,3 +147,26 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
 
     Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]
     return Transformed
+
+
+def _new_saved(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
+    """Returns a tensor like the third output: over packed documents, whose number is not known without values, nothing is saved."""
+    q, k, *_, cu_seqlens = inputs[:5]
+    may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype, settings.strategy)
+    return q.new_empty(saved_elements(settings.pattern, q.shape, k.shape, q.element_size()) if may_save else 0)
+
+
+dilated_attention_op = define_attention(
+    ResolvedDilated.name,
+    resolve,
+    "dilated_attention.engine.reference.reference_attention, which is plain autograd",
+    new_saved=_new_saved,
+)
+block_sparse_attention_op = define_attention(
+    ResolvedBlocks.name, resolve_blocks, "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)"
+)
+block_sparse_dilated_attention_op = define_attention(
+    ResolvedUnion.name,
+    resolve_blocks,
+    "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
+)

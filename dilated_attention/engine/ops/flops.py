@@ -15,7 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.engine.blocks.documents import pieces_of
 from dilated_attention.engine.branches.problems import Shape, problems_of
-from dilated_attention.engine.ops import attention_ops  # noqa: F401  declares what is counted here
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK
 from dilated_attention.engine.ops.resolve import INPUTS
