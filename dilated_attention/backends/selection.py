@@ -3,15 +3,7 @@
 Selection walks one ordered table and is pure Python on declared capabilities, so it can be tested on a CPU for any GPU by passing
 another ``Hardware``.
 
-Rates of backends that were measured on one GPU of an architecture and are shipped with the package: ``shipped/*.json``.
-
-A row holds the rates of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses the row whose head dim
-is the smallest measured one not below the request's (kernels round up), else the largest; among those, the row whose length is nearest
-by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must be equal. Block lists
-have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
-has no row.
-
-Rates only order backends; whether a backend can compute a request is decided by its ``reasons_against``.
+Shipped rates (``RateTable``) only order backends; whether a backend can compute a request is decided by its ``reasons_against``.
 """
 
 from __future__ import annotations
@@ -24,16 +16,13 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.backends import hardware
 from dilated_attention.backends.base import AttentionRequest, Backend
 from dilated_attention.pattern.checks import shown
-
-if TYPE_CHECKING:
-    from dilated_attention.backends.base import AttentionRequest
 
 _FOLDER = Path(__file__).parent / "shipped"
 _DTYPE_CLASSES = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "float32"}
@@ -51,7 +40,18 @@ class RateRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RateTable:
-    """The rates of one GPU: rows by (pass, dtype class, causal, lists of blocks). ``source``: what was measured and how."""
+    """Rates of backends that were measured on one GPU of an architecture and are shipped with the package: ``shipped/*.json``.
+
+    A row holds the rates of one kind of call: pass, dtype class, head dim, rows of a problem, causal. A request uses the row whose head dim
+    is the smallest measured one not below the request's (kernels round up), else the largest; among those, the row whose length is nearest
+    by ratio, with ties going to the longer one. An unknown length uses the longest. Pass, dtype class and causal must be equal. Block lists
+    have separate rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any of these
+    has no row.
+
+    Args:
+        source: what was measured and how.
+        rows: by (pass, dtype class, causal, lists of blocks).
+    """
 
     device: str
     date: str
@@ -59,7 +59,7 @@ class RateTable:
     rows: dict[tuple[str, str, bool, bool], list[RateRow]]
 
     def tflops(self, request: AttentionRequest) -> dict[str, float]:
-        """Returns the rates that apply to ``request`` (by the rule in the module docstring); empty if none do."""
+        """Returns the rates that apply to ``request`` by the rule above; empty if none do."""
         dtype, blocks = _DTYPE_CLASSES.get(request.dtype), request.blocks is not None
         unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
         # block lists were timed with whole 128x128 blocks; the rows also apply to lists with some masked blocks. The lists contain the

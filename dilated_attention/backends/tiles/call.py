@@ -100,6 +100,7 @@ class Prepared:
         *_, self.key_heads, _, self.part_rows, self.delta_rows, self.key_part_rows = self.extent
         self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
         self._made: dict[tuple[TableKey, ...], Tables] = {}
+        self._counts: dict[TableKey, int] = {}
         self._starts: Tensor | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
         D0, D1 = head_blocks(head_dim)
@@ -146,7 +147,10 @@ class Prepared:
 
     def num_tiles(self, of_keys: bool, rows: int) -> int:
         """Returns the number of tiles of ``rows`` queries, or keys."""
-        return num_tiles(self.call.walk, of_keys, rows)
+        key = of_keys, rows
+        if key not in self._counts:
+            self._counts[key] = num_tiles(self.call.walk, of_keys, rows)
+        return self._counts[key]
 
     def tables(self, *which: TableKey) -> Tables:
         """Returns the tables of a pass, of queries and of keys, which are made once. The current device is theirs.

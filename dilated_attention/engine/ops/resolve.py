@@ -249,8 +249,9 @@ class ResolvedDilated(LocalCall):
 
     def attend(self, how: Plan, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        saved = tensors[0].new_empty(how.saved) if how.saved else None
-        return *how.runner.forward(how, *tensors, masks, saved), saved
+        q, k, v = tensors
+        saved = q.new_empty(how.saved) if how.saved else None
+        return *how.runner.forward(how, q, k, v, masks, saved), saved
 
     def gradients(self, how: Plan, tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional) -> Tensors:
         return how.runner.backward(how, tensors, masks, dlse, saved)

@@ -93,7 +93,8 @@ class ResolvedBlocks(LocalCall):
     name = "block_sparse_attention"
 
     def attend(self, how: BlockPass, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        return *blocks_forward(how, *tensors, masks.padding), None
+        q, k, v = tensors
+        return *blocks_forward(how, q, k, v, masks.padding), None
 
     def gradients(self, how: BlockPass, tensors: Tensors, masks: Masks, dlse: Optional, saved: Optional) -> Tensors:
         shares = blocks_shares(how, tensors, masks.padding, dlse)
@@ -136,9 +137,9 @@ class ResolvedUnion(LocalCall):
         return branches.ready(tensors, masks, kept, False)[1], blocks.ready(tensors, masks, kept, False)[1]
 
     def attend(self, how: tuple[Plan, BlockPass], tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        branches, blocks = how
-        part_out, part_lse = blocks_forward(blocks, *tensors, masks.padding)
-        out, lse = branches.runner.forward(branches, *tensors, masks, None)
+        (branches, blocks), (q, k, v) = how, tensors
+        part_out, part_lse = blocks_forward(blocks, q, k, v, masks.padding)
+        out, lse = branches.runner.forward(branches, q, k, v, masks, None)
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
