@@ -179,7 +179,6 @@ def checked_settings(
         needs_grad=needs_grad(q, k, v, options.sinks),
         backend=options.backend,
         precision=options.precision,
-        strategy=options.strategy,
         has_sinks=options.sinks is not None,
         softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,

@@ -126,8 +126,8 @@ class DecodeOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names. ``window`` and
-    ``strategy``: see ``CallSettings``."""
+    """All options of a call with their defaults, as the caller gave them, but ``group`` and ``layout`` by their names. ``window``: see
+    ``CallSettings``."""
 
     key_padding_mask: Any = None
     cu_seqlens: Any = None
@@ -146,7 +146,6 @@ class Options(NamedTuple):
     backend: str = "auto"
     precision: str = "native"
     mixture_grad: str = "exact"
-    strategy: str = "auto"
     group: str = ""
     layout: str = "contiguous"
     exchange: str = "auto"

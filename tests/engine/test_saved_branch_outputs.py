@@ -13,7 +13,7 @@ from dilated_attention.backends import registry
 from dilated_attention.engine.branches import branch_buffers, launches
 from dilated_attention.engine.ops import prepare, resolve
 from dilated_attention.engine.reference import reference_attention
-from tests.helpers.fused import run_fused, use_merge_twin
+from tests.helpers.fused import run_fused
 from tests.helpers.op_settings import settings
 
 FORWARD = torch.ops.dilated_attention.dilated_attention.default
@@ -107,12 +107,11 @@ def test_only_a_backward_with_detached_mixing_is_kept_for(monkeypatch: pytest.Mo
     assert run(**OPTIONS) == 0
 
 
-def test_an_op_whose_outputs_are_kept_passes_every_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_merge_twin(monkeypatch)
+def test_an_op_whose_outputs_are_kept_passes_every_opcheck() -> None:
     # whole segments: places of positions that there are not hold nothing that could be compared
     qkv = [x.detach().requires_grad_() for x in make(8)[:3]]
     branches = ((2, 4), (1, 2), "blocked", "all", "zero_keys")
-    call = settings(branches=branches, detached=True, needs_grad=True, strategy="fused")
+    call = settings(branches=branches, detached=True, needs_grad=True)
     arguments = (*qkv, *[None] * 5, *call.arguments())
     out, lse, kept = FORWARD(*arguments)
     assert kept.numel() == 2 * 2 * 4 * (8 + 4)

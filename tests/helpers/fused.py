@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
+from dilated_attention.backends import registry
 from dilated_attention.engine.branches import merge_triton
-from dilated_attention.functional import calls
-from dilated_attention.functional.arguments import attend
+from dilated_attention.engine.ops import definition, prepare
 from tests.helpers import merge_twin
 
 
 def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on ``attention`` and ``dilated_attention`` ask for the strategy "fused"."""
-
-    monkeypatch.setattr(calls, "attend", functools.partial(attend, strategy="fused"))
+    """From now on calls with branches run with one merge, and what was decided before is not looked up."""
+    monkeypatch.setattr(registry, "cached", {})
+    for module in (prepare, definition):
+        monkeypatch.setattr(module, "fuses", lambda hardware, dtype: True)
     use_merge_twin(monkeypatch)
 
 

@@ -16,7 +16,6 @@ PLAIN = CallSettings(
     needs_grad=False,
     backend="auto",
     precision="native",
-    strategy="auto",
     softcap=0.0,
     has_sinks=False,
     sharding=(),

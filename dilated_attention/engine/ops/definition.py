@@ -152,7 +152,7 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
 def _new_saved(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
     """Returns a tensor like the third output: over packed documents, whose number is not known without values, nothing is saved."""
     q, k, *_, cu_seqlens = inputs[:5]
-    may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype, settings.strategy)
+    may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype)
     return q.new_empty(saved_elements(settings.pattern, q.shape, k.shape, q.element_size()) if may_save else 0)
 
 

@@ -282,7 +282,7 @@ def make_plan(
     plan.is_saved = saved and is_backward
     if saved and not is_backward and both and pattern.num_branches > 1:
         if is_plain:
-            may_save = settings.saves_outputs and fuses(request.hardware, q.dtype, settings.strategy)
+            may_save = settings.saves_outputs and fuses(request.hardware, q.dtype)
             plan.saved = saved_elements(pattern, q.shape, k.shape, q.element_size()) if may_save else 0
         elif is_whole:
             elements = tiles.num_places(pattern, shape) * B * H * D
@@ -297,7 +297,7 @@ def make_plan(
     else:
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
         is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not settings.dropout_p
-        is_fused = is_fused and fuses(request.hardware, q.dtype, settings.strategy)
+        is_fused = is_fused and fuses(request.hardware, q.dtype)
         # backends that write into views given to them copy nothing where the call is fused
         may_be_one = not plan.is_saved and not has_padding and not settings.dropout_p and pattern.num_branches == 1
         if not (may_be_one and (_in_one_launch(plan, tensors, is_fused) or _with_bounds(plan, q.device))) and is_fused:
@@ -348,11 +348,9 @@ def _with_bounds(plan: Plan, device: torch.device) -> bool:
     return True
 
 
-def fuses(hardware: Hardware, dtype: torch.dtype, strategy: str = "auto") -> bool:
+def fuses(hardware: Hardware, dtype: torch.dtype) -> bool:
     """Whether branches run in chunks with one merge each. On a CPU a launch costs little, and merging each problem stays in the cache."""
-    if hardware.device_type != "cuda":
-        return strategy == "fused"
-    return dtype is not torch.float64 and "triton" in hardware.packages
+    return hardware.device_type == "cuda" and dtype is not torch.float64 and "triton" in hardware.packages
 
 
 def request_of(

@@ -26,7 +26,6 @@ class CallSettings(NamedTuple):
         window: () or (left, right), with −1 for unbounded.
         detached: no gradient through the mixing weights of the branches.
         needs_grad: a backward will follow.
-        strategy: "auto", or "fused" to run branches in chunks with one merge each on any device, as "auto" does on a GPU.
         softcap: c of scores c·tanh(s/c); 0 for plain scores.
         has_sinks: the heads have sinks.
         sharding: the additional settings of a distributed call; () in one process.
@@ -43,7 +42,6 @@ class CallSettings(NamedTuple):
     needs_grad: bool
     backend: str
     precision: str
-    strategy: str
     softcap: float
     has_sinks: bool
     sharding: tuple[Any, ...]
