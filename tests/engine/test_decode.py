@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
 from dilated_attention.engine.decode import dispatch as torch_decode
-from dilated_attention.engine.decode.dispatch import Cached
-from dilated_attention.engine.decode.keys import row_keys
+from dilated_attention.engine.decode.keys import Cached, row_keys
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
     Axial,

@@ -20,7 +20,7 @@ from dilated_attention import (
 )
 from dilated_attention.backends import registry
 from dilated_attention.engine import memory
-from dilated_attention.engine.decode import dispatch as torch_decode
+from dilated_attention.engine.decode.keys import Cached
 from dilated_attention.pattern import LocalWindow
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."
@@ -74,7 +74,7 @@ def test_every_attention_says_it(name: str, pass_: str, kind: type[RuntimeError]
 
 
 def test_other_ops_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_decode.Cached, "places", fails())
+    monkeypatch.setattr(Cached, "places", fails())
     q, cache = torch.randn(3, 1, 4, 16), torch.randn(3, 100, 2, 16)
     with pytest.raises(torch.OutOfMemoryError, match=r"the forward of decode_attention needs at least .*CUDA out of memory"):
         decode_attention(q, cache, cache, torch.tensor([7, 99, 50]), DilatedPattern((32, 64), (1, 2)))

@@ -24,7 +24,6 @@ from dilated_attention.backends.base import (
     window_sizes,
 )
 from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
-from dilated_attention.backends.flash import flash4
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -243,7 +242,7 @@ class Flash4Backend(Backend):
         if request.head_dim < 8:
             reasons.append(f"head_dim is at least 8, not {request.head_dim}")
         if request.blocks is not None:
-            reasons += flash4.block_reasons(request)
+            reasons += block_reasons(request)
         return reasons
 
     def forward(
@@ -252,7 +251,7 @@ class Flash4Backend(Backend):
         interface, (where, lse) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4.forward_blocks(interface, q, k, v, keys, options, where)
+            return forward_blocks(interface, q, k, v, keys, options, where)
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel requires lse rows with stride 1
         rows = lse if lse is not None and lse.stride(-1) == 1 else new_lse(q)
@@ -275,7 +274,7 @@ class Flash4Backend(Backend):
         interface = _interface()
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
+            return backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = _with_rows(lse, q.shape[-1])
         dlse = None if dlse is None else _with_rows(dlse, q.shape[-1])

@@ -85,9 +85,12 @@ def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor,
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
     k, v = without_padding(k, v, masks.padding)
     tensors, launches = _launches(plan, problems, "qkkqq", [q, k, v, out, lse], masks)
+    starts = [x.storage_offset() for x in tensors]
     for launch in launches:
-        q_, k_, v_, out_, lse_, *views = launch.of(tensors)
-        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head)
+        # as launch.of(tensors), in the shortest loop of short calls
+        views = [tensors[i].as_strided(size, stride, starts[i] + at) for i, size, stride, at in launch.views]
+        q_, k_, v_, out_, lse_, *views = views
+        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head) if views else launch.options
         part_out, part_lse = plan.backend.forward(q_, k_, v_, options)
         part_lse = part_lse.transpose(1, 2)
         if launch.problem.zero_keys:
@@ -125,7 +128,7 @@ def _add_shares(plan: Plan, problems: Problems, grads: Tensors, tensors: Tensors
     for launch in launches:
         dout, q, k, v, out, lse, dq, dk, dv, *views = launch.of(given)
         dlse = views.pop(0).transpose(1, 2) if some else None
-        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head)
+        options = masked(launch, views, masks, plan.settings.dropout_p, plan.first_head) if views else launch.options
         part_dq, part_dk, part_dv = shares(plan.backend, (dout, q, k, v, out, lse.transpose(1, 2)), options, dlse)
         if launch.problem.first:
             dq.copy_(part_dq)

@@ -73,6 +73,48 @@ class Runs:
         return torch.where(inside, positions, 0).long(), inside
 
 
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """The cached keys and values of one layer.
+
+    Args:
+        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides, the last one 1.
+        table: (B, pages of a request) int32; None if each request has one stretch, in which positions wrap around.
+        wraps: whether positions reach C, so that slots are reused. Only without a table.
+        fixed: number of first positions whose slots are never reused.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None = None
+    wraps: bool = False
+    fixed: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[1]
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (first index, second index) into k and v for positions (B, …) int64."""
+        batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
+        if self.table is not None:
+            return self.table[batch, positions // self.slots].long(), positions % self.slots
+        slot = positions
+        if self.wraps:
+            slot = torch.where(positions < self.fixed, positions, self.fixed + (positions - self.fixed) % (self.slots - self.fixed))
+        return batch.expand_as(slot), slot
+
+    def write(self, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v (B, n, K, D) at positions (B, n)."""
+        at = self.places(positions)
+        self.k[at], self.v[at] = k, v
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies (B, n, K, D) of the keys and values at positions (B, n)."""
+        at = self.places(positions)
+        return self.k[at], self.v[at]
+
+
 class RowKeys(ABC):
     """Computes which keys a row reads, for sequences of up to ``max_length`` positions.
 
