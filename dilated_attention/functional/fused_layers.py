@@ -492,7 +492,7 @@ def _add_dropped(
 def _op(function: Callable[..., Any], *mutates: str) -> Any:
     op = torch.library.custom_op(f"dilated_attention::{function.__name__[1:]}", function, mutates_args=mutates)
     op.register_fake(function)
-    # a batch of gradients, as autograd's is_grads_batched passes it
+    # a batch of gradients under torch.func.vmap; is_grads_batched, which knows no such rules, fails in the backward of these layers
     op.register_vmap(lambda info, in_dims, *args: each(op, info.batch_size, in_dims, args))
     return op
 
