@@ -49,7 +49,6 @@ def attend(
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     resolves = given.pop(RESOLVES, None)
-    with_grad = needs_grad(q, k, v, sinks) if resolves is None else resolves
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
         fixed["layout"] = fixed["layout"].name
@@ -63,12 +62,14 @@ def attend(
             # in one process a record serves calls of all lengths
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
             tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
+            with_grad = needs_grad(q, k, v, sinks) if resolves is None else resolves
             key = function, branches, blocks, group, window, options_key, sizes, tensors, with_grad
             known = find(key, q.dtype)
     if known is None:
         check_names(function, given)
         options = Options(padding, cu_seqlens, sinks, window, group=group, **given, **fixed)
-        settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)._replace(needs_grad=with_grad)
+        settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
+        settings = settings if resolves is None else settings._replace(needs_grad=resolves)
         if eager:
             resolved = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
             known = resolved(q, k, padding, settings)

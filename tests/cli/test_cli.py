@@ -56,7 +56,7 @@ def test_packages_that_would_be_preferred_are_named(capsys: Capture, monkeypatch
     bare = dataclasses.replace(hopper, packages=frozenset({"triton"}))
     monkeypatch.setattr(factory, "detect", lambda device=None: bare)
     text = printed(capsys, "info")
-    assert "forward and backward run on sdpa_" in text and ", the first that can by the shipped table." in text
+    assert "forward and backward run on tiles, the first that can by the shipped table." in text
     (faster,) = [line for line in text.splitlines() if line.startswith("faster")]
     assert faster == 'faster by the shipped table: flash4; flash-attn-4 is not installed: pip install --pre "flash-attn-4[cu13]"'
     monkeypatch.setattr(factory, "detect", lambda device=None: hopper)
