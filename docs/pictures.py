@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.patches import Patch
 
-from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention import DilatedPattern
 from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.factory import ATTENTION_PRESETS
 from dilated_attention.pattern import NOT_IN_BRANCH, BigBird, BlockPattern, GlobalLocal, LocalWindow, Pattern, RandomBlocks, Strided
@@ -69,33 +66,6 @@ def offsets() -> Figure:
     return figure
 
 
-def overlap() -> Figure:
-    """How often one query counts each key, and what share of the pairs are repetitions in settings that are used."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    counts = DilatedPattern(*BRANCHES).dense_mask(32, 32, 4, is_causal=True)[0, 28]
-    left.bar(range(32), counts.tolist(), color=[COUNTS(int(c)) for c in counts], edgecolor="#33557a", lw=0.5)
-    left.set(xlabel="key j", ylabel="m(28, j)", yticks=[0, 1, 2, 3], xlim=(-0.6, 31.6))
-    left.set_title("Query 28 of head 0, causal: keys of its own segments count up to 3 times", fontsize=10)
-    length = 65536
-    names, repeated = [], []
-    for name, pattern in {
-        "LongNet\nr 1, 2, 4, 6, 12": ATTENTION_PRESETS["longnet"].pattern,
-        "geometric\nr 1, 2, 4, 8, 16": DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
-        "Prov-GigaPath\nr 1, 2, 4, 8, 16": ATTENTION_PRESETS["gigapath"].pattern,
-    }.items():
-        distinct = pattern.coverage(length, 16) * length**2 * 16
-        names.append(name)
-        repeated.append(1 - distinct / pattern.pairs(length, 16))
-    right.bar(names, [100 * share for share in repeated], color="#5b9bd0")
-    for i, share in enumerate(repeated):
-        right.text(i, 100 * share + 0.5, f"{share:.1%}", ha="center", fontsize=9)
-    right.set(ylabel="% of the pairs", ylim=(0, 100 * max(repeated) + 5))
-    right.set_title(f"Pairs that an earlier branch has, N = {length:,}", fontsize=10)
-    right.tick_params(axis="x", labelsize=8)
-    return figure
-
-
 def tail() -> Figure:
     """The end of a sequence of 20: real keys alone, and with TorchScale's zero keys beside them."""
     figure = Figure(figsize=(9.5, 4.3), layout="constrained")
@@ -129,34 +99,6 @@ def _zero_keys(pattern: DilatedPattern, branch: int, query: int, num_positions: 
         return 0
     real = len(range(start, min(start + length, num_positions), rate))
     return pattern.zero_keys(branch, num_positions, real)
-
-
-def gradient() -> Figure:
-    """How far the gradient without the mixing weights is from the true one, by the spread of the scores."""
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    panel = figure.subplots()
-    spreads = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
-    found: dict[str, list[float]] = {"dq": [], "dk": [], "dv": []}
-    for spread in spreads:
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 512, 4, 32, dtype=torch.float64).requires_grad_() for _ in range(3))
-        dout = torch.randn(1, 512, 4, 32, dtype=torch.float64)
-        gradients = []
-        for kind in ("exact", "detached"):
-            out = dilated_attention(q, k, v, [64, 128, 512], [1, 2, 8], scale=spread / 32**0.5, mixture_grad=kind, backend="math")
-            gradients.append(torch.autograd.grad(out, (q, k, v), dout))
-        for name, exact, detached in zip(found, *gradients, strict=True):
-            found[name].append(float((detached - exact).norm() / exact.norm()))
-    # dq and dk nearly coincide: the wider line shows below
-    for name, style, colour, width in zip(found, ("o-", "s--", "d-"), LINES, (4, 1.5, 1.5), strict=False):
-        panel.plot(spreads, [100 * x for x in found[name]], style, color=colour, lw=width, ms=3 + 1.5 * width, label=name)
-    panel.set_xscale("log", base=2)
-    panel.set(xlabel="standard deviation of the scores s", ylabel="‖detached − exact‖ / ‖exact‖, %", xticks=spreads, xticklabels=spreads)
-    panel.set_ylim(bottom=-1)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    panel.set_title('mixture_grad="detached" against the gradient of the formula, random inputs', fontsize=10)
-    return figure
 
 
 def layouts() -> Figure:
@@ -259,77 +201,6 @@ def _share(pattern: Pattern, length: int, heads: int) -> float:
     )
 
 
-def architecture() -> Figure:
-    """The package's folders, each above those that it imports. An arrow is drawn only where no longer way of imports implies it."""
-    files = {file.relative_to(PACKAGE): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
-    sizes = {folder: Counter[str]() for folder in sorted({file.parts[0] for file in files if len(file.parts) > 1})}
-    imports: dict[str, set[str]] = {folder: set() for folder in sizes}
-    for file, text in files.items():
-        if file.parts[0] in sizes:
-            sizes[file.parts[0]]["/".join(file.parts[1:-1][:1])] += text.count("\n")
-            imports[file.parts[0]] |= _imported_folders(text) & sizes.keys() - {file.parts[0]}
-
-    @cache
-    def beneath(folder: str) -> frozenset[str]:
-        return frozenset(imports[folder]).union(*(beneath(other) for other in imports[folder]))
-
-    @cache
-    def level(folder: str) -> int:
-        return max((level(other) + 1 for other in imports[folder]), default=0)
-
-    arrows = [(a, b) for a in imports for b in imports[a] if not any(b in beneath(c) for c in imports[a])]
-    # of the folders of one level, the one that most others import stands in the column
-    column = {level(folder): folder for folder in sorted(imports, key=lambda folder: sum(folder in others for others in imports.values()))}
-    aside = imports.keys() - set(column.values())
-    left, right, edge = (0.0, 8.95), (9.4, 11.0), 11.25
-    figure = Figure(figsize=(11, 7.4), layout="constrained")
-    panel = figure.subplots()
-    panel.set(xlim=(-0.05, 11.4), ylim=(-0.45, max(column) + 0.45))
-    panel.axis("off")
-    for folder, lines in sizes.items():
-        start, end = right if folder in aside else left
-        _box(panel, start, level(folder), end - start, 0.62, "#e4eef8" if folder not in aside else "#fbeedb")
-        panel.text(start + 0.12, level(folder) + 0.11, folder, va="center", fontsize=11, weight="bold")
-        panel.text(start + 0.12, level(folder) - 0.16, f"{lines.total() / 1000:.1f}k lines", va="center", fontsize=8, color="#444444")
-        for index, name in enumerate(sorted(lines.keys() - {""})):
-            place = start + 1.5 + 1.235 * index
-            _box(panel, place, level(folder), 1.175, 0.44, "#ffffff")
-            panel.text(place + 0.585, level(folder) + 0.08, name, va="center", ha="center", fontsize=8)
-            panel.text(
-                place + 0.585, level(folder) - 0.12, f"{lines[name] / 1000:.1f}k", va="center", ha="center", fontsize=7, color="#444444"
-            )
-    line = {"color": "#33557a", "lw": 1.3}
-    for upper, lower in arrows:
-        top, bottom = level(upper), level(lower)
-        if lower in aside:
-            # down the right edge, since other boxes stand between
-            panel.plot([left[1], edge, edge], [top, top, bottom], **line)
-            ends = (edge, bottom), (right[1], bottom)
-        elif upper in aside:
-            middle = sum(right) / 2
-            panel.plot([middle, middle], [top - 0.31, bottom], **line)
-            ends = (middle, bottom), (left[1], bottom)
-        else:
-            ends = (left[0] + 0.75, top - 0.31), (left[0] + 0.75, bottom + 0.31)
-        panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, **line})
-    return figure
-
-
-def _imported_folders(text: str) -> set[str]:
-    """Top-level names of the package that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        names = [f"{node.module}.{name.name}" for name in node.names] if isinstance(node, ast.ImportFrom) else []
-        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
-    return found
-
-
-def _box(panel: Any, left: float, middle: float, width: float, height: float, colour: str) -> None:
-    style = "round,pad=0,rounding_size=0.06"
-    panel.add_patch(FancyBboxPatch((left, middle - height / 2), width, height, style, facecolor=colour, edgecolor="#8aa5bf", lw=0.8))
-
-
 def _counts(panel: Any, counts: torch.Tensor) -> Any:
     size = len(counts)
     image = panel.imshow(counts.numpy(), cmap=COUNTS, norm=BoundaryNorm([-0.5, 0.5, 1.5, 2.5, 3.5], 4), interpolation="nearest")
@@ -341,7 +212,7 @@ def _counts(panel: Any, counts: torch.Tensor) -> Any:
     return image
 
 
-PICTURES: tuple[Callable[[], Figure], ...] = (branches, offsets, overlap, tail, gradient, layouts, keys, reach, architecture)
+PICTURES: tuple[Callable[[], Figure], ...] = (branches, offsets, tail, layouts, keys, reach)
 
 
 def main(names: list[str]) -> None:
