@@ -23,7 +23,6 @@ COUNTS = ListedColormap(["#ffffff", "#bcd6ee", "#5b9bd0", "#12467f"])
 ORANGE = "#e08a1e"
 # Okabe and Ito's: people with any colour vision tell them apart
 LINES = ("#0072b2", "#d55e00", "#009e73", "#000000", "#cc79a7", "#e69f00")
-PACKAGE = FOLDER.parents[1] / "dilated_attention"
 
 
 def branches() -> Figure:
