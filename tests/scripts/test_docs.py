@@ -8,7 +8,6 @@ wider, under ``<!-- wide: why -->``.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import importlib.util
 import logging
@@ -42,7 +41,6 @@ BLOCK = re.compile(
 )
 # what a page's code has to print; the rest of the pages assert what they claim, or only run
 PRINTED = {"README.md": "forward: ", "block_sparse.md": "of the pairs"}
-needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install "dilated-attention[docs]"')
 
 
 class Block(NamedTuple):
@@ -76,7 +74,7 @@ def page(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-@pytest.mark.parametrize("page", filter(program, PAGES), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*filter(program, PAGES)], ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     # a page may register a backend, set an order, and set up logging to this test's output
@@ -118,18 +116,8 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or path.parent.name == "api" or anchor in anchors(path), (target, anchors(path))
 
 
-@cache
-def tracked() -> list[str]:
-    skipped = {".git", ".venv", "build", "runs", "__pycache__"}
-    found = []
-    for folder, folders, files in os.walk(ROOT):
-        folders[:] = [name for name in folders if name not in skipped]
-        found += [str((Path(folder) / name).relative_to(ROOT)) for name in (*files, *folders)]
-    return found
-
-
 OURS = re.compile(
-    r"(?:[\w.-]+/)*[\w.*-]+\.(?:py|md|sh|jsonl|toml|yml|txt|png)|(?:dilated_attention|benchmarks|examples|tests|docs|engine|backends)/[\w/.-]*"
+    r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|sh|jsonl|toml|yml|txt|png)|(?:dilated_attention|benchmarks|examples|tests|docs|engine|backends)/[\w/.-]*"
 )
 
 
@@ -139,8 +127,9 @@ def test_named_files_exist(page: Path) -> None:
         name = span.partition("::")[0].rstrip("/")
         # what a run of an example writes, and a reader's own
         if OURS.fullmatch(name) and name not in ("log.jsonl", "run.toml"):
-            patterns = [name, f"dilated_attention/{name}", f"benchmarks/results/{name}", *([f"*/{name}"] if "/" not in name else [])]
-            assert any(fnmatch.filter(tracked(), pattern) for pattern in patterns), span
+            bases = ["", "dilated_attention", "benchmarks/results"]
+            folders = ["dilated_attention", "docs", "benchmarks", "examples", "tests"] if "/" not in name else []
+            assert any((ROOT / base / name).exists() for base in bases) or any(any((ROOT / folder).rglob(name)) for folder in folders), span
 
 
 def test_pages_named_by_the_code_exist() -> None:
@@ -152,9 +141,9 @@ def test_pages_named_by_the_code_exist() -> None:
 def command_lines(page: Path) -> Iterator[list[str]]:
     """The words of each line that may be a command, without its comment and environment."""
     # a command broken by a backslash is one line
-    fenced = "\n".join(re.sub(r"\\\n\s*", "", block.code) for block in blocks(page) if block.language != "python")
-    indented = re.sub(r"\\\n\s*", "", "\n".join(re.findall(r"^    (\S.*)$", prose(page), re.M)))
-    for line in [*spans(page), *fenced.splitlines(), *indented.splitlines()]:
+    code = [block.code for block in blocks(page) if block.language != "python"]
+    code += re.findall(r"^    (.*)$", prose(page), re.M)
+    for line in [*spans(page), *re.sub(r"\\\n\s*", "", "\n".join(code)).splitlines()]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
@@ -199,12 +188,15 @@ def documented() -> set[str]:
     return {name for page in (ROOT / "docs/api").glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)}
 
 
+PARTS = ("backends", "distributed", "factory", "functional", "models", "modules", "pattern", "testing", "planning", "profiling")
+PUBLIC = {path: importlib.import_module(path).__all__ for path in (f"dilated_attention.{part}" for part in PARTS)}
+
+
 def test_reference_has_every_public_name() -> None:
     shown = {path.rpartition(".")[2] for path in documented()}
-    parts = ("backends", "distributed", "factory", "functional", "models", "modules", "pattern", "testing", "planning", "profiling")
-    for path in (f"dilated_attention.{part}" for part in parts):
+    for path, names in PUBLIC.items():
         # a module named by itself is shown with all that it says is its own
-        assert path in documented() or set(importlib.import_module(path).__all__) <= shown, path
+        assert path in documented() or set(names) <= shown, path
     assert {f"dilated_attention.{name}" for name in dilated_attention.__all__} <= documented()
 
 
@@ -232,8 +224,8 @@ def test_pictures_are_drawn_by_the_script_and_shown(tmp_path: Path, monkeypatch:
 
 
 @needs_pins
-@needs_mkdocs
 def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
     # tests/scripts/test_notebooks.py runs the notebooks
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "NOTEBOOKS": "false"}
     # not --quiet: mkdocs then drops the warnings that --strict counts
@@ -241,7 +233,8 @@ def test_site_builds_and_is_read_without_a_network(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert result.returncode == 0, "\n".join(line for line in result.stderr.splitlines() if not line.startswith("INFO"))
     reference = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "api").glob("*.html"))
-    assert all(f'id="dilated_attention.{name}"' in reference for name in dilated_attention.__all__)
+    whole = [f"{path}.{name}" for path, names in PUBLIC.items() if path in documented() for name in names]
+    assert not [name for name in (*whole, *documented() - PUBLIC.keys()) if f'id="{name}"' not in reference]
     # a >>> that Markdown takes for quotations
     assert "<blockquote>" not in reference
     for file in tmp_path.rglob("*.html"):
