@@ -288,7 +288,9 @@ def test_parameters_sharded_over_four_processes() -> None:
 
 def table() -> str:
     """What the tests above hold, a row for each family."""
-    return "\n".join(["| family | its layers have |", "|---|---|", *(f"| {family.label} | {family.layers} |" for family in FAMILIES.values())])
+    return "\n".join(
+        ["| family | its layers have |", "|---|---|", *(f"| {family.label} | {family.layers} |" for family in FAMILIES.values())]
+    )
 
 
 def test_the_page_has_the_table() -> None:
