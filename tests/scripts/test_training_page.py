@@ -53,4 +53,4 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "\ndone: validation " in text and "\ndone: held-out " in genome
     assert all("going on with" in output for output in (resumed, again, one)) and "context 256" in two
     assert "bits per byte" in evaluated and len(generated.encode()) >= 200
-    assert len(bits_of(tmp_path / "runs" / "two")) > 1
+    assert bits_of(tmp_path / "runs" / "two")
