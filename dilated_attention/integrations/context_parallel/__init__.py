@@ -193,8 +193,9 @@ class ContextParallel:
         if outputs is None:
             # the forward raised
             return None
-        # Liger's forwards compute the loss of shift_labels and num_items_in_batch themselves, without logits
-        call.has_loss |= type(outputs).__module__.startswith("liger_kernel.")
+        # Liger's forwards, and the heads that TRL adds, compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        library = type(outputs).__module__.partition(".")[0]
+        call.has_loss |= library in ("liger_kernel", "trl")
         if not call.has_mask or not call.has_loss:
             missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
             raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
@@ -202,10 +203,17 @@ class ContextParallel:
             raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
         values = dict(outputs.items())
         if self.group is not None:
-            whole = values["loss"].detach().clone()
-            dist.all_reduce(whole, group=self.group)
-            values["loss"] = whole + self.size * (values["loss"] - values["loss"].detach())
-        if self.whole_logits and not torch.is_grad_enabled():
+            loss = values["loss"].detach().clone()
+            dist.all_reduce(loss, group=self.group)
+            values["loss"] = loss + self.size * (values["loss"] - values["loss"].detach())
+        if library == "trl":
+            if self.size > 1:
+                # log-probabilities and more of each position, of which the trainer makes its loss and its metrics
+                names = [name for name, x in values.items() if x.ndim == 2]
+                dims = [1] * len(names)
+                whole = unshard_sequence(self.group, [values[n] for n in names], dims, layout=self.layout, seq_len=call.seq_len)
+                values |= zip(names, whole, strict=True)
+        elif self.whole_logits and not torch.is_grad_enabled():
             others = sorted(values.keys() - {"loss", "logits"})
             if others:
                 raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")

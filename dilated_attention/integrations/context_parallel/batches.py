@@ -28,14 +28,16 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 def check_trainer(trainer: Any) -> None:
     """Raises ValueError for a Trainer with a loss of its own, options that need the whole sequence in one process, or that has begun."""
     args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    where = getattr(loss, "__module__", type(loss).__name__)
+    # TRL's makes its loss of log-probabilities, which the model returns of the whole sequence, since TRL adds heads that compute them
+    is_sft = where == "trl.trainer.sft_trainer" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")
     # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
-    if loss is not importlib.import_module("transformers").Trainer.compute_loss or loss.__module__ != "transformers.trainer":
-        where = getattr(loss, "__module__", type(loss).__name__)
+    if not is_sft and (loss is not importlib.import_module("transformers").Trainer.compute_loss or where != "transformers.trainer"):
         raise ValueError(
             f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
-            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
-            "with remove_unused_columns=False in args, or a loop of your own with context_parallel(accelerator, model, size=…). Other "
-            "losses, such as those of preferences and rewards, need whole sequences: train without context_parallel"
+            "expected transformers' Trainer and the model's own loss, SFTTrainer of a TRL with add_fused_lm_head, or a loop of your own "
+            "with context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole "
+            "sequences: train without context_parallel"
         )
     against = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,

@@ -1,0 +1,62 @@
+"""The stand-in for gigapath.slide_encoder against a restatement of the original in float64, called as pipelines call the original."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention.integrations import gigapath
+from dilated_attention.models.images.slide_config import segment_lengths_of
+from tests.helpers import torchscale_reference as reference
+from tests.helpers.torchscale_reference import Maker, Shape
+
+SMALL = "gigapath_slide_enc2l64d"
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Maker, str]:
+    """Weights of a small model of the family, and their file."""
+    monkeypatch.setitem(gigapath._ARCHITECTURES, SMALL, (64, 2))
+    maker = Maker(64)
+    maker.slide_encoder(20, 2, ffn=256)
+    torch.save({"model": maker.weights | {"pos_embed": reference.grid_table(12, 64).float()[None]}}, tmp_path / "slide_encoder.pth")
+    return maker, str(tmp_path / "slide_encoder.pth")
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_it_answers_as_the_original(weights: tuple[Maker, str], global_pool: bool) -> None:
+    maker, file = weights
+    model = gigapath.create_model(file, SMALL, 20, slide_ngrids=12, global_pool=global_pool)
+    # as the original: whoever does not train it says so
+    assert model.training and model.dropout.p == 0.25
+    tiles, coords = torch.randn(2, 43, 20), torch.rand(2, 43, 2) * 12 * 256
+    exact = {name: x.double() for name, x in maker.weights.items()}
+    shape = Shape(16, segment_lengths_of(), (1, 2, 4, 8, 16))
+    true = reference.slide_encoder(exact, tiles.double(), coords.double(), shape, grid=12, global_pool=global_pool)
+    model.eval()
+    (vectors,), states = model(tiles, coords), model(tiles, coords, all_layer_embed=True)
+    assert isinstance(states, list) and len(states) == 3
+    for mine, theirs in zip([vectors, *states], true, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_random_weights_only_where_they_are_asked_for(weights: tuple[Maker, str]) -> None:
+    _, file = weights
+    assert gigapath.create_model("", SMALL, 20)(torch.randn(1, 3, 20), torch.zeros(1, 3, 2))[0].shape == (1, 64)
+    with pytest.raises(FileNotFoundError, match="no-such"):
+        gigapath.create_model("no-such.pth", SMALL, 20)
+    with pytest.raises(ValueError, match="2 layers of width 64 on 20 channels; gigapath_slide_enc12l768d with in_chans=1536 has 12 of 768"):
+        gigapath.create_model(file, "gigapath_slide_enc12l768d", 1536)
+    with pytest.raises(ValueError, match="model_arch"):
+        gigapath.create_model(file, "gigapath_slide_enc", 20)
+
+
+def test_the_released_file_is_downloaded(weights: tuple[Maker, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *where, **how: asked.append((where, how)) or weights[1])
+    model = gigapath.create_model("hf_hub:prov-gigapath/prov-gigapath", SMALL, 20, "folder")
+    assert asked == [(("prov-gigapath/prov-gigapath", "slide_encoder.pth"), {"local_dir": "folder"})]
+    assert torch.equal(model.class_token, weights[0].weights["cls_token"][0, 0])
