@@ -44,7 +44,10 @@ from dilated_attention.pattern import (
     from_block_mask,
     to_block_mask,
 )
-from dilated_attention.testing import Inputs, measure
+
+# tests/distributed/test_ring_blocks.py imports results and plain from here, with the table of patterns
+from dilated_attention.testing import Inputs, measure, results  # noqa: F401
+from dilated_attention.testing import plain_attention as plain  # noqa: F401
 from dilated_attention.testing.cases import scattered as by_table
 
 TOLERANCE = 1e-10
