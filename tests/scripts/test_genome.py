@@ -228,7 +228,9 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["causal", "masked"])
-def test_training_ends_below_markov_models(here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str) -> None:
+def test_training_ends_below_markov_models(
+    genome: ModuleType, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
+) -> None:
     words = f"--objective {objective} --steps 40 --short-context 256 --short-share 0.4 --no-both-strands --expect-below-markov".split()
     code, out, error = here("--fasta", str(fasta), *SMALL, *words, "--out", str(tmp_path), *(PEAK if objective == "causal" else []))
     assert code == 0, out + error
@@ -239,7 +241,14 @@ def test_training_ends_below_markov_models(here: Callable[..., tuple[int, str, s
     assert log["held out bits per base"] == log["evaluations"][-1][2] < log["markov"][1]["smoothed"]
     assert log["speed"]["bases/s"] > 0 and log["speed"]["peak memory GiB"] > 0
     assert (tmp_path / "genome.png").stat().st_size > 5000
-    assert LongNetLM.from_pretrained(tmp_path / "checkpoint").config.is_causal is (objective == "causal")
+    # and the checkpoint is the model that was measured
+    model, read = LongNetLM.from_pretrained(tmp_path / "checkpoint"), genome.read_genome(fasta)
+    assert model.config.is_causal is (objective == "causal")
+    windows = genome.Chromosome(symbols=read.symbols, cut=read.cut, is_causal=objective == "causal", k=5, both_strands=True).held_out(512)
+    counts = [int((targets != -100).sum()) for _, targets in windows]
+    with torch.no_grad():
+        nats = [float(model(x[None], targets=y[None])) * count for (x, y), count in zip(windows, counts, strict=True)]
+    assert sum(nats) / sum(counts) / math.log(2) == pytest.approx(log["held out bits per base"], abs=1e-5)
 
 
 @pytest.mark.slow
