@@ -83,8 +83,8 @@ def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_a_range(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...], rows: range, is_causal: bool, seed: int) -> None:
     """As on a rank of a ring: some queries and all keys; results go to new tensors or to given views, and nothing beside these."""
-    n, kv_heads = bounds[-1], (1, 2, 4)[seed % 3]
-    q, k, v, dout = drawn(n, 4, kv_heads, seed)
+    n, heads = bounds[-1], 2 if backend == "tiles" else 4
+    q, k, v, dout = drawn(n, heads, min(heads, (1, 2, 4)[seed % 3]), seed)
     some = slice(rows.start, rows.stop)
     options: dict[str, Any] = {"is_causal": is_causal, "head_offsets": "zero", "return_lse": True}
     branches = pattern.segment_lengths, pattern.dilation_rates
@@ -111,7 +111,7 @@ def check_a_range(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...]
     tensors = dout, q, k, v, out, lse
     grads = plan.runner.backward(plan, tensors, Masks(), None, None)
     rooms = [inside(x) for x in grads]
-    for chosen in ((0, 1, 2), (1, 2), (0,)):
+    for chosen in ((0, 1, 2), (0,)):
         into = tuple(rooms[i][1] if i in chosen else None for i in range(3))
         for i, (x, y) in enumerate(zip(plan.runner.backward(plan, tensors, Masks(), None, None, into), grads, strict=True)):
             assert torch.equal(x, y) and (x is into[i]) == (i in chosen)
@@ -135,8 +135,8 @@ def test_a_range_of_queries_on_their_documents_is_one_launch(by_bounds: ByBounds
     bounds = (0, *sorted(rng.sample(range(1, 60), rng.randint(1, 6))), 60)
     first = rng.randrange(60)
     check_a_range("by_bounds", WHOLE, bounds, range(first, rng.randint(first + 1, 60)), rng.random() < 0.6, seed)
-    # two forwards and four backwards
-    assert by_bounds.launches == 6
+    # two forwards and three backwards
+    assert by_bounds.launches == 5
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
