@@ -168,6 +168,16 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
         assert lists.mask_kind in ("interval", "none") and torch.equal(bitmask.bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "triton"])
+def test_a_mean_is_that_of_the_keys_that_are_not_padding(dtype: torch.dtype, kernels: None) -> None:
+    k = torch.tensor([0.0, 3.0, 2.0, 0.0], dtype=dtype).repeat_interleave(64)[None, :, None, None].expand(1, 256, 1, 8).contiguous()
+    padding = torch.zeros(1, 256, dtype=torch.bool)
+    padding[:, 72:128] = True
+    spec = TopBlocks(2, near=False, block_size=64).spec()
+    chosen = choose_blocks_op(torch.ones_like(k), k, padding, None, spec, False, 1.0, 0)
+    assert unpacked(chosen, 4)[0, 0, 0].tolist() == [True, True, False, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("amount", "is_causal"), [({"blocks": 5}, True), ({"density": 0.4}, False), ({"mass": 0.7}, True)], ids=str)
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:

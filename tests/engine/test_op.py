@@ -216,29 +216,27 @@ def test_patterns_that_a_compiled_function_is_given_or_makes_are_the_ones_it_use
     inputs = [x.detach() for x in make_qkv(1, 130, 130)]
     table = BlockTensor(torch.eye(3, dtype=torch.bool), block_size=64)
     given = [LocalWindow(3), LocalWindow(4), LocalWindow(3) | Strided(2), Sparsity(0.3), Sparsity(0.9)]
-    other = [copy.deepcopy(table), BlockTensor(~table.mask, block_size=64), TopBlocks(density=0.4, block_size=64)]
-    for some in (given, [table, *other, PerHead((WINDOW, WINDOW))]):
-        graph, _ = compiled(lambda pattern: block_sparse_attention(*inputs, pattern))
-        for pattern in some:
-            assert torch.equal(graph(pattern), block_sparse_attention(*inputs, pattern)), pattern
+    other = [table, copy.deepcopy(table), BlockTensor(~table.mask, block_size=64), TopBlocks(density=0.4, block_size=64)]
 
     def made(width: int) -> torch.Tensor:
         return block_sparse_attention(*inputs, LocalWindow((width, 0)) | Sparsity(1 / width, seed=width))
 
-    graph, _ = compiled(made)
-    for width in (3, 5, 8):
-        assert torch.equal(graph(width), made(width))
+    for function, arguments in (
+        (lambda pattern: blocks(*inputs, pattern=pattern), given),
+        (lambda pattern: blocks(*inputs, pattern=pattern), [*other, PerHead((WINDOW, WINDOW))]),
+        (made, [3, 5, 8]),
+    ):
+        graph, _ = compiled(function)
+        for argument in arguments:
+            assert torch.equal(graph(argument), function(argument)), argument
 
 
 def test_what_a_compiled_function_cannot_take_is_refused_with_a_way_out() -> None:
     inputs = make_qkv(1, 128, 128)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
-    for call, way_out in (
-        (lambda *x: block_sparse_attention(*x, MaskFunction(lambda b, h, i, j: i >= j)), "make it outside"),
-        (lambda *x: block_sparse_attention(*x, mask), "from_block_mask"),
-    ):
+    for make, way_out in ((lambda: MaskFunction(lambda b, h, i, j: i >= j), "make it outside"), (lambda: mask, "from_block_mask")):
         with pytest.raises(Exception, match=way_out):
-            compiled(call)[0](*inputs)
+            compiled(lambda *x, make=make: blocks(*x, pattern=make()))[0](*inputs)
 
 
 class Attend(torch.nn.Module):
