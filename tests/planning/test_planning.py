@@ -20,7 +20,7 @@ from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_g
 from dilated_attention.planning.attention import MOST_POSITIONS
 from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
 from dilated_attention.planning.plans import plans_table, seconds_text
-from tests.helpers.comm_volume import CommSizes, dense_bytes
+from tests.helpers.comm_volume import CommSizes, dense_bytes, heads_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
@@ -237,7 +237,7 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str,
     # GPUs send shares of gradients in the inputs' dtype
     sizes = CommSizes(8, 4, 64, 1, 2, 2)
     if exchange == "all_to_all":
-        ranks = [ring.heads_bytes(n, size, n // size, CommSizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
+        ranks = [heads_bytes(n, size, n // size, CommSizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
     else:
         ranks = [dense_bytes(n, size, rank, layout, sizes, is_causal=is_causal) for rank in range(size)]
     assert found in ranks
