@@ -108,6 +108,9 @@ def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[
     none), the masks, and how many pairs each of them keeps."""
     entries = pattern.entries_of_heads(grid, heads)
     blocks, partial = (entries.group, entries.row, entries.column), (~entries.full).nonzero()[:, 0]
+    if not partial.numel():
+        bits = torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)
+        return blocks, torch.full_like(entries.row, -1, dtype=torch.int32), bits, partial
     key = entries.key[partial]
     # the mask of a short block does not determine the pairs of a whole one
     for block, size in ((entries.row, grid.q_block), (entries.column, grid.k_block)):
@@ -133,8 +136,7 @@ def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[
 
 def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
-    bits = [torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)]
-    pairs = [row[:0]]
+    bits, pairs = [], []
     for part in grid.parts(row.shape[0]):
         queries, keys = grid.positions(row[part], column[part])
         kept = pattern.allowed_in_partial(queries, keys, head[part, None, None], grid.num_positions)
