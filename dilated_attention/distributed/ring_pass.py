@@ -20,9 +20,10 @@ from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
-from dilated_attention.distributed.exchange import steps
-from dilated_attention.distributed.exchange.computation import Masks, Pair, Tensors
+from dilated_attention.distributed.exchange import run
+from dilated_attention.distributed.exchange.computation import Masks, Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, make_setup
+from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.launches import without_padding
@@ -214,15 +215,15 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         if not self.is_moved:
             self._move("forward")
-        (q, k, v), setup, sparse, of_keys = self.tensors, self.setup, self.setup.query_rows, self.setup.key_rows
+        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
         wire = self._wire() if setup.exchanges else None
-        if setup.home is None or sparse is None or of_keys is None:
+        if setup.home is None or sparse is None:
             work = setup.compute(self.masks, q)
-            steps.forward(work, setup.steps, k, v, wire)
+            run.forward(work, setup.steps, k, v, wire)
             out, lse = work.results()
         else:
             own, work = setup.home(self.masks, q), setup.compute(self.masks, sparse.of(q))
-            steps.forward(work, setup.steps, of_keys.of(k), of_keys.of(v), wire, lambda: own.forward(0, steps.AtHand(k, v)))
+            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, run.AtHand(k, v)))
             out, lse = own.results()
             sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
@@ -235,7 +236,7 @@ class RingPass:
         dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
-        (q, k, v), setup, sparse, of_keys = self.tensors, self.setup, self.setup.query_rows, self.setup.key_rows
+        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
         if setup.sharding is not None:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
@@ -245,22 +246,20 @@ class RingPass:
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
         wire = self._wire() if setup.exchanges else None
-        if setup.home is None or sparse is None or of_keys is None:
+        if setup.home is None or sparse is None:
             work = setup.compute(self.masks, q, (dout, out, lse, dlse))
-            dk, dv = steps.backward(work, setup.steps, k, v, wire)
+            dk, dv = run.backward(work, setup.steps, k, v, wire)
             dq = work.dq()
         else:
-            own, shares = setup.home(self.masks, q, (dout, out, lse, dlse)), list[Pair | None]()
+            own = setup.home(self.masks, q, (dout, out, lse, dlse))
             some_q, *others = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
             work = setup.compute(self.masks, some_q, tuple(others))
-            sparse_grads = steps.backward(
-                work, setup.steps, of_keys.of(k), of_keys.of(v), wire, lambda: shares.append(own.backward(0, steps.AtHand(k, v)))
-            )
             # a rank without rows has no parts
-            dk, dv = shares[0] or (torch.zeros_like(k), torch.zeros_like(v))
+            dk, dv = run.backward(
+                work, setup.steps, k, v, wire, lambda: own.backward(0, run.AtHand(k, v)) or (torch.zeros_like(k), torch.zeros_like(v))
+            )
             dq = own.dq()
-            for some, grad, part in ((sparse, dq, work.dq()), (of_keys, dk, sparse_grads[0]), (of_keys, dv, sparse_grads[1])):
-                some.add(grad, part)
+            sparse.add(dq, work.dq())
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size

@@ -13,7 +13,7 @@ from dilated_attention.distributed.comm.call_consistency import device_memory
 from dilated_attention.distributed.exchange import setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.steps import AHEAD
+from dilated_attention.distributed.exchange.run import AHEAD
 from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import BlockPattern, DilatedPattern

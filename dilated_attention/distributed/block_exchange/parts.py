@@ -18,11 +18,12 @@ from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.plan import ascending_runs, block_steps, key_span, needed_keys, needs_of
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, Masks, Pair, Part, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.computation import Computation, Masks, Part, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, Needed, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
+from dilated_attention.distributed.exchange.run import AtHand
 from dilated_attention.distributed.exchange.setup import RingSetup, heads_of
-from dilated_attention.distributed.exchange.steps import AtHand, Step, make_step
+from dilated_attention.distributed.exchange.step import Pair, Step, make_step
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists

@@ -16,7 +16,8 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.distributed.exchange.steps import AtHand, Step
+from dilated_attention.distributed.exchange.run import AtHand
+from dilated_attention.distributed.exchange.step import Pair, Step
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.launches import Masks as Masks
 from dilated_attention.engine.branches.problems import Range
@@ -26,7 +27,6 @@ from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-Pair = tuple[torch.Tensor, torch.Tensor]
 # host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
 # (benchmarks scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
 HOST_MS = {False: 0.6, True: 1.7}

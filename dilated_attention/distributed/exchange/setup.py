@@ -16,7 +16,7 @@ from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange.computation import Computation, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.steps import Step, make_step
+from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
@@ -185,7 +185,7 @@ class RingSetup:
         exchanges: whether any rank sends anything; alike on all ranks.
         compute: begins a pass; takes ``Masks``, q, and in a backward the ``rest`` of a ``Computation``.
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
-        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows`` of queries and ``key_rows``.
+        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and the steps of keys.
         digest: see ``NeededBlocks``.
     """
 
@@ -196,7 +196,6 @@ class RingSetup:
     sharding: ShardingPlan | None = None
     home: Callable[..., Any] | None = None
     query_rows: SparseRows | None = None
-    key_rows: SparseRows | None = None
     digest: str = ""
 
 
@@ -236,14 +235,15 @@ def make_setup(
     B, D = k.shape[0], k.shape[3]
     problem = RingProblem(pattern, documents, shards, q.shape[2], k.shape[2], settings.is_causal, settings.window_sides)
     home: Callable[..., Any] | None = None
-    query_rows = key_rows = None
+    query_rows: SparseRows | None = None
+    sparse: tuple[int, tuple[int, ...]] | None = None
     # masks and dropout are by position, and detached mixing needs the outputs of all branches
     plain = padding is None and not settings.dropout_p and not settings.detached
     crossing = crossing_of(problem, 2 * B * k.shape[2] * D * k.element_size()) if plain and len(ranks) > 1 else None
     if crossing is not None:
         own = home_parts(problem, crossing.home, settings, place, first)
         home, problem = functools.partial(Computation, StepParts((own,), q)), crossing.problem
-        query_rows, key_rows = (SparseRows(crossing.step, of, q.shape[1], device) for of in (crossing.offsets, crossing.kv_offsets))
+        query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
         q = q[:, :: crossing.step]
     steps_of_heads: tuple[int, ...] = (k.shape[2],)
     if len(ranks) > 1 and pattern.branch_heads == "all":
@@ -260,7 +260,7 @@ def make_setup(
     for index, kv_heads in enumerate(heads_of(steps_of_heads)):
         needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
-        steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device))
+        steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device, sparse))
         parts.append(parts_of(problem, settings, steps[-1], place, span, first))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
     return RingSetup(
@@ -271,5 +271,4 @@ def make_setup(
         sharding=None if sharding.given == sharding.used else sharding,
         home=home,
         query_rows=query_rows,
-        key_rows=key_rows,
     )
