@@ -51,7 +51,8 @@ def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: f
     count = 1
     if kind in HOST_SECONDS and brought / WIRE > STEP_SHARE * seconds:
         count = max(1, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
-    return even_steps(kv_heads, forced or max(count, -int(-2 * held // (SHARE * memory)) if held > SHARE * memory else 1))
+    limit = max(1.0, SHARE * memory)
+    return even_steps(kv_heads, forced or max(count, -int(-2 * held // limit) if held > limit else 1))
 
 
 def even_steps(heads: int, steps: int) -> tuple[int, ...]:
