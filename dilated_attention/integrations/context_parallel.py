@@ -1,0 +1,540 @@
+"""Context parallelism for transformers' ``Trainer`` and for accelerate: ``context_parallel(trainer, size=4)`` before ``trainer.train()``.
+
+The batch that a model is called with is whole, and equal on the W processes of a group. Inside the call it is cut, and each process
+computes its part of the loss, the sum over its own targets divided by the number of all. What the model returns has
+
+    value     Σ over the group of the parts, which is the loss of the whole
+    gradient  W · d(part), so that the mean over all processes, which DDP and FSDP take, is the mean over the groups of the whole gradient
+
+so that nothing outside the model needs to know: the loss scale, gradient accumulation, clipping and logging stay transformers'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dilated_attention.distributed.comm.group import members_of
+from dilated_attention.distributed.comm.handshake import agree
+from dilated_attention.distributed.sharding.layout import unshard_sequence
+from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
+from dilated_attention.integrations._hf_refusals import warn_of_saving
+from dilated_attention.integrations._hf_settings import (
+    REGISTERED,
+    Settings,
+    base_of,
+    check_release,
+    configs_of,
+    interfaces,
+    remember,
+    settings_of,
+)
+from dilated_attention.pattern.checks import as_int
+
+__all__ = ["ContextParallel", "context_parallel"]
+
+# inputs without a dimension of positions
+_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward under way whose batch is cut: N, the bounds of its documents, and what the layers did."""
+
+    seq_len: int
+    cu_seqlens: torch.Tensor | None
+    has_mask: bool = False
+    has_loss: bool = False
+
+
+class ContextParallel:
+    """What ``context_parallel`` attached to a model.
+
+    Args:
+        size, rank: W and this process's rank in its group.
+        group: the ProcessGroup; None for one process.
+        layout: of the rows; ``unshard_sequence(handle.group, [logits], [1], layout=handle.layout)`` makes logits whole.
+        whole_logits: whether a call with labels and without gradients returns the logits of all positions, on all processes.
+    """
+
+    def __init__(
+        self, model: Any, place: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
+    ) -> None:
+        members = members_of(place)
+        self._place, self._members = place, members
+        self.group, self.rank, self.size = members.group, members.rank, members.size
+        self.base = base_of(model)
+        _check_model(model, self.base)
+        self.timeout, self.whole_logits = timeout, False
+        self.undo = undo
+        self._call: _Call | None = None
+        self._depth = 0
+        self._outer = model
+        given = {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None}
+        attentions, masks = interfaces()
+        original = self.base.config._attn_implementation or "sdpa"
+        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
+        if original in REGISTERED:
+            warn_of_saving(original, self.base.config)
+        if settings.kind == "block_sparse":
+            raise ValueError(
+                f"attn_implementation is {original!r}, a block pattern, which transformers models have on one process only; expected a "
+                'dense model or "dilated"'
+            )
+        kind = "ring" if settings.kind == "ring" else "ring_dilated"
+        options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
+        self.name = f"context_parallel_{next(_numbers)}"
+        remember(self.name, settings)
+        self.undo.callback(REGISTERED.pop, self.name)
+        resolved = settings_of(self.name, self.base.config)
+        for option, value in given.items():
+            if resolved.options[option] != value:
+                raise ValueError(
+                    f"{option} is {value!r}, and the model's config says {resolved.options[option]!r}; expected one of them: "
+                    f"configure(model, {option}=None) removes the latter"
+                )
+        self.layout = resolved.options.get("layout", "contiguous")
+        self._mask_of_model = masks()[original]
+        for registry, function in ((attentions, self._attend), (masks, self._mask)):
+            registry.register(self.name, function)
+            self.undo.callback(registry._global_mapping.pop, self.name)
+        configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
+        self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
+        self._original = original
+        self._switch(self.name)
+        self.undo.callback(self._switch, original)
+        self._loss_of_model = self.base.loss_function
+        replace(undo, self.base, "_loss_function", self._loss)
+        # PEFT calls the forward of its base model, not the module, except in generate()
+        for module in {id(each): each for each in (model, self.base)}.values():
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+
+    def remove(self) -> None:
+        """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
+        self.undo.close()
+
+    def _switch(self, name: str) -> None:
+        for config in self._configs:
+            config._attn_implementation_internal = name
+
+    def _attend(self, module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        # also outside of a call: where layers are recomputed in the backward
+        if not isinstance(attention_mask, KeyMask) or attention_mask.seq_len is None:
+            raise ValueError(
+                f"{type(module).__name__} is called outside of its model, or makes its own mask ({type(attention_mask).__name__}); "
+                "expected a model that transformers' masking_utils makes the masks of, called as model(input_ids=…, labels=…)"
+            )
+        if self.size > 1 and module.training and options.get("dropout"):
+            # pairs are dropped by seed and position, and shards of unequal length draw unequal seeds
+            raise ValueError(f"{type(module).__name__} drops {options['dropout']} of its pairs; expected 0 on several processes")
+        return attend(self.name, module, query, key, value, attention_mask, **options)
+
+    def _mask(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call is None:
+            # generate() prepares the masks of a static cache before it calls the model
+            return self._mask_of_model(*args, **kwargs)
+        call.has_mask = True
+        # the positions of this process's rows jump where the layout does, and documents are known
+        mask = key_mask(*args, is_shared=True, **kwargs)
+        return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, seq_len=call.seq_len)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
+
+    def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is self._outer:
+            # not within itself: after an interrupt, for which torch calls no hooks, a call begins anew
+            self._depth, self._call = 0, None
+            self._switch(self.name)
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
+        if "labels" not in given:
+            if module.training and torch.is_grad_enabled():
+                raise ValueError(
+                    f"a training call of {type(module).__name__} with {', '.join(given)} and without labels: the loss of a sequence that "
+                    "processes share is computed inside the model; expected model(input_ids=…, labels=…), or model.eval()"
+                )
+            self._switch(self._original)
+            return None
+        # first, since what one process alone refuses leaves the others waiting
+        self._check_equal(given)
+        _check_inputs(given, self.base.config, self.size)
+        mine = shard_inputs(
+            {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}, group=self._place, layout=self.layout
+        )
+        bounds, _ = (mine.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+        if "attention_mask" not in given or bool(given["attention_mask"].all()):
+            # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
+            mine.pop("attention_mask", None)
+        self._call = _Call(sequence_of(given).shape[1], bounds)
+        # keys of a part are no cache
+        return (), mine | {"use_cache": False}
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        self._depth -= 1
+        if self._depth:
+            return None
+        call, self._call = self._call, None
+        if call is None:
+            self._switch(self.name)
+            return None
+        if outputs is None:
+            # the forward raised
+            return None
+        # Liger's forwards compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        call.has_loss |= type(outputs).__module__.startswith("liger_kernel.")
+        if not call.has_mask or not call.has_loss:
+            missing = "its loss by loss_function" if call.has_mask else "its masks by transformers' masking_utils"
+            raise ValueError(f"{type(self.base).__name__} does not compute {missing}; expected a model such as LlamaForCausalLM")
+        if not hasattr(outputs, "items"):
+            raise ValueError(f"the model returned a {type(outputs).__name__}; expected return_dict=True, by which logits are found")
+        values = dict(outputs.items())
+        if self.group is not None:
+            whole = values["loss"].detach().clone()
+            dist.all_reduce(whole, group=self.group)
+            values["loss"] = whole + self.size * (values["loss"] - values["loss"].detach())
+        if self.whole_logits and not torch.is_grad_enabled():
+            others = sorted(values.keys() - {"loss", "logits"})
+            if others:
+                raise ValueError(f"the model returns {', '.join(others)}; expected only loss and logits, of which metrics are computed")
+            if self.size > 1:
+                values["logits"] = unshard_sequence(self.group, [values["logits"]], [1], layout=self.layout, seq_len=call.seq_len)[0]
+        return type(outputs)(**values)
+
+    def _check_equal(self, given: dict[str, Any]) -> None:
+        # each batch, since samplers may part later than at the first; a few numbers through the store, which a whole step outweighs
+        if self.size == 1:
+            return
+        same = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
+        try:
+            agree(self._members, {"function": "a model under context_parallel", **same}, {}, self.timeout)
+        except ValueError as error:
+            raise ValueError(
+                f"processes that share a sequence were given different batches: {error}. Expected equal ones: prepare loaders after "
+                "context_parallel, and make data sets and samplers that draw alike on all processes"
+            ) from error
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._call
+        if call is not None and (kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None):
+            raise ValueError(
+                f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
+                "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
+            )
+        if call is not None:
+            call.has_loss = True
+        part: torch.Tensor = self._loss_of_model(*args, **kwargs)
+        return part
+
+
+def _check_model(model: Any, base: Any) -> None:
+    """Refuses, by ValueError or TypeError, models whose loss is no sum over positions or whose layers mix them other than by attention."""
+    name = type(base).__name__
+    if not hasattr(base, "loss_function") or not hasattr(base, "config"):
+        raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(f"{name}.forward takes no **kwargs, by which its loss knows of the other parts; expected e.g. LlamaForCausalLM")
+    if not base._can_set_attn_implementation():
+        raise ValueError(f"{name} computes its attention itself; expected a model of transformers' attention interface")
+    if base.loss_function is not importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss:
+        found = getattr(base.loss_function, "__name__", base.loss_function)
+        raise ValueError(f"the loss of {name} is {found}, which may be no sum over positions; expected that of causal language models")
+    for config in configs_of(base.config):
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+            what = ", ".join(sorted(kinds)) or "recurrent layers or an encoder"
+            raise ValueError(f"{name} has {what}, which need all positions in one process; expected full and sliding attention only")
+    mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
+    if mixing is not None:
+        raise ValueError(f"{name} has a convolution, {mixing!r}, which reads neighbouring positions; expected attention only")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(f"the adapter is {adapter.peft_type}, which puts tokens before each part; expected one of weights, e.g. LoRA")
+
+
+def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
+    """Refuses inputs that have no part of one process: ValueError or TypeError with the input and its shape."""
+    length = sequence_of(given).shape[1]
+    if length < size:
+        raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
+    if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
+    # transformers 5.24 calls past_key_values cache
+    for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
+        if not isinstance(given.get(name, False), int) or given.get(name):
+            raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict is False; expected True, by which loss and logits are found")
+    mask = given.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {shape}; expected padding, (B, {length}): other pairs than the model's own cannot be cut")
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.ndim == 0 or name in _WHOLE:
+            continue
+        if x.ndim < 2 or x.shape[1] != length or (name == "position_ids" and x.ndim != 2):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, {length}, …), a value for each position, which can be cut")
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """A number that differs, but for one case in very many, where the values or their order do."""
+    flat = x.detach().reshape(-1)
+    if x.is_floating_point():
+        # embeddings are large: no copy of them in a wider type
+        return int(flat.sum(dtype=torch.float64).view(torch.int64))
+    return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of this object, not of its class, until ``undo`` is closed."""
+    before = vars(owner)
+    if name in before:
+        undo.callback(before.__setitem__, name, before[name])
+    else:
+        undo.callback(before.pop, name, None)
+    before[name] = value
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises ValueError for a Trainer with a loss of its own, options that need the whole sequence in one process, or that has begun."""
+    args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
+    if loss is not importlib.import_module("transformers").Trainer.compute_loss or loss.__module__ != "transformers.trainer":
+        where = getattr(loss, "__module__", type(loss).__name__)
+        raise ValueError(
+            f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
+            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
+            "with remove_unused_columns=False in args, or a loop of your own with context_parallel(accelerator, model, size=…). Other "
+            "losses, such as those of preferences and rewards, need whole sequences: train without context_parallel"
+        )
+    against = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "model_init": trainer.model_init is not None,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "deepspeed": bool(args.deepspeed),
+        "train_sampling_strategy": getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+        "eval_use_gather_object": args.eval_use_gather_object,
+    }
+    for option, is_given in against.items():
+        if is_given:
+            raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each (torchrun), or "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if trainer.model_wrapped is not trainer.model:
+        raise ValueError("the trainer has wrapped its model already; expected context_parallel(trainer, …) before trainer.train()")
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raises ValueError for an Accelerator that shares sequences itself, or has prepared loaders."""
+    config = getattr(accelerator, "parallelism_config", None)
+    for kind in ("cp", "tp", "sp"):
+        if getattr(config, f"{kind}_enabled", False):
+            raise ValueError(f"parallelism_config has {kind}_size above 1; expected dp_replicate_size and dp_shard_size only")
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches is True: the first process would cut each batch over all processes; expected None or False, so that every "
+            "process reads the data set, of which a group takes its batches"
+        )
+    if accelerator._dataloaders or accelerator._models:
+        raise ValueError("the accelerator has prepared a loader or a model; expected context_parallel(…) before accelerator.prepare(…)")
+
+
+class _DataParallel:
+    """An accelerator as its loaders should see it: each group that shares sequences is one process."""
+
+    dispatch_batches = False
+
+    def __init__(self, accelerator: Any, groups: list[list[int]]) -> None:
+        self._accelerator, self._groups = accelerator, groups
+        self.num_processes = len(groups)
+        self.process_index = next(index for index, ranks in enumerate(groups) if accelerator.process_index in ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def _prepare_device_mesh(self) -> None:
+        return None
+
+    def gather(self, data: Any) -> Any:
+        """Returns what the first process of each group has, along the first dimension."""
+        first = [ranks[0] for ranks in self._groups]
+        world = self._accelerator.num_processes
+        return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
+
+
+class _OfGroups:
+    """A learning-rate scheduler that accelerate calls once for each process, and that steps once for each group."""
+
+    def __init__(self, scheduler: Any, size: int) -> None:
+        vars(self).update(_scheduler=scheduler, _size=size, _calls=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        vars(self)["_calls"] += 1
+        if self._calls % self._size == 0:
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_scheduler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._scheduler, name, value)
+
+
+def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
+    """Lets loaders and schedulers that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
+    if accelerator.num_processes == 1:
+        return
+    mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, sorted(mine))
+    groups = sorted({tuple(ranks) for ranks in of_all})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(of_all))) or len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"the groups are {groups}; expected every process in one of them, and groups of equal size")
+    view = _DataParallel(accelerator, [list(ranks) for ranks in groups])
+    kind = type(accelerator)
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not all(isinstance(x, torch.Tensor) for x in tree_leaves(input_data)):
+            raise TypeError("gather_for_metrics of objects, which every process of a group would add once; expected tensors")
+        loader = accelerator.gradient_state.active_dataloader
+        if len(groups) > 1 and loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            # each group reads the stream and fills its last batch up, and nothing says by how much
+            raise ValueError(
+                f"gather_for_metrics over a data set without a length in {len(groups)} groups, whose last samples repeat; expected a data "
+                "set with a length, or gather(), which returns the repeated ones, too"
+            )
+        return kind.gather_for_metrics(view, input_data)
+
+    def prepare_scheduler(scheduler: Any) -> Any:
+        prepared = kind.prepare_scheduler(accelerator, scheduler)
+        if prepared.step_with_optimizer and not prepared.split_batches and not isinstance(prepared.scheduler, _OfGroups):
+            prepared.scheduler = _OfGroups(prepared.scheduler, len(groups[0]))
+        return prepared
+
+    replace(undo, accelerator, "prepare_scheduler", prepare_scheduler)
+    # accelerate's own methods, which ask the object that they are called on how many processes there are
+    replace(undo, accelerator, "prepare_data_loader", functools.partial(kind.prepare_data_loader, view))
+    replace(undo, accelerator, "gather_for_metrics", gather_for_metrics)
+
+
+def adapt_trainer(trainer: Any, handle: Any, undo: contextlib.ExitStack) -> None:
+    """Makes a Trainer's counts those of the groups, and gives whole logits to metrics."""
+    size, sizes = handle.size, trainer.get_total_train_batch_size
+    predict, operations, track = trainer.prediction_step, trainer.floating_point_ops, trainer._track_num_input_tokens
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        handle.whole_logits = not prediction_loss_only
+        try:
+            return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            handle.whole_logits = False
+
+    def track_tokens(inputs: Any) -> None:
+        # a group's processes all count their batch
+        before = trainer.state.num_input_tokens_seen
+        track(inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
+
+    replace(undo, trainer, "get_total_train_batch_size", lambda args: sizes(args) // size)
+    replace(undo, trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
+    replace(undo, trainer, "_track_num_input_tokens", track_tokens)
+    replace(undo, trainer, "prediction_step", prediction_step)
+    # bound when the trainer was made, and again after each evaluation
+    replace(undo, trainer, "gather_function", trainer.accelerator.gather_for_metrics)
+
+
+def context_parallel(
+    trainer_or_accelerator: Any,
+    model: Any = None,
+    *,
+    size: int | None = None,
+    mesh: Any = None,
+    group: Any = None,
+    layout: str | None = None,
+    exchange: str | None = None,
+    timeout: float = 540.0,
+) -> ContextParallel:
+    """Trains a causal language model on sequences that groups of W processes share; the other processes are data parallel.
+
+        context_parallel(trainer, size=4)                        # before trainer.train()
+        context_parallel(accelerator, model, size=4)             # before accelerator.prepare(model, optimizer, loader)
+
+    Every process of a group gets the same batch, different groups different ones. A call of the model with ``labels`` cuts the batch:
+    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and,
+    without dropout, every step are those of the same training with the data-parallel processes alone. ``logits`` are those of the process's
+    own positions; ``Trainer.predict`` and ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by
+    each process alone with the model's own attention.
+
+    A model with an attention of transformers stays exactly dense (windows, sinks and softcaps included); one with ``"dilated"``,
+    ``"ring_dilated"`` or ``"ring"`` keeps its settings. What is saved names the model's own attention: a dense model is a plain one.
+    Logits of long sequences need not exist: Liger's kernels (``use_liger_kernel=True``) compute the loss without them.
+
+    Args:
+        trainer_or_accelerator: a ``Trainer``, or an ``Accelerator`` whose loaders are prepared afterwards.
+        model: with an accelerator, the model before it is prepared; PEFT's adapters included.
+        size: W consecutive processes share a sequence; it divides the number of processes. Or give ``mesh`` or ``group``.
+        mesh, group: a DeviceMesh of one axis, e.g. ``mesh["cp"]``, or a ProcessGroup; its processes share a sequence.
+        layout: see ``ring_attention``; None for the model's setting, for dense models ``"zigzag"``, which balances causal attention.
+        exchange: see ``ring_attention``; None for the model's setting, for dense models ``"auto"``.
+        timeout: seconds that a process waits for the others of its group, of which one may be saving a checkpoint.
+
+    Returns:
+        A ``ContextParallel``, whose ``remove()`` makes the model and the trainer what they were.
+
+    Raises:
+        ValueError, TypeError: the model's loss is no sum over positions, its layers mix positions other than by attention, the trainer has
+            a loss of its own or an option that needs the whole sequence in one process, or an argument is not accepted.
+        ImportError: transformers is older than 5.23.
+    """
+    check_release((5, 23), "context_parallel")
+    trainer = trainer_or_accelerator if hasattr(trainer_or_accelerator, "accelerator") else None
+    accelerator = trainer_or_accelerator if trainer is None else trainer.accelerator
+    if not hasattr(accelerator, "prepare_data_loader"):
+        raise TypeError(f"trainer_or_accelerator is a {type(accelerator).__name__}; expected a Trainer, or an Accelerator and a model")
+    if (model is None) == (trainer is None):
+        raise ValueError("expected context_parallel(trainer, size=…), which has a model, or context_parallel(accelerator, model, size=…)")
+    if trainer is not None:
+        check_trainer(trainer)
+        model = trainer.model
+    check_accelerator(accelerator)
+    with contextlib.ExitStack() as undo:
+        place = mesh if group is None else group
+        if sum(x is not None for x in (size, mesh, group)) != 1:
+            raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
+        if size is not None:
+            size = as_int("size", size, minimum=1)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if world % size:
+                raise ValueError(f"size is {size} and there are {world} processes; expected a divisor")
+            if world > 1:
+                place = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+        handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
+        share_batches(accelerator, handle.group, undo)
+        if trainer is not None:
+            adapt_trainer(trainer, handle, undo)
+        handle.undo = undo.pop_all()
+    return handle
