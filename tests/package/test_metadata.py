@@ -26,6 +26,7 @@ OPTIONAL = {
     "fa3_fwd": "fp8",
     "flash_attn": "flash2, flash4",
     "flash_attn_interface": "flash3, named by its refusal",
+    "huggingface_hub": "hf: transformers depends on it",
     "matplotlib": "plot",
     "transformers": "hf",
     "triton": "torch",
