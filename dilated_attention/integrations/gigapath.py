@@ -92,23 +92,28 @@ def create_model(
     """
     one_of("model_arch", model_arch, tuple(_ARCHITECTURES))
     width, layers = _ARCHITECTURES[model_arch]
-    config = SlideEncoderConfig.gigapath(
-        width, layers, max_wsi_size=max_wsi_size, tile_size=tile_size, grid_size=slide_ngrids, in_dim=in_chans, global_pool=global_pool,
-        dropout=dropout, drop_path=drop_path_rate,
-    )  # fmt: skip
-    model = LongNetViT(config)
+    settings: dict[str, Any] = {
+        "max_wsi_size": max_wsi_size,
+        "tile_size": tile_size,
+        "grid_size": slide_ngrids,
+        "global_pool": global_pool,
+        "dropout": dropout,
+        "drop_path": drop_path_rate,
+    }
     if not str(pretrained):
-        return model
+        return LongNetViT(SlideEncoderConfig.gigapath(width, layers, in_dim=in_chans, **settings))
     # a table of the grid's positions, which files may hold, is computed here
     weights = {name: x for name, x in read_weights(_file_of(str(pretrained), local_dir), None).items() if name != "pos_embed"}
-    released = load_slide_encoder(weights, grid_size=slide_ngrids, tile_size=tile_size, max_wsi_size=max_wsi_size)
-    loaded = released.config
-    if (loaded.encoder.embed_dim, loaded.encoder.num_layers, loaded.in_dim) != (width, layers, in_chans):
+    loaded = load_slide_encoder(weights, **settings)
+    config = loaded.config
+    if (config.encoder.embed_dim, config.encoder.num_layers, config.in_dim) != (width, layers, in_chans):
         raise ValueError(
-            f"{pretrained} holds {loaded.encoder.num_layers} layers of width {loaded.encoder.embed_dim} on {loaded.in_dim} channels; "
+            f"{pretrained} holds {config.encoder.num_layers} layers of width {config.encoder.embed_dim} on {config.in_dim} channels; "
             f"{model_arch} with in_chans={in_chans} has {layers} of {width} on {in_chans}: give the model_arch and in_chans of the file"
         )
-    model.load_state_dict(released.state_dict())
+    # the loaded weights themselves, no second copy of them
+    model = LongNetViT(config, device="meta")
+    model.load_state_dict(loaded.state_dict(), assign=True)
     return model
 
 

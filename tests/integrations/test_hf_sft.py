@@ -47,17 +47,14 @@ def rows(count: int, kind: str) -> Any:
     for index, row in enumerate(tokens(count, 47)):
         ids = row[: 47 - 5 * (index % 3)].tolist()
         mark = [int(place > 9 + index and place % 7 > 1) for place in range(len(ids))]
-        name = {"completion": "completion_mask"}.get(kind)
-        samples.append({"input_ids": ids} | ({} if name is None else {name: mark}))
+        samples.append({"input_ids": ids} | ({"completion_mask": mark} if kind == "completion" else {}))
     return datasets.Dataset.from_list(samples)
 
 
 def tuned(rank: int, world: int, folder: str, kind: str, size: int | None = None) -> dict[str, Any]:
     """Losses and metrics by step, of the evaluation, and the weights, of a training with ``size`` processes to a sequence."""
     with launched(rank, world):
-        # processes that are not context parallel are data parallel: the same samples a step
-        batch = 2 * (1 if size is None else world) // world
-        settings = {**ARGUMENTS, "bf16": False, "per_device_train_batch_size": batch, "per_device_eval_batch_size": 2, **KINDS[kind]}
+        settings = {**ARGUMENTS, "bf16": False, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, **KINDS[kind]}
         settings.pop("include_num_input_tokens_seen")
         config = trl.SFTConfig(output_dir=folder, eval_strategy="steps", eval_steps=3, **settings)
         more: dict[str, Any] = {}
