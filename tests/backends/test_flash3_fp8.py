@@ -93,12 +93,10 @@ def test_no_silent_fallback_through_any_door() -> None:
 
 
 def test_settings_are_shown() -> None:
-    assert "precision='fp8'" in repr(DilatedAttention([4], [1], precision="fp8"))
-    assert "precision" not in repr(DilatedAttention([4], [1]))
-    explanation = explain_backend(hardware=HOPPER, needs_grad=False, precision="fp8")
-    assert explanation.forward == "flash3_fp8"
-    training = explain_backend(hardware=HOPPER, precision="fp8")
-    assert (training.forward, training.backward) == ("flash3_fp8", None)
+    assert "precision='fp8'" in repr(DilatedAttention([4], [1], precision="fp8")) and "precision" not in repr(DilatedAttention([4], [1]))
+    for needs_grad, backward in ((False, "flash3_fp8"), (True, None)):
+        explanation = explain_backend(hardware=HOPPER, precision="fp8", needs_grad=needs_grad)
+        assert explanation.forward == "flash3_fp8" and (not needs_grad or explanation.backward is backward)
 
 
 class StandIn:
@@ -226,13 +224,11 @@ def test_values_that_are_not_finite_stay_so_and_spoil_no_scale() -> None:
     clean = quantise(x, 2, centre=True)
     x[0, 3, 1, 5], x[1, 2, 0, 0] = torch.nan, -torch.inf
     y, descale, mean = quantise(x, 2, centre=True)
-    assert y.float().isnan().nonzero().tolist() == [[0, 3, 1, 5], [1, 2, 0, 0]]
-    assert descale.isfinite().all()
-    assert mean.isfinite().all()
+    assert y.float().isnan().nonzero().tolist() == [[0, 3, 1, 5], [1, 2, 0, 0]] and descale.isfinite().all() and mean.isfinite().all()
     assert torch.equal(y[0, :, 0].float(), clean.y[0, :, 0].float())
 
 
-def test_library_paths_are_checked(tmp_path: Any) -> None:
+def test_library_paths_are_checked_and_there_is_no_backward(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="is not a file; expected the path of a shared library"):
         flash3_fp8.load_library(tmp_path / "none.so")
     with pytest.raises(NotImplementedError):

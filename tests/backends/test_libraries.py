@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -17,27 +18,36 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends import AttentionRequest, Bounds, Hardware, Mask, Options, registry
+from dilated_attention import DilatedPattern
+from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, registry
 from dilated_attention.backends import hardware as hardware_module
+from dilated_attention.backends.base import ALL_FLOATS
 from dilated_attention.backends.flash import flash3
 from dilated_attention.backends.flash import xformers as xformers_module
-from dilated_attention.backends.mask_convert import window_sizes
-from dilated_attention.backends.torch_ops.math import band_mask
+from dilated_attention.testing import Case, Space, check_backend, measure
 
 MATH = registry.get("math")
 
 
-@pytest.mark.parametrize(
-    ("L", "S", "left", "right", "shift"), [(10, 10, 3, 2, 0), (10, 15, 3, 2, 3), (7, 12, 5, 0, 5), (10, 10, 20, 20, 0)]
-)
-def test_window_sizes_count_from_the_bottom_right_diagonal(L: int, S: int, left: int, right: int, shift: int) -> None:
-    """flash-attn's kernels align the diagonal with the last query and key; the plan's band counts from the first ones."""
-    q, k = torch.empty(1, L, 1, 1), torch.empty(1, S, 1, 1)
-    band = (shift - left, shift + right)
-    fa_left, fa_right = window_sizes(Options(scale=1.0, mask=Mask(band=band)), q.shape[1], k.shape[1])
-    distance = torch.arange(S)[None, :] - torch.arange(L)[:, None] - (S - L)
-    theirs = (distance >= -fa_left) & (distance <= fa_right)
-    assert torch.equal(theirs, band_mask(band, L, S, torch.device("cpu")))
+WINDOW = Case(pattern=DilatedPattern((2**62,), (1,)), window=(3, 2), num_queries=20, query_offset=9, num_keys=40, head_dim=16)
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Any case by this backend, as if it ran on CPUs and in any dtype, is its definition."""
+
+    def check(name: str, dtype: torch.dtype = torch.float64) -> None:
+        backend = registry.get(name)
+        can = replace(backend.capabilities, devices=frozenset({"cpu"}), dtypes=ALL_FLOATS, package=None, compute_capabilities=None)
+        monkeypatch.setattr(backend, "capabilities", can)
+        registry.cached.clear()
+        report = check_backend(name, device="cpu", dtypes=[dtype], cases=40, space=Space.of_backend(name))
+        assert report.cases > 30
+        if dtype is not torch.float32:
+            # the plan's band counts from the first query and key, flash-attn's windows from the last ones
+            assert all(result.passes for result in measure(WINDOW, name, dtype))
+
+    return check
 
 
 # --- flash-attn 2.8 ---------------------------------------------------------------------------------------------------------------
@@ -73,30 +83,24 @@ def flash2_forward(*args: Any, **named: Any) -> tuple[Any, ...]:
 
 def flash2_backward(*args: Any, **named: Any) -> None:
     given = BACKWARD.bind(*args, **named).arguments
-    assert given["deterministic"] is True and given["softmax_lse"].is_contiguous()
+    assert given["deterministic"] is torch.are_deterministic_algorithms_enabled() and given["softmax_lse"].is_contiguous()
     tensors = [given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")]
     for name, share in zip(("dq", "dk", "dv"), MATH.backward(*tensors, options_of(given)), strict=True):
         given[name].copy_(share)
 
 
-@pytest.mark.parametrize(
-    "options", [Options(scale=0.2), Options(scale=0.2, causal=True, softcap=0.4), Options(scale=0.2, mask=Mask(band=(-3, 6)))]
-)
-def test_flash2_is_reached_as_meant(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash2_is_reached_as_meant(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     vars(interface).update(_flash_attn_forward=flash2_forward, _flash_attn_backward=flash2_backward)
     vars(package).update(flash_attn_interface=interface)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-    num_keys = 9 if options.causal else 12
-    q, dout = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
-    k, v = torch.randn(2, num_keys, 2, 16), torch.randn(2, num_keys, 2, 16)
-    backend, expected = registry.get("flash2"), MATH.forward(q, k, v, options)
-    out, lse = backend.forward(q, k, v, options)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    apart = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    grads = backend.backward(dout, q, k, v, out, apart, replace(options, deterministic=True))
-    assert all(map(torch.equal, grads, MATH.backward(dout, q, k, v, out, lse, options)))
+    check("flash2")
+    torch.use_deterministic_algorithms(True)
+    try:
+        check("flash2")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # --- FlashAttention-3 -------------------------------------------------------------------------------------------------------------
@@ -105,78 +109,65 @@ def test_flash2_is_reached_as_meant(options: Options, monkeypatch: pytest.Monkey
 class _Flash3Ops:
     """``torch.ops.flash_attn_3`` in plain torch; what it returns is another Python object than what it wrote to."""
 
+    packed = 0
+
     def fwd(self, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
-        (queries, keys), options = rest[4:6], Options(*rest[20:22])
-        assert len(rest) == 31 and rest[22:24] == (-1, -1)
+        queries, keys = rest[4:6]
+        assert len(rest) == 31
         out = torch.empty_like(q) if rest[3] is None else rest[3]
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
         tensors = (q, k, v, out, lse)
         for rows, seen in self._problems(queries, keys):
             q_, k_, v_, out_, lse_ = (x if queries is None else x[None] for x in tensors)
+            options = _options(rest[20:24], q_[:, rows], k_[:, seen])
             out_[:, rows], lse_[:, :, rows] = MATH.forward(q_[:, rows], k_[:, seen], v_[:, seen], options)
         return out.view_as(out), lse
 
     def bwd(self, *given: Any) -> None:
-        tensors, (queries, keys), options = given[:9], given[9:11], Options(*given[15:17])
-        assert len(given) == 22 and given[5].is_contiguous() and given[17:] == (-1, -1, 0.0, False, 0)
+        tensors, (queries, keys) = given[:9], given[9:11]
+        assert len(given) == 22 and given[5].is_contiguous() and given[19:] == (0.0, False, 0)
         for rows, seen in self._problems(queries, keys):
             dout, q, k, v, out, lse, dq, dk, dv = (x if queries is None else x[None] for x in tensors)
             of_rows = dout[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, :, rows]
-            dq[:, rows], dk[:, seen], dv[:, seen] = MATH.backward(*of_rows, options)
+            dq[:, rows], dk[:, seen], dv[:, seen] = MATH.backward(*of_rows, _options(given[15:19], q[:, rows], k[:, seen]))
 
     def _problems(self, queries: Any, keys: Any) -> list[tuple[slice, slice]]:
         if queries is None:
             return [(slice(None), slice(None))]
+        _Flash3Ops.packed += 1
         ranges = ([slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (queries, keys))
         return list(zip(*ranges, strict=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("with_views", [False, True])
-def test_flash3_is_reached_as_meant(causal: bool, packed: bool, with_views: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def _options(given: Any, q: torch.Tensor, k: torch.Tensor) -> Options:
+    names = ("softmax_scale", "causal", "window_size_left", "window_size_right")
+    return options_of({"dropout_p": 0.0, "alibi_slopes": None, "softcap": 0.0, "q": q, "k": k} | dict(zip(names, given, strict=True)))
+
+
+def test_flash3_is_reached_as_meant(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, and documents of one launch, too."""
     monkeypatch.setattr(flash3, "_ops", _Flash3Ops)
-    backend, options = registry.get("flash3"), Options(scale=0.1, causal=causal)
-    q, k, v = (torch.randn(3, 40, heads, 64) for heads in (4, 2, 2))
-    keys = None
-    if packed:
-        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        starts = torch.tensor([0, 30, 90, 120], dtype=torch.int32)
-        keys = Bounds(starts, starts, 60, 60)
-    dout = torch.randn_like(q)
-    views: tuple[torch.Tensor | None, ...] = (torch.empty_like(q), None) if with_views else (None, None)
-    grad_views: tuple[torch.Tensor | None, ...] = (torch.empty_like(q), torch.empty_like(k), None) if with_views else (None,) * 3
-    out, lse = backend.forward(q, k, v, options, keys, out=views)
-    grads = backend.backward(dout, q, k, v, out, lse, options, keys, grads=grad_views)
-    assert not with_views or all(x is y for x, y in zip((out, *grads[:2]), (views[0], *grad_views[:2]), strict=True))
-    # sequence by sequence, in plain torch
-    ranges = [slice(0, 30), slice(30, 90), slice(90, 120)] if packed else [slice(None)]
-    for rows in ranges:
-        tensors = [x[:, rows] for x in (q, k, v)]
-        expected = MATH.forward(*tensors, options)
-        torch.testing.assert_close((out[:, rows], lse[:, :, rows]), expected)
-        shares = MATH.backward(dout[:, rows], *tensors, *expected, options)
-        torch.testing.assert_close(tuple(x[:, rows] for x in grads), shares)
+    check("flash3")
+    case = Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=120, num_keys=120, heads=4, kv_heads=2, bounds=(0, 30, 90, 120))
+    for is_causal in (False, True):
+        assert all(result.passes for result in measure(replace(case, is_causal=is_causal), "flash3", torch.float64))
+    # in one launch each
+    assert _Flash3Ops.packed == 4
 
 
 # --- xformers ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_xformers_computes_windows_in_half_precision_alone() -> None:
-    hardware = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"xformers"}))
-    xformers = registry.get("xformers")
-    for dtype, reasons in ((torch.bfloat16, 0), (torch.float16, 0), (torch.float32, 1)):
-        for needs_grad in (False, True):
-            request = AttentionRequest(hardware=hardware, dtype=dtype, head_dim=64, window=True, needs_grad=needs_grad)
-            assert len(xformers.reasons_against(request)) == reasons
-            assert xformers.reasons_against(replace(request, window=False)) == []
-
-
-def test_a_package_that_is_installed_and_fails_is_refused_with_the_cause() -> None:
+def test_what_xformers_says_of_itself() -> None:
+    """Windows in half precision alone; and where it is installed and fails, the cause."""
+    hardware, xformers = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"xformers"})), registry.get("xformers")
+    request = AttentionRequest(hardware=hardware, dtype=torch.bfloat16, head_dim=64)
+    for dtype, window, needs_grad in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True), (False, True)):
+        reasons = xformers.reasons_against(replace(request, dtype=dtype, window=window, needs_grad=needs_grad))
+        assert len(reasons) == (window and dtype is torch.float32)
     cause = "its library does not load (libcudart.so.12: cannot open shared object file)"
-    hardware = Hardware(device_type="cuda", capability=(9, 0), unusable=(("xformers", cause),))
-    [reason] = registry.get("xformers").reasons_against(AttentionRequest(hardware=hardware, dtype=torch.bfloat16, head_dim=64))
-    assert reason == f"xformers is installed and cannot be used: {cause}"
+    broken = replace(hardware, packages=frozenset(), unusable=(("xformers", cause),))
+    assert xformers.reasons_against(replace(request, hardware=broken)) == [f"xformers is installed and cannot be used: {cause}"]
 
 
 @pytest.mark.parametrize("fails", ["library", "import"])
@@ -199,31 +190,14 @@ def test_what_is_wrong_with_xformers_is_found_by_importing_it(fails: str, monkey
     assert ("LD_LIBRARY_PATH" if fails == "library" else "uninstall") in why
 
 
-def test_xformers_gets_what_its_interface_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xformers_gets_what_its_interface_takes(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of xformers.ops.fmha that computes in plain torch from the arguments that the real one takes."""
     stand_in, taken = _xformers_stand_in()
-    monkeypatch.setattr(xformers_module, "_fmha", lambda dtype: (stand_in, stand_in.cutlass if dtype is torch.float32 else stand_in.flash))
-    backend, math = registry.get("xformers"), registry.get("math")
-    for dtype, L, S, G, K, causal, band in [
-        (torch.float32, 5, 5, 2, 2, False, None),
-        (torch.float32, 40, 70, 4, 2, True, None),
-        (torch.bfloat16, 33, 33, 4, 1, True, None),
-        (torch.bfloat16, 33, 50, 2, 2, False, (15, 19)),
-        (torch.bfloat16, 33, 50, 2, 2, False, (10, None)),
-    ]:
-        torch.manual_seed(0)
-        q, dout = (torch.randn(2, L, G, 16, dtype=dtype) for _ in range(2))
-        k, v = (torch.randn(2, S, K, 16, dtype=dtype) for _ in range(2))
-        options = Options(scale=0.3, causal=causal, mask=Mask(band=band))
-        out, lse = backend.forward(q, k, v, options)
-        expected = math.forward(q, k, v, options)
-        bound = 1e-5 if dtype is torch.float32 else 2e-2
-        assert lse.shape == (2, G, L)
-        assert (out - expected[0]).abs().max() <= bound and (lse - expected[1]).abs().max() <= bound
-        grads = backend.backward(dout, q, k, v, *expected, options)
-        for got, right in zip(grads, math.backward(dout, q, k, v, *expected, options), strict=True):
-            assert got.shape == right.shape and (got - right).abs().max() <= 5 * bound
-        assert taken.pop() is (stand_in.cutlass.BwOp if dtype is torch.float32 else stand_in.flash.BwOp)
+    for kernels, dtype in ((stand_in.cutlass, torch.float32), (stand_in.flash, torch.bfloat16)):
+        taken.clear()
+        monkeypatch.setattr(xformers_module, "_fmha", lambda dtype, kernels=kernels: (stand_in, kernels))
+        check("xformers", dtype)
+        assert set(taken) == {kernels.BwOp}
 
 
 def _xformers_stand_in() -> tuple[SimpleNamespace, list[object]]:

@@ -52,22 +52,15 @@ def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
     return found
 
 
-def prepared_of(walk: Walk, is_causal: bool = False) -> Prepared:
-    call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=0 if is_causal else None)
-    return Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE))
-
-
-def table_of(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> list[list[int]]:
-    tables = prepared_of(walk, is_causal).tables((False, 5 if of_keys else tile), (True, tile if of_keys else 5))
-    found: list[list[int]] = tables.rows[of_keys].tolist()
-    return found
-
-
 def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
     """What programs write, read from their rows as the kernels do; that no two rows write one result is asserted."""
     low, high = walk.keys if of_keys else walk.queries
     places: Places = {}
-    for branch, rate, start, length, index, place, _, query_place in table_of(walk, of_keys, tile, is_causal):
+    call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=0 if is_causal else None)
+    tables = Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE)).tables(
+        (False, 5 if of_keys else tile), (True, tile if of_keys else 5)
+    )
+    for branch, rate, start, length, index, place, _, query_place in tables.rows[of_keys].tolist():
         w, r = walk.branches[branch]
         assert rate == r and length <= w and index >= 0
         for offset in range(rate):
@@ -97,30 +90,6 @@ def test_every_result_has_one_place_and_one_tile(first: int) -> None:
             assert min(heads) >= 0 and max(heads) < spans.all_places
             # what need not wait in memory comes last
             assert all((place >= spans.num_places) == (branch == direct) for (branch, _, _), place in places.items())
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_tiles_with_most_pairs_come_first(seed: int) -> None:
-    """Branches by their longest rows, and in each branch the longest documents."""
-    walk = random_walk(seed)
-    if walk.is_cut:
-        walk = Walk(walk.branches, walk.documents, (0, walk.documents[-1][1]))
-    longest = max(end - start for start, end in walk.documents)
-    for of_keys in (False, True):
-        rows = table_of(walk, of_keys, 4, False)
-        order = [(-(-min(walk.branches[row[0]][0], longest) // row[1]), -row[0]) for row in rows]
-        assert order == sorted(order, reverse=True)
-        for branch in range(walk.num_branches):
-            documents = [next(end - start for start, end in walk.documents if start <= row[2] < end) for row in rows if row[0] == branch]
-            assert documents == sorted(documents, reverse=True)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_last_tiles_of_causal_queries_come_first(seed: int) -> None:
-    length, tile = 7 + 5 * seed, 4
-    walk = Walk(((length, 1),), ((0, 4 * length + seed),), (0, 4 * length + seed))
-    tiles = [row[4] for row in table_of(walk, False, tile, True) if row[2] > 0 and row[2] + 2 * length <= 4 * length + seed]
-    assert tiles == sorted(tiles, reverse=True) and len(tiles) == tiles.count(0) * -(-length // tile)
 
 
 class Compiled:

@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from dilated_attention.backends.torch_ops.math import band_mask
 from dilated_attention.engine.blocks import bitmask, selection
 from dilated_attention.engine.blocks.bitmask import lists_of_kept
 from dilated_attention.engine.blocks.lists import block_lists
@@ -27,64 +28,35 @@ from dilated_attention.pattern import (
     pattern_from_spec,
 )
 from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
-from tests.helpers.pattern_cases import expanded
+from dilated_attention.testing import Case, Inputs, Space, inputs, random_case
+from dilated_attention.testing.cases import random_blocks
+from tests.helpers.pattern_cases import expanded, expanded_by_interval
 
 SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
+SPACE = Space(blocks=True, max_length=900, head_dims=(8,), heads_per_kv=(1, 2, 3))
 
 
-@dataclass(frozen=True)
-class Case:
-    pattern: TopBlocks
-    q: torch.Tensor
-    k: torch.Tensor
-    is_causal: bool
-    query_offset: int = 0
-    padding: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-
-    def choose(self) -> torch.Tensor:
-        arguments = (self.padding, self.cu_seqlens, self.pattern.spec(), self.is_causal, self.q.shape[3] ** -0.5, self.query_offset)
-        return choose_blocks_op(self.q, self.k, *arguments)
+def choose(case: Case, x: Inputs) -> torch.Tensor:
+    arguments = (x.key_padding_mask, x.cu_seqlens, case.pattern.spec(), case.is_causal, 8**-0.5, case.query_offset)
+    return choose_blocks_op(x.q, x.k, *arguments)
 
 
-def random_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
+def chosen_case(seed: int, space: Space = SPACE) -> Case:
     """Everything that a choice may depend on, drawn by a seed."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    block = rng.choice(SIZES)
-    heads, B, is_causal = rng.choice([(1, 1), (4, 2), (3, 1)]), rng.choice([1, 2]), rng.random() < 0.5
-    documents = rng.random() < 0.25
-    # interpreted kernels take their time
-    N = rng.randint(1, 900 if dtype is torch.float64 else 400)
-    Nq = N if documents or rng.random() < 0.5 else rng.randint(1, N)
-    offset = rng.randint(0, N - Nq)
-    statics = [
-        LocalWindow((rng.randint(0, 200), rng.randint(0, 200)), block_size=block),
-        LocalWindow((300, None), block_size=block) & LocalWindow((None, 0), block_size=block),
-        LocalWindow((500, 300), block_size=block),
-        # of which some heads keep no block of the diagonal
-        MaskFunction(lambda b, h, i, j: (j < 90 + 70 * h) | ((h == 2) & (i == j)), block_size=block),
-    ]
-    always, within = (rng.choice([None, None, *statics]) for _ in range(2))
-    amount = rng.choice([{"blocks": rng.randint(1, 6)}, {"density": rng.choice([0.1, 0.3, 1.0, rng.random()])}, {"mass": rng.random()}])
-    queries = rng.choice([None, None, "block", "before"])
-    near = rng.choice([None, True, False])
-    pattern = TopBlocks(**amount, always=always, within=within, near=near, queries=queries, block_size=block)  # type: ignore[arg-type]
-    cu_seqlens = None
-    if documents:
-        B = 1
-        bounds = sorted(rng.randint(0, N) for _ in range(rng.randint(0, 3)))
-        cu_seqlens = torch.tensor([0, *bounds, N], dtype=torch.int32)
-    padding = None
-    if rng.random() < 0.3:
-        padding = torch.rand(B, N, generator=generator) < 0.4
-        first = rng.randrange(N)
-        padding[0, first : first + 200] = True
-    q, k = (
-        torch.randn(B, n, h, 8, generator=generator, dtype=torch.float64).to(dtype)
-        for n, h in ((Nq, heads[0]), (N, heads[1] if heads[0] % heads[1] == 0 else 1))
-    )
-    return Case(pattern, q, k, is_causal, offset, padding, cu_seqlens)
+    draw = random.Random(seed)
+    while not (case := random_case(draw, space)).num_queries:
+        pass
+    block_size = case.pattern.q_block, case.pattern.k_block
+    statics = [random_blocks(draw, case.heads, case.num_keys, block_size, any_length=True, depth=1) for _ in range(2)]
+    kept: dict[str, Any] = {name: draw.choice([None, x]) for name, x in zip(("always", "within"), statics, strict=True)}
+    if seed % 6 == 1:
+        # of some heads no block of the diagonal
+        apart = MaskFunction(lambda b, h, i, j: (j < 90 + 70 * h) | ((h == 2) & (i == j)), block_size=block_size)
+        kept[draw.choice(["always", "within"])] = apart
+    amount: Any = [{"blocks": draw.randint(1, 9)}, {"density": draw.choice([0.1, 0.3, 1.0, draw.random()])}, {"mass": draw.random()}]
+    near, queries = draw.choice([None, True, False]), draw.choice([None, None, "block", "before"])
+    pattern = TopBlocks(**draw.choice(amount), **kept, near=near, queries=queries, block_size=block_size)
+    return replace(case, pattern=pattern)
 
 
 def blocks_of(pattern: BlockPattern, num_positions: int, num_heads: int) -> torch.Tensor:
@@ -95,15 +67,15 @@ def blocks_of(pattern: BlockPattern, num_positions: int, num_heads: int) -> torc
     return mask.unflatten(1, (-1, q_block)).unflatten(3, (-1, k_block)).any(4).any(2)
 
 
-def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
+def chosen_by_loops(case: Case, x: Inputs, keys: slice) -> torch.Tensor:
     """(B, H, rows, columns) bool for the document ``keys``: the docstring of TopBlocks, block by block."""
     pattern, is_causal, offset = case.pattern, case.is_causal, case.query_offset
     q_block, k_block = pattern.q_block, pattern.k_block
-    q = (case.q if case.cu_seqlens is None else case.q[:, keys]).detach().double()
-    k = case.k[:, keys].detach().double()
+    q = (x.q if case.bounds is None else x.q[:, keys]).double()
+    k = x.k[:, keys].double()
     B, Nq, H, D = q.shape
     N, K = k.shape[1:3]
-    real_key = torch.ones(B, N, dtype=torch.bool) if case.padding is None else ~case.padding[:, keys]
+    real_key = torch.ones(B, N, dtype=torch.bool) if x.key_padding_mask is None else ~x.key_padding_mask[:, keys]
     always, within = (None if x is None else blocks_of(x, N, H) for x in (pattern.always, pattern.within))
     before = pattern.queries == "before" or (pattern.queries is None and is_causal)
     rows = range(offset // q_block, -(-(offset + Nq) // q_block))
@@ -143,19 +115,20 @@ def chosen_by_loops(case: Case, keys: slice) -> torch.Tensor:
             # blocks that the row would see, and those that it would always keep, if the sequence did not end in it
             missing = range(last // k_block + 1, (first + q_block - 1) // k_block + 1) if is_causal and before else range(0)
             wanted_blocks = pattern.blocks or max(1, math.ceil(pattern.share * (seen + len(missing)) - 1e-9))  # type: ignore[operator]
-            statics = [blocks_of(x, first + q_block, H) for x in (pattern.within, pattern.always) if x is not None]
             if pattern.within is not None:
-                missing = [c for c in missing if any(bool(x[h, row, c]) for x in statics)]  # type: ignore[assignment]
+                # of a longer sequence, a pattern that is not the same there may keep anything
+                statics = [x for x in (pattern.within, pattern.always) if x is not None]
+                stable = all(x.is_prefix_stable for x in statics)
+                missing = [c for c in missing if stable and any(bool(blocks_of(x, first + q_block, H)[h, row, c]) for x in statics)]  # type: ignore[assignment]
             take = max(0, wanted_blocks - len(forced) - len(missing))
         found[b, h, row - rows.start, forced + best[:take]] = True
     return found
 
 
-def by_loops(case: Case) -> torch.Tensor:
+def by_loops(case: Case, x: Inputs) -> torch.Tensor:
     """(B, H, rows, 32 · words) bool, documents one after another."""
-    N = case.k.shape[1]
-    bounds = [0, N] if case.cu_seqlens is None else case.cu_seqlens.tolist()
-    parts = [chosen_by_loops(case, slice(a, b)) for a, b in itertools.pairwise(bounds) if a < b]
+    N = case.num_keys
+    parts = [chosen_by_loops(case, x, slice(a, b)) for a, b in itertools.pairwise(case.bounds or (0, N)) if a < b]
     width = -(-N // (32 * case.pattern.k_block)) * 32
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], 2)
 
@@ -167,26 +140,42 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "has_kernels", lambda x: x.dtype is not torch.float64)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_choice_is_its_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# the definition, and kernels, whose means differ by rounding, which no case here is close enough to notice
+@pytest.mark.parametrize(("seed", "dtype"), [*((i, torch.float64) for i in range(60)), *((i, torch.float32) for i in range(100, 110))])
+def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts, shares and masses; causal or not; ragged, offset, grouped, padded, packed; always and within; few rows at a time."""
-    case = random_case(seed)
     if seed % 3 == 0:
         monkeypatch.setattr(selection, "_TORCH_BYTES", 4096)
         monkeypatch.setattr(selection, "_MEAN_BYTES", 4096)
-    found = case.choose()
-    expected = by_loops(case)
+        monkeypatch.setattr(bitmask, "_CHUNK", 16)
+    # interpreted kernels take their time
+    case = chosen_case(seed, SPACE if dtype is torch.float64 else replace(SPACE, max_length=400))
+    x = inputs(case, dtype)
+    found, expected = choose(case, x), by_loops(case, x)
     rows = expected.shape[2]
     assert torch.equal(unpacked(found[:, :, :rows], expected.shape[-1]), expected)
     assert not found[:, :, rows:].any()
+    if case.bounds is None and case.query_offset % case.pattern.q_block == 0:
+        # the lists that kernels read
+        where: Any = {"is_causal": case.is_causal, "query_offset": case.query_offset}
+        lists = lists_of_kept(found, case.pattern, case.num_queries, case.num_keys, **where)
+        pairs = expected.repeat_interleave(case.pattern.q_block, 2).repeat_interleave(case.pattern.k_block, 3)
+        pairs = pairs[:, :, : case.num_queries, : case.num_keys].flatten(0, 1)
+        if case.is_causal:
+            pairs = pairs & band_mask((None, case.query_offset), *pairs.shape[1:], torch.device("cpu"))
+        for written in (expanded, *[expanded_by_interval] * (lists.interval is not None)):
+            assert torch.equal(written(lists, lists.num_groups), pairs)
+        assert lists.mask_kind in ("interval", "none") and torch.equal(bitmask.bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_kernels_choose_as_torch_does(seed: int, kernels: None) -> None:
-    """The whole op on its kernels: means differ by rounding, which no case here is close enough to notice."""
-    case = random_case(seed, torch.float32)
-    found, expected = case.choose(), by_loops(case)
-    assert torch.equal(unpacked(found[:, :, : expected.shape[2]], expected.shape[-1]), expected)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "triton"])
+def test_a_mean_is_that_of_the_keys_that_are_not_padding(dtype: torch.dtype, kernels: None) -> None:
+    k = torch.tensor([0.0, 3.0, 2.0, 0.0], dtype=dtype).repeat_interleave(64)[None, :, None, None].expand(1, 256, 1, 8).contiguous()
+    padding = torch.zeros(1, 256, dtype=torch.bool)
+    padding[:, 72:128] = True
+    spec = TopBlocks(2, near=False, block_size=64).spec()
+    chosen = choose_blocks_op(torch.ones_like(k), k, padding, None, spec, False, 1.0, 0)
+    assert unpacked(chosen, 4)[0, 0, 0].tolist() == [True, True, False, False]
 
 
 @pytest.mark.slow
@@ -246,42 +235,6 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("N", "block"), zip((300, 200, 320, 1), SIZES, strict=True))
-def test_lists_are_the_kept_pairs(N: int, block: tuple[int, int], is_causal: bool) -> None:
-    pattern = TopBlocks(blocks=3, block_size=block)
-    q, k = torch.randn(2, N, 3, 8), torch.randn(2, N, 1, 8)
-    chosen = pattern.choose(q, k, is_causal=is_causal)
-    lists = lists_of_kept(chosen.kept, pattern, N, N, is_causal=is_causal)
-    assert (lists.num_batch, lists.num_heads, lists.row_starts.dtype) == (2, 3, torch.int32)
-    expected = torch.cat([chosen[b].dense_mask(N, N, 3, is_causal=is_causal) for b in range(2)])
-    assert torch.equal(expanded(lists, lists.num_groups), expected)
-    assert lists.mask_kind == ("interval" if is_causal else "none")
-    if lists.interval is not None:
-        low, high = lists.interval
-        j = torch.arange(N)
-        whole = chosen[0].dense_mask(N, N, 3)
-        assert torch.equal(whole & (j >= low[:, None]) & (j < high[:, None]), expected[:3])
-    # the same as of the patterns' own machinery
-    alone = lists_of_kept(chosen.kept[1:, 1:], pattern, N, N, is_causal=is_causal)
-    other = block_lists(ChosenBlocks(chosen.kept[1:, 1:], N, block_size=block), N, 2, is_causal=is_causal, device="cpu")
-    assert torch.equal(alone.row_starts, other.row_starts) and torch.equal(alone.columns, other.columns)
-    assert torch.equal(expanded(alone, alone.num_groups), expanded(other, other.num_groups))
-
-
-def test_lists_of_some_rows_of_a_longer_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries from position 256 on, blocks cut by causality, few blocks at a time; and nothing kept at all."""
-    monkeypatch.setattr(bitmask, "_CHUNK", 16)
-    pattern = TopBlocks(blocks=3, block_size=(128, 64))
-    q, k = torch.randn(1, 200, 2, 8), torch.randn(1, 600, 2, 8)
-    chosen = pattern.choose(q, k, is_causal=True, query_offset=256)
-    lists = lists_of_kept(chosen.kept, pattern, 200, 600, is_causal=True, query_offset=256)
-    assert torch.equal(expanded(lists, lists.num_groups), chosen.dense_mask(200, 600, 2, is_causal=True, query_offset=256))
-    nothing = lists_of_kept(torch.zeros_like(chosen.kept), pattern, 200, 600, is_causal=True, query_offset=256)
-    assert nothing.num_entries == 0 and nothing.masks is None and not nothing.row_starts.any()
-    assert torch.equal(bitmask.bits_of_lists(lists), chosen.kept[0, :, :, :1])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("amount", [{"blocks": 1}, {"blocks": 4}, {"density": 0.1}, {"density": 0.55}, {"density": 1.0}], ids=str)
 def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
     for block, N in zip(SIZES, (640, 1024, 897 if is_causal else 896, 130 if is_causal else 128), strict=True):
@@ -297,9 +250,8 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
     assert unpacked(words, 100).sum(-1).unique().tolist() == [30]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("amount", [{"blocks": 3}, {"density": 1.0}], ids=str)
-def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any], fused: bool, request: pytest.FixtureRequest) -> None:
+def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any]) -> None:
     """Its missing queries would add a block of the diagonal, which counts only where they may not change what the others keep."""
     q, k = (torch.randn(1, 130, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
     of_table = BlockTensor(torch.ones(2, 3, dtype=torch.bool), block_size=(128, 64))
@@ -314,14 +266,6 @@ def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any], fused: bool, 
         assert unpacked(chosen.kept, 3)[0, :, -1].sum(-1).tolist() == [kept] * 4
         if "within" not in change:
             assert pattern.pairs(130, 4, is_causal=True) == chosen.pairs(130, 4, is_causal=True)
-
-
-@pytest.mark.parametrize(
-    "change", [{"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2}]
-)
-def test_counts_that_depend_on_content_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"call choose\(q, k\)"):
-        TopBlocks(**change).density(500)
 
 
 def test_compositions_with_static_patterns() -> None:
@@ -359,18 +303,6 @@ def test_compositions_with_static_patterns() -> None:
         top | 3  # type: ignore[operator]
 
 
-def test_what_has_no_tensors_has_no_mask() -> None:
-    pattern = TopBlocks(density=0.1)
-    for ask in (
-        lambda: pattern.dense_mask(256, 256, 1),
-        lambda: pattern.entries(256, 1),
-        lambda: pattern.show(256),
-        lambda: block_lists(pattern, 256, 1, device="cpu"),
-    ):
-        with pytest.raises(ValueError, match=r"TopBlocks\(density=0.1, .*call its choose\(q, k\)"):
-            ask()
-
-
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -395,6 +327,12 @@ def test_what_has_no_tensors_has_no_mask() -> None:
         (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) again"),
         (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError,
         "with these queries"),
+        *((lambda change=change: TopBlocks(**change).density(500), ValueError, r"call choose\(q, k\)") for change in (
+            {"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2})),
+        # without tensors there is no mask
+        *((lambda ask=ask: ask(TopBlocks(density=0.1)), ValueError, r"TopBlocks\(density=0.1, .*call its choose\(q, k\)") for ask in (
+            lambda x: x.dense_mask(256, 256, 1), lambda x: x.entries(256, 1), lambda x: x.show(256),
+            lambda x: block_lists(x, 256, 1, device="cpu"))),
     ],
 )  # fmt: skip
 def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -402,36 +340,29 @@ def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -
         make()
 
 
-def test_the_op_is_deterministic_has_no_gradient_and_compiles() -> None:
-    case = random_case(3, torch.bfloat16)
-    q, k = case.q.requires_grad_(), case.k.requires_grad_()
-    first = case.choose()
-    assert not first.requires_grad and torch.equal(first, case.choose())
-    arguments = (q, k, case.padding, case.cu_seqlens, case.pattern.spec(), case.is_causal, 0.3, case.query_offset)
-    torch.library.opcheck(choose_blocks_op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
-    packed = torch.tensor([0, 100, 100, case.k.shape[1]], dtype=torch.int32)
-    arguments = (k[:1], k[:1], None, packed, case.pattern.spec(), case.is_causal, 0.3, 0)
-    torch.library.opcheck(choose_blocks_op, arguments, test_utils=("test_schema", "test_faketensor"))
-    assert choose_blocks_op(q[:, :0], k, None, None, case.pattern.spec(), False, 0.3, 0).shape[2] == 0
-    no_batch = choose_blocks_op(q[:0], k[:0], None, None, case.pattern.spec(), False, 0.3, 0)
-    assert no_batch.shape[0] == 0
+def test_the_op_is_deterministic_has_no_gradient_and_passes_opchecks() -> None:
+    case = replace(chosen_case(3), bounds=None, batch=2, query_offset=0, num_queries=200, num_keys=300, layouts=("contiguous",) * 4)
+    x = inputs(case, torch.bfloat16)
+    q, k, spec = x.q.requires_grad_(), x.k.requires_grad_(), case.pattern.spec()
+    chosen = choose(case, x)
+    assert not chosen.requires_grad and torch.equal(chosen, choose(case, x))
+    arguments = (spec, case.is_causal, 0.3, 0)
+    packed = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
+    torch.library.opcheck(
+        choose_blocks_op,
+        (q, k, x.key_padding_mask, None, *arguments),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    torch.library.opcheck(choose_blocks_op, (k[:1], k[:1], None, packed, *arguments), test_utils=("test_schema", "test_faketensor"))
+    assert (
+        choose_blocks_op(q[:, :0], k, None, None, *arguments).shape[2]
+        == choose_blocks_op(q[:0], k[:0], None, None, *arguments).shape[0]
+        == 0
+    )
 
 
 def test_autocast_does_not_round_scores() -> None:
-    pattern = TopBlocks(blocks=3, block_size=64)
-    q, k = torch.randn(1, 1280, 2, 64), torch.randn(1, 1280, 2, 64)
+    arguments = *(torch.randn(1, 1280, 2, 64) for _ in range(2)), None, None, TopBlocks(blocks=3, block_size=64).spec(), False, 0.1, 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = choose_blocks_op(q, k, None, None, pattern.spec(), False, 0.1, 0)
-    assert torch.equal(found, choose_blocks_op(q, k, None, None, pattern.spec(), False, 0.1, 0))
-
-
-def test_strided_inputs_are_read_as_they_lie(kernels: None) -> None:
-    pattern = TopBlocks(blocks=3, block_size=64)
-    packed = torch.randn(2, 130, 3, 1, 8)
-    q, k = packed[:, :, 0], packed[:, :, 1]
-    found = choose_blocks_op(q, k, None, None, pattern.spec(), True, 0.3, 0)
-    dense = choose_blocks_op(q.contiguous(), k.contiguous(), None, None, pattern.spec(), True, 0.3, 0)
-    heads_first = choose_blocks_op(
-        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)), None, None, pattern.spec(), True, 0.3, 0
-    )
-    assert torch.equal(found, dense) and torch.equal(found, heads_first)
+        found = choose_blocks_op(*arguments)
+    assert torch.equal(found, choose_blocks_op(*arguments))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
 from dilated_attention.engine.decode import row as torch_decode
-from dilated_attention.engine.decode.keys import row_keys
+from dilated_attention.engine.decode.keys import RowKeys, row_keys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
@@ -37,6 +37,7 @@ from dilated_attention.pattern import (
 from dilated_attention.testing.cases import random_branches
 
 D = 8
+LAYOUTS = ("stretch", "pages", "round")
 SMALL = {"block_size": 64}
 OFFSETS = ((0, 3, 3, 0), (1, 0, 0, 1))
 PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
@@ -62,104 +63,67 @@ PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
 }
 
 
-def forward(
-    pattern: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(pattern: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
     """(out, lse) of the whole sequence."""
     options: dict[str, Any] = {"is_causal": True, "return_lse": True, "sinks": sinks}
     if pattern is None or isinstance(pattern, int):
         return attention(q, k, v, window=None if pattern is None else (pattern, 0), **options)
     if isinstance(pattern, BlockPattern):
         return block_sparse_attention(q, k, v, pattern, **options)
-    branches: dict[str, Any] = {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads}
-    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **branches, **options)
+    options |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads}
+    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
 
 
 def choice(pattern: Any) -> dict[str, Any]:
     return {"window": pattern} if isinstance(pattern, int) else {"pattern": pattern}
 
 
-def make(n: int, heads: int = 4, kv_heads: int = 4, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def keys_of(pattern: Any, kv_heads: int, n: int, device: str = "cpu") -> RowKeys:
+    options = {"pattern": None} | choice(pattern)
+    return row_keys(options.pop("pattern"), 4, kv_heads, n, device, **options)
+
+
+def make(n: int, heads: int = 4, kv_heads: int = 4, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((batch, n, heads, D), (batch, n, kv_heads, D), (batch, n, kv_heads, D))
-    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    return q, k, v
+    return tuple(torch.randn(batch, n, h, D, generator=generator) for h in (heads, kv_heads, kv_heads))
 
 
-def paged(k: torch.Tensor, v: torch.Tensor, page: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same keys and values in pages that lie in no order, and the table."""
+def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor, positions: list[int], span: int, page: int = 16) -> tuple[Any, ...]:
+    """(keys, values, table or None): one stretch · pages in no order · as many slots as are read, taken again. Elsewhere is NaN."""
     B, n = k.shape[:2]
-    count = -(-n // page)
-    order = torch.randperm(B * count + 3, generator=torch.Generator().manual_seed(seed))[: B * count].view(B, count)
+    order = torch.randperm(B * -(-n // page) + 3, generator=torch.Generator().manual_seed(n))[:-3].view(B, -1)
     stores = []
     for x in (k, v):
-        store = torch.full((B * count + 3, page, *x.shape[2:]), torch.nan)
-        padded = torch.cat([x, torch.full((B, count * page - n, *x.shape[2:]), torch.nan)], 1)
-        store[order] = padded.view(B, count, page, *x.shape[2:])
-        stores.append(store)
-    return stores[0], stores[1], order.to(torch.int32)
+        slots = span if layout == "round" else page * order.shape[1]
+        store = x.new_full((B, slots, *x.shape[2:]), torch.nan)
+        for b, p in enumerate(positions):
+            at = torch.arange(max(0, p + 1 - slots), p + 1)
+            store[b, at % slots] = x[b, at]
+        if layout == "pages":
+            pages = x.new_full((order.numel() + 3, page, *x.shape[2:]), torch.nan)
+            pages[order] = store.unflatten(1, (-1, page))
+            store = pages
+        stores.append(store if layout != "stretch" else store[:, :n])
+    return *stores, order.to(torch.int32) if layout == "pages" else None
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_every_step_is_the_row_of_the_forward(name: str, kv_heads: int) -> None:
-    """Lengths that cross segments and blocks, requests at different positions; what lies behind the row is NaN."""
-    pattern = PATTERNS[name]
-    n = 300
+def test_every_step_is_the_row_of_the_forward(name: str, layout: str) -> None:
+    """Lengths that cross segments and blocks, requests at different positions."""
+    pattern, n, rows = PATTERNS[name], 300, torch.arange(2)
+    kv_heads = (4, 2, 1)[(list(PATTERNS).index(name) + LAYOUTS.index(layout)) % 3]
     q, k, v = make(n, kv_heads=kv_heads)
     sinks = None if kv_heads == 4 else torch.tensor([0.3, 5.0, -2.0, 1.0])
     out, lse = forward(pattern, q, k, v, sinks)
-    rows = torch.arange(2)
+    span = keys_of(pattern, kv_heads, n).span
     for t in [*range(0, 140, 9), 63, 64, 96, 127, 128, 191, 192, 256, n - 1]:
-        positions = torch.tensor([t, (t * 7 + 13) % n])
-        seen_k, seen_v = k.clone(), v.clone()
-        for b, p in enumerate(positions.tolist()):
-            seen_k[b, p + 1 :], seen_v[b, p + 1 :] = torch.nan, torch.nan
-        row, options = q[rows, positions][:, None], choice(pattern)
-        found, found_lse = decode_attention(row, seen_k, seen_v, positions, sinks=sinks, return_lse=True, **options)
-        torch.testing.assert_close(found[:, 0], out[rows, positions], atol=1e-5, rtol=0)
-        torch.testing.assert_close(found_lse[..., 0], lse[rows, :, positions], atol=1e-5, rtol=0)
-
-
-def test_a_row_that_nothing_takes_is_zero() -> None:
-    q, k, v = make(60)
-    out, lse = decode_attention(q[:, 8:9], k, v, torch.tensor([8, 8]), PATTERNS["sparse"], return_lse=True)  # type: ignore[arg-type]
-    # offsets 0 … 3 of 9: position 8 is nobody's
-    assert not out.any() and (lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize("name", ["dense", "window", "longnet", "lists", "global", "union", "per head"])
-def test_pages_in_no_order_are_as_one_stretch(name: str) -> None:
-    pattern = PATTERNS[name]
-    n = 200
-    q, k, v = make(n, kv_heads=2)
-    pages_k, pages_v, table = paged(k, v, 16)
-    for t in (0, 15, 16, 99, n - 1):
-        positions = torch.tensor([t, n - 1 - t])
-        rows = q[torch.arange(2), positions][:, None]
-        expected = decode_attention(rows, k, v, positions, **choice(pattern))
-        found = decode_attention(rows, pages_k, pages_v, positions, page_table=table, max_length=n, **choice(pattern))
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("name", ["window", "window of one", "longnet", "odd", "lists", "split", "local"])
-def test_slots_are_taken_again_once_nothing_can_read_them(name: str) -> None:
-    pattern = PATTERNS[name]
-    n = 300
-    q, k, v = make(n)
-    span = row_keys(
-        None if isinstance(pattern, int) else pattern, 4, 4, n, "cpu", **({"window": pattern} if isinstance(pattern, int) else {})
-    ).span
-    assert span < n
-    round_k, round_v = (torch.full((2, span, 4, D), torch.nan) for _ in range(2))
-    out, _ = forward(pattern, q, k, v)
-    for t in range(n):
-        round_k[:, t % span], round_v[:, t % span] = k[:, t], v[:, t]
-        if t % 11 == 0 or t in (span - 1, span, span + 1):
-            found = decode_attention(q[:, t : t + 1], round_k, round_v, torch.tensor([t, t]), max_length=n, **choice(pattern))
-            torch.testing.assert_close(found[:, 0], out[:, t], atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match=f"rows read up to {span} positions back" if span > 1 else "at least one slot"):
-        decode_attention(q[:, :1], round_k[:, 1:], round_v[:, 1:], torch.tensor([0, 0]), max_length=n, **choice(pattern))
+        at = [t, (t * 7 + 13) % n]
+        cache_k, cache_v, table = laid_out(layout, k, v, at, span)
+        options = {"page_table": table, "max_length": n, "sinks": sinks, "return_lse": True} | choice(pattern)
+        found, found_lse = decode_attention(q[rows, at][:, None], cache_k, cache_v, torch.tensor(at), **options)
+        torch.testing.assert_close(found[:, 0], out[rows, at], atol=1e-5, rtol=0)
+        torch.testing.assert_close(found_lse[..., 0], lse[rows, :, at], atol=1e-5, rtol=0)
 
 
 @given(st.integers(0, 10**6))
@@ -194,28 +158,15 @@ def test_kernel_equals_its_twin(name: str) -> None:
     decode_triton = pytest.importorskip("dilated_attention.engine.decode.triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, turn, n = PATTERNS[name], list(PATTERNS).index(name), 150
-    kv_heads, splits = (4, 2, 1)[turn % 3], (2, 1, 5)[turn // 2 % 3]
-    q, k, v = (x.to(device) for x in make(n, kv_heads=kv_heads, seed=turn))
-    keys = row_keys(
-        None if isinstance(pattern, int) else pattern, 4, kv_heads, n, device, **({"window": pattern} if isinstance(pattern, int) else {})
-    )
-    cached, positions = Cached(k, v), torch.tensor([70, n - 1], device=device)
-    if turn % 2:
-        pages_k, pages_v, table = (x.to(device) for x in paged(k.cpu(), v.cpu(), 32))
-        cached = Cached(pages_k, pages_v, table)
-    elif keys.span < n:
-        # the last positions, where they go round
-        at = torch.arange(n - keys.span, n, device=device)
-        round_k, round_v = (torch.empty(2, keys.span, kv_heads, D, device=device) for _ in range(2))
-        round_k[:, at % keys.span], round_v[:, at % keys.span] = k[:, at], v[:, at]
-        cached, positions = Cached(round_k, round_v, wraps=True), torch.tensor([n - 1, n - 1], device=device)
-    keys.prepare(positions.tolist())
-    runs = keys.runs(positions)
-    rows = q[torch.arange(2, device=device), positions]
-    expected, expected_lse = torch_decode.decode(rows, cached, runs, 0.3)
-    found, lse = decode_triton.decode(rows, cached, runs, 0.3, num_splits=splits)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=0)
+    kv_heads, splits, layout, at = (4, 2, 1)[turn % 3], (2, 1, 5)[turn // 2 % 3], LAYOUTS[2 - turn % 2], [70, n - 1]
+    q, k, v = make(n, kv_heads=kv_heads, seed=turn)
+    keys = keys_of(pattern, kv_heads, n, device)
+    cache_k, cache_v, table = (x if x is None else x.to(device) for x in laid_out(layout, k, v, at, keys.span, 32))
+    keys.prepare(at)
+    cached, runs = Cached(cache_k, cache_v, table, wraps=layout == "round"), keys.runs(torch.tensor(at, device=device))
+    rows = q[torch.arange(2), at].to(device)
+    expected = torch_decode.decode(rows, cached, runs, 0.3)
+    torch.testing.assert_close(decode_triton.decode(rows, cached, runs, 0.3, num_splits=splits), expected, atol=1e-5, rtol=0)
 
 
 STABLE = [
@@ -235,31 +186,20 @@ UNSTABLE = [
 ]
 
 
-@pytest.mark.parametrize("pattern", STABLE, ids=lambda pattern: type(pattern).__name__)
-def test_stable_patterns_are_those_of_every_prefix(pattern: BlockPattern) -> None:
-    assert pattern.is_prefix_stable
-    whole = pattern.dense_mask(400, 400, 4, is_causal=True)
-    for n in (1, 63, 64, 65, 127, 128, 129, 192, 250, 321):
-        assert torch.equal(pattern.dense_mask(n, n, 4, is_causal=True), whole[:, :n, :n])
+PREFIXES = (1, 63, 64, 65, 100, 127, 128, 129, 192, 250, 321)
 
 
-@pytest.mark.parametrize("pattern", UNSTABLE, ids=str)
-def test_patterns_that_depend_on_what_follows_are_refused(pattern: BlockPattern) -> None:
-    whole = pattern.dense_mask(400, 400, 4, is_causal=True)
-    assert any(not torch.equal(pattern.dense_mask(n, n, 4, is_causal=True), whole[:, :n, :n]) for n in (65, 100, 129, 192, 250, 321))
-    _refused(pattern)
-
-
-@pytest.mark.parametrize("pattern", [TopBlocks(2, **SMALL), Document((300, 100), **SMALL)], ids=str)
-def test_patterns_of_one_sequence_are_refused(pattern: BlockPattern) -> None:
-    _refused(pattern)
-
-
-def _refused(pattern: BlockPattern) -> None:
-    q, k, v = make(400)
-    assert not pattern.is_prefix_stable
-    with pytest.raises(ValueError, match="is_prefix_stable"):
-        decode_attention(q[:, :1], k, v, torch.tensor([0, 0]), pattern)
+@pytest.mark.parametrize("pattern", [*STABLE, *UNSTABLE, TopBlocks(2, **SMALL), Document((300, 100), **SMALL)], ids=str)
+def test_patterns_are_those_of_every_prefix_or_refused(pattern: BlockPattern) -> None:
+    assert pattern.is_prefix_stable == (pattern in STABLE)
+    if pattern in [*STABLE, *UNSTABLE]:
+        whole = pattern.dense_mask(400, 400, 4, is_causal=True)
+        alike = [torch.equal(pattern.dense_mask(n, n, 4, is_causal=True), whole[:, :n, :n]) for n in PREFIXES]
+        assert all(alike) == (pattern in STABLE)
+    if pattern not in STABLE:
+        q, k, v = make(400)
+        with pytest.raises(ValueError, match="is_prefix_stable"):
+            decode_attention(q[:, :1], k, v, torch.tensor([0, 0]), pattern)
 
 
 def test_bad_input() -> None:

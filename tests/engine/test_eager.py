@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -24,8 +23,17 @@ from dilated_attention.pattern import LocalWindow
 from dilated_attention.testing import Space, call, inputs, random_case, results
 from tests.helpers.forms import Looks, op
 from tests.helpers.fused import run_fused
+from tests.helpers.op_settings import calls_of
 
 BRANCHES: tuple[list[int], list[int]] = ([4, 8], [1, 2])
+OPS = ("dilated_attention_op", "block_sparse_attention_op")
+KINDS: dict[str, Callable[..., torch.Tensor]] = {
+    "dense": lambda *qkv, **options: da.attention(*qkv, is_causal=True, **options),
+    "dilated": lambda *qkv, **options: da.dilated_attention(*qkv, *BRANCHES, **options),
+    "blocks": lambda *qkv, **options: da.block_sparse_attention(*qkv, LocalWindow(3, block_size=64), **options),
+}
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
+dilated = KINDS["dilated"]
 
 
 class Listens(TorchFunctionMode):
@@ -37,40 +45,9 @@ class Tagged(torch.Tensor):
     pass
 
 
-def make(
-    n: int = 16, *, heads: int = 4, kv_heads: int = 4, batch: int = 2, dim: int = 8, dtype: torch.dtype = torch.float64
-) -> list[torch.Tensor]:
+def make(n: int = 16, batch: int = 2, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(n)
-    shapes = [(batch, n, heads, dim), (batch, n, kv_heads, dim), (batch, n, kv_heads, dim)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-
-
-@pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the ops that public functions called."""
-    called: list[str] = []
-    for kind, name in (("dilated", "dilated_attention_op"), ("blocks", "block_sparse_attention_op")):
-        op = getattr(arguments, name)
-        monkeypatch.setattr(arguments, name, lambda *args, kind=kind, op=op: called.append(kind) or op(*args))
-    return called
-
-
-def dense(*qkv: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = da.attention(*qkv, is_causal=True)
-    return out
-
-
-def dilated(*qkv: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = da.dilated_attention(*qkv, *BRANCHES)
-    return out
-
-
-def blocks(*qkv: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = da.block_sparse_attention(*qkv, LocalWindow(3, block_size=64))
-    return out
-
-
-KINDS = {"dense": dense, "dilated": dilated, "blocks": blocks}
+    return [torch.randn(batch, n, 4, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
 
 
 @contextmanager
@@ -82,82 +59,51 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-PLAIN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "nothing": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "default device": default_device,
-}
-LOOKED_ON: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "dispatch mode": Looks,
-    "function mode": Listens,
-    "flop counter": lambda: FlopCounterMode(display=False),
-    "fake mode": lambda: FakeTensorMode(allow_non_fake_inputs=True),
-    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False),
-    "forward mode": torch.autograd.forward_ad.dual_level,
+WHERE: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
+    "nothing": (False, nullcontext),
+    "no_grad": (False, torch.no_grad),
+    "inference_mode": (False, torch.inference_mode),
+    "hooks of saved tensors": (False, lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
+    "autocast": (False, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "default device": (False, default_device),
+    "dispatch mode": (True, Looks),
+    "function mode": (True, Listens),
+    "flop counter": (True, lambda: FlopCounterMode(display=False)),
+    "fake mode": (True, lambda: FakeTensorMode(allow_non_fake_inputs=True)),
+    "profiler": (True, lambda: torch.autograd.profiler.profile(use_kineto=False)),
+    "forward mode": (True, torch.autograd.forward_ad.dual_level),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", PLAIN)
-def test_no_op_is_called_where_nothing_looks_on(kind: str, where: str, ops: list[str]) -> None:
-    with PLAIN[where]():
+@of_every_kind
+@pytest.mark.parametrize("where", WHERE)
+def test_the_op_is_called_where_something_looks_on_and_nowhere_else(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks_on, context = WHERE[where]
+    calls = calls_of(monkeypatch, arguments, *OPS)
+    with context():
         KINDS[kind](*make(dtype=torch.float32))
     KINDS[kind](*(torch.nn.Parameter(x.detach()) for x in make()))
-    assert not ops
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", LOOKED_ON)
-def test_the_op_is_called_where_something_looks_on(kind: str, where: str, ops: list[str]) -> None:
-    with LOOKED_ON[where]():
-        KINDS[kind](*make())
-    assert len(ops) == 1
+    assert len(calls) == looks_on
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_op_is_called_for_tensors_of_other_kinds(kind: str, ops: list[str]) -> None:
+@of_every_kind
+def test_the_op_is_called_for_tensors_of_other_kinds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in make())
-    call = KINDS[kind]
-    expected = call(q, k, v)
-    subclass = call(q.as_subclass(Tagged), k, v)
-    assert type(subclass) is Tagged and torch.equal(subclass.as_subclass(torch.Tensor), expected) and len(ops) == 1
-    call(*(x.to("meta") for x in (q, k, v)))
-    assert len(ops) == 2
+    function = KINDS[kind]
+    expected = function(q, k, v)
     # −q by a flag that the memory does not show
-    negative = torch.complex(torch.zeros_like(q), q).conj().imag
+    negative = torch.complex(torch.zeros_like(q), -q).conj().imag
     assert negative.is_neg()
-    assert torch.equal(call(negative, k, v), call(-q, k, v)) and len(ops) == 3
-    assert torch.equal(torch.func.vmap(call)(q[None], k[None], v[None])[0], expected) and len(ops) == 4
-    torch.func.grad(lambda q: call(q, k, v).sum())(q)
-    assert len(ops) == 5
-    torch.jit.trace(call, (q, k, v), check_trace=False)
-    assert len(ops) == 6
-
-
-def test_a_compiled_call_holds_the_op() -> None:
-    torch._dynamo.reset()
-    found: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.extend(node.target for node in graph.graph.nodes)
-        return graph.forward
-
-    torch.compile(dilated, backend=backend, fullgraph=True)(*make())
-    names = {str(target) for target in found}
-    assert any("dilated_attention.dilated_attention" in name for name in names), names
-
-
-def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Of a last stride that is not 1."""
-    return x.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
-
-
-def padding() -> torch.Tensor:
-    return torch.arange(16).expand(2, -1) > torch.tensor([[12], [5]])
+    calls = calls_of(monkeypatch, arguments, *OPS)
+    subclass = function(q.as_subclass(Tagged), k, v)
+    assert type(subclass) is Tagged and torch.equal(subclass.as_subclass(torch.Tensor), expected)
+    assert torch.equal(function(negative, k, v), expected)
+    assert torch.equal(torch.func.vmap(function)(q[None], k[None], v[None])[0], expected)
+    function(*(x.to("meta") for x in (q, k, v)))
+    torch.func.grad(lambda q: function(q, k, v).sum())(q)
+    torch.jit.trace(function, (q, k, v), check_trace=False)
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("space", [Space(softcap=True), Space(softcap=True, blocks=True, max_length=200)], ids=["branches", "blocks"])
@@ -171,9 +117,16 @@ def test_results_and_gradients_are_those_of_the_op(space: Space) -> None:
             assert all(torch.equal(ours[name], theirs[name]) and ours[name].stride() == theirs[name].stride() for name in theirs), case
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_changed_input_is_refused_by_the_backward(kind: str) -> None:
-    q, k, v = make()
+@of_every_kind
+def test_gradients_in_a_batch_after_reentrant_checkpoints_and_of_changed_inputs(kind: str) -> None:
+    q, k, v = tensors = make()
+    weights = torch.randn(3, *q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    out = KINDS[kind](*tensors)
+    single = [torch.autograd.grad(out, tensors, weight, retain_graph=True) for weight in weights]
+    batched = torch.autograd.grad(out, tensors, weights, is_grads_batched=True)
+    torch.testing.assert_close(batched, tuple(torch.stack(grads) for grads in zip(*single, strict=True)), rtol=1e-12, atol=1e-12)
+    checkpoint(KINDS[kind], *tensors, use_reentrant=True).backward(weights[0])
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(tensors, single[0], strict=True))
     held = q * 1
     out = KINDS[kind](held, k, v)
     held.add_(1)
@@ -181,181 +134,98 @@ def test_a_changed_input_is_refused_by_the_backward(kind: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_gradients_is_mapped(kind: str) -> None:
-    inputs = make()
-    weights = torch.randn(3, *inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    batched = torch.autograd.grad(KINDS[kind](*inputs), inputs, weights, is_grads_batched=True)
-    for i in range(3):
-        for mine, other in zip(batched, torch.autograd.grad(KINDS[kind](*inputs), inputs, weights[i]), strict=True):
-            torch.testing.assert_close(mine[i], other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reentrant_checkpointed_gradients_are_equal(kind: str) -> None:
-    inputs = make()
-    expected = torch.autograd.grad(KINDS[kind](*inputs).square().sum(), inputs)
-    for x in inputs:
-        x.grad = None
-    checkpoint(KINDS[kind], *inputs, use_reentrant=True).square().sum().backward()
-    for x, grad in zip(inputs, expected, strict=True):
-        assert x.grad is not None and torch.equal(x.grad, grad)
-
-
 def test_a_forward_outside_goes_with_a_backward_that_is_looked_at() -> None:
-    inputs = make()
+    tensors = make()
 
     def outputs() -> list[torch.Tensor]:
-        out, lse = da.dilated_attention(*inputs, *BRANCHES, return_lse=True)
-        return [out.square().sum(), lse.square().sum()]
+        return [x.square().sum() for x in dilated(*tensors, return_lse=True)]
 
-    expected, loss = torch.autograd.grad(outputs(), inputs), outputs()
+    expected, loss = torch.autograd.grad(outputs(), tensors), outputs()
     with FlopCounterMode(display=False) as counter:
-        found = torch.autograd.grad(loss, inputs)
+        found = torch.autograd.grad(loss, tensors)
     assert counter.get_total_flops() == 2 * da.DilatedPattern(*BRANCHES).flops(16, 4, 8)[1]
-    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_no_tensor_is_held_after_a_call(kind: str) -> None:
-    inputs = [*make(), padding()]
-    held = [weakref.ref(x) for x in inputs]
-    call = {"dense": da.attention, "dilated": lambda *x, **o: da.dilated_attention(*x, *BRANCHES, **o)}.get(
-        kind, lambda *x, **o: da.block_sparse_attention(*x, LocalWindow(3), **o)
-    )
-    call(*inputs[:3], key_padding_mask=inputs[3]).sum().backward()
-    del inputs
+    tensors = [*make(), torch.arange(16).expand(2, -1) > torch.tensor([[12], [5]])]
+    held = [weakref.ref(x) for x in tensors]
+    KINDS[kind](*tensors[:3], key_padding_mask=tensors[3]).sum().backward()
+    del tensors
     gc.collect()
     assert [ref() for ref in held] == [None] * 4
 
 
-class Counted(MathBackend):
-    """Math that counts its passes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.forwards, self.backwards = name, 0, 0
-
-    def raw_forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.forwards += 1
-        return super().raw_forward(*args, **kwargs)
-
-    def raw_backward(self, *args: Any, **kwargs: Any) -> Any:
-        self.backwards += 1
-        return super().raw_backward(*args, **kwargs)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """A backend that is registered for this test alone."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_orders", dict(registry._orders))
-    monkeypatch.setattr(registry, "cached", {})
-    return Counted("counted")
-
-
-def test_a_backend_registered_after_a_call_is_taken_by_the_next_one(counted: Counted) -> None:
-    inputs = make()
-    torch.autograd.grad(dilated(*inputs).sum(), inputs)
-    registry.register(counted)
+def test_a_backend_registered_after_a_call_is_taken_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_backends", "_orders"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    tensors, counted = make(), type("Counted", (MathBackend,), {"name": "counted"})
+    torch.autograd.grad(dilated(*tensors).sum(), tensors)
+    registry.register(counted())
     registry.set_order("cpu", ("counted",))
-    loss = dilated(*inputs).sum()
-    launches = counted.forwards
-    assert launches > 0 == counted.backwards
-    torch.autograd.grad(loss, inputs)
-    assert counted.backwards == launches
+    calls = calls_of(monkeypatch, counted, "raw_forward", "raw_backward")
+    loss = dilated(*tensors).sum()
+    launches = len(calls)
+    torch.autograd.grad(loss, tensors)
     registry.set_order("cpu", ("math",))
-    dilated(*inputs)
-    assert counted.forwards == launches
-
-
-def decisions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    asked: list[Any] = []
-    select = registry.select
-    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request) or select(request, name))
-    return asked
+    dilated(*tensors)
+    assert [name for name, _ in calls] == ["raw_forward"] * launches + ["raw_backward"] * launches and launches
 
 
 def test_a_call_is_decided_once_and_anew_after_anything_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, inputs = decisions(monkeypatch), make()
+    asked, tensors = calls_of(monkeypatch, registry, "select"), make()
 
-    def decided(*, backward: int = 1) -> int:
+    def decided() -> int:
         asked.clear()
-        out = dilated(*inputs)
-        passes = len(asked)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
-        assert len(asked) == passes + (backward if passes else 0)
+        out = dilated(*tensors)
+        torch.autograd.grad(out, tensors, torch.ones_like(out))
+        # and not again by the same call
+        dilated(*tensors)
         return len(asked)
 
     # the forward asks for both passes
-    assert decided() == 3
-    assert [decided(), decided()] == [0, 0]
+    assert [decided(), decided()] == [3, 0]
     refresh()
-    assert decided() == 3 and decided() == 0
+    assert [decided(), decided()] == [3, 0]
     torch.use_deterministic_algorithms(True)
     try:
-        assert decided() == 3 and all(request.torch_deterministic for request in asked) and decided() == 0
+        assert decided() == 3 and all(args[0].torch_deterministic for _, args in asked) and decided() == 0
     finally:
         torch.use_deterministic_algorithms(False)
     assert decided() == 0
     run_fused(monkeypatch)
-    assert decided() == 3 and decided() == 0
-    # strides and lengths need a plan of their own, from what was decided for this kind of call
-    inputs = [transposed(x).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
-    assert decided() == 0
-    inputs = make(15)
-    assert decided() == 0
+    assert [decided(), decided()] == [3, 0]
+    # strides and lengths need a plan of their own, from what was decided for this kind of call; and so do lengths of other types
+    for others in ([x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors], make(15)):
+        tensors[:] = others
+        assert decided() == 0
+    for kind in (list, tuple, numpy.array, torch.tensor):
+        assert torch.equal(da.dilated_attention(*tensors, kind([4, 8]), kind([1, 2])), dilated(*tensors)) and not asked
     with torch.no_grad():
-        asked.clear()
-        dilated(*inputs)
-        assert [request.needs_grad for request in asked] == [False]
+        dilated(*tensors)
+    assert [args[0].needs_grad for _, args in asked] == [False]
 
 
-def test_what_is_data_is_read_in_every_call() -> None:
+def test_what_is_data_is_read_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make(batch=1)
-    bounds, mask = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.bool)
-    first = da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
-    bounds[1] = 9
-    second = da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
-    assert not torch.equal(first, second)
+    bounds, mask, step = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.bool), torch.tensor(3)
+
+    def changes(function: Callable[[], torch.Tensor], change: Callable[[], object]) -> None:
+        before = function()
+        change()
+        assert not torch.equal(before, function())
+
+    changes(lambda: dilated(q, k, v, cu_seqlens=bounds), lambda: bounds[1].fill_(9))
+    changes(lambda: dilated(q, k, v, key_padding_mask=mask), lambda: mask[:, 8:].fill_(True))
+    # an offset may be a tensor, as of a loop that counts in place
+    changes(lambda: da.attention(q[:, :1], k, v, is_causal=True, query_offset=step), lambda: step.add_(9))
+    assert torch.equal(*(da.attention(q[:, :1], k, v, is_causal=True, query_offset=offset) for offset in (step, 12)))
+    changes(lambda: da.attention(q, k, v, dropout_p=0.5), lambda: None)
+    # once for both passes
+    read = calls_of(monkeypatch, torch.Tensor, "tolist")
+    torch.autograd.grad(dilated(q, k, v, cu_seqlens=bounds).sum(), q)
+    assert len(read) == 1
     bounds[1] = 17
     with pytest.raises(ValueError, match="never decrease"):
-        da.dilated_attention(q, k, v, *BRANCHES, cu_seqlens=bounds)
-    first = da.dilated_attention(q, k, v, *BRANCHES, key_padding_mask=mask)
-    mask[:, 8:] = True
-    assert not torch.equal(first, da.dilated_attention(q, k, v, *BRANCHES, key_padding_mask=mask))
-    # an offset may be a tensor, as of a loop that counts in place
-    step, row = torch.tensor(3), q[:, :1]
-    first = da.attention(row, k, v, is_causal=True, query_offset=step)
-    step += 9
-    second = da.attention(row, k, v, is_causal=True, query_offset=step)
-    assert torch.equal(second, da.attention(row, k, v, is_causal=True, query_offset=12)) and not torch.equal(first, second)
-    drawn = [da.attention(q, k, v, dropout_p=0.5) for _ in range(2)]
-    assert not torch.equal(*drawn)
-
-
-def test_documents_are_read_once_for_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, bounds = make(batch=1), torch.tensor([0, 5, 16], dtype=torch.int32)
-    read: list[int] = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(1) or original(x))
-    torch.autograd.grad(da.dilated_attention(*inputs, *BRANCHES, cu_seqlens=bounds).sum(), inputs)
-    assert len(read) == 1
-
-
-@pytest.mark.parametrize("kind", [list, tuple, numpy.array, torch.tensor])
-def test_lengths_of_any_type_are_one_call(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make()
-    expected = dilated(*inputs)
-    asked = decisions(monkeypatch)
-    assert torch.equal(da.dilated_attention(*inputs, kind([4, 8]), kind([1, 2])), expected) and not asked
-
-
-def test_facts_are_those_of_the_backend_at_the_time(counted: Counted) -> None:
-    """A record names a backend and copies none of what it is asked while it runs."""
-    registry.register(counted)
-    q, k, v = make()
-    da.attention(q, k, v, backend="counted")
-    counted.capabilities = replace(counted.capabilities, max_batch=1)
-    da.attention(q, k, v, backend="counted")
-    assert counted.forwards == 1 + 2
+        dilated(q, k, v, cu_seqlens=bounds)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,13 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
-from dilated_attention.backends import registry
 from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.pattern import BigBird, BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
 from tests.helpers.forms import Looks
-from tests.helpers.op_settings import settings
+from tests.helpers.fused import run_fused
+from tests.helpers.op_settings import calls_of, settings
 
 OPS = torch.ops.dilated_attention
 WINDOW = LocalWindow((20, 3), block_size=64)
@@ -54,6 +53,7 @@ KINDS: dict[str, tuple[Function, str]] = {
 }
 FORWARDS = [getattr(OPS, name).default for _, name in KINDS.values()]
 of_every_kind = pytest.mark.parametrize("function", [function for function, _ in KINDS.values()], ids=KINDS)
+TORCHSCALE: dict[str, Any] = {"mixture_grad": "detached", "tail": "zero_keys", "head_offsets": "blocked"}
 
 
 def make_qkv(
@@ -80,10 +80,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "window": {"branches": ((2**62,), (1,), "zero", "all", "mask"), "window": (2, 1)},
     "detached": {"branches": ((3, 4), (1, 2), "blocked", "all", "zero_keys"), "detached": True},
     "split": {"branches": ((3, 4), (1, 2), "cyclic", "split", "mask"), "dtype": torch.bfloat16},
+    # whole segments: places of positions that there are not hold nothing that could be compared
+    "saved": {"branches": ((2, 4), (1, 2), "blocked", "all", "zero_keys"), "detached": True, "keys": 8},
     # of blocks
     "chosen": {"pattern": TopBlocks(1, block_size=64)},
 }
-OF_BRANCHES, OF_BLOCKS = ("lists", "window", "detached", "split"), ("chosen",)
+OF_BRANCHES, OF_BLOCKS = ("lists", "window", "detached", "split", "saved"), ("chosen",)
 CHECKED = [
     *(("dilated", name) for name in ARGUMENTS if name not in OF_BLOCKS),
     *(("blocks", name) for name in ARGUMENTS if name not in OF_BRANCHES),
@@ -93,34 +95,32 @@ CHECKED = [
 
 
 def op_arguments(kind: str, name: str, *, requires_grad: bool) -> tuple[Any, ...]:
-    given = dict(ARGUMENTS[name])
-    keys, pattern = given.pop("keys", 20), given.pop("pattern", WINDOW)
-    shape = {"batch": given.pop("batch", 1), "queries": given.pop("queries", keys), "kv_heads": given.pop("kv_heads", 2)}
-    made = make_qkv(keys=keys, dtype=given.pop("dtype", torch.float64), **shape)
+    given = {"keys": 20, "pattern": WINDOW, "batch": 1, "kv_heads": 2, "dtype": torch.float64} | ARGUMENTS[name]
+    keys, pattern, batch, kv_heads, dtype = (given.pop(x) for x in ("keys", "pattern", "batch", "kv_heads", "dtype"))
+    made = make_qkv(batch, given.pop("queries", keys), keys, kv_heads=kv_heads, dtype=dtype)
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in made)
     tensors = [given.pop(x, None) for x in ("mask", "cu", "seed")]
     sinks = given.pop("sinks", None)
-    kept = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), False, 0.5, 0) if name == "chosen" else None
-    branches = given.pop("branches", ((3, 4), (1, 2), "cyclic", "all", "mask"))
-    call = settings(
-        branches=None if kind == "blocks" else branches,
-        blocks="" if kind == "dilated" else pattern.spec(),
-        needs_grad=requires_grad,
-        **given,
-    )
-    return (q, k, v, *tensors, kept, sinks, *call.arguments())
+    chosen = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), False, 0.5, 0) if name == "chosen" else None
+    given = {"branches": ((3, 4), (1, 2), "cyclic", "all", "mask"), "blocks": pattern.spec(), "needs_grad": requires_grad} | given
+    call = settings(**given | {"blocks": {"branches": None}, "dilated": {"blocks": ""}}.get(kind, {}))
+    return (q, k, v, *tensors, chosen, sinks, *call.arguments())
 
 
 @pytest.mark.parametrize(("kind", "name"), CHECKED)
-def test_the_ops_pass_every_opcheck(kind: str, name: str) -> None:
+def test_the_ops_pass_every_opcheck(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with and without a gradient of lse."""
+    if name == "saved":
+        run_fused(monkeypatch)
     op = KINDS[kind][1]
     forward, backward = (getattr(OPS, f"{op}{end}").default for end in ("", "_backward"))
     passed = {"SUCCESS"}
-    assert set(torch.library.opcheck(forward, op_arguments(kind, name, requires_grad=True)).values()) == passed
+    arguments = op_arguments(kind, name, requires_grad=True)
+    assert set(torch.library.opcheck(forward, arguments).values()) == passed
+    out, lse, saved = (x.detach() for x in forward(*arguments))
+    assert (saved.numel() > 0) == (name == "saved")
     arguments = op_arguments(kind, name, requires_grad=False)
-    out, lse, saved = forward(*arguments)
-    dlse = torch.ones_like(lse) if list(ARGUMENTS).index(name) % 2 else None
+    dlse = torch.ones_like(lse) if list(ARGUMENTS).index(name) % 2 and name != "saved" else None
     given = (torch.ones_like(out), dlse, *arguments[:3], out, lse, saved, *arguments[3:])
     # its gradient is refused, so nothing is dispatched
     of_backward = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -131,38 +131,13 @@ def test_the_ops_pass_every_opcheck(kind: str, name: str) -> None:
 
 
 @of_every_kind
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": True}, {"key_padding_mask": torch.arange(70)[None] % 4 == 1}, {"cu_seqlens": torch.tensor([0, 66, 70])}],
-    ids=["causal", "padding", "documents"],
-)
-def test_gradients_of_out_and_lse_are_those_of_finite_differences(options: dict[str, Any], function: Function) -> None:
-    def run(*qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(0)
-        out, lse = function(*qkv, return_lse=True, dropout_p=0.3, **options)
-        return out, lse.masked_fill(lse == -torch.inf, 0.0)
-
-    # projections on random vectors: 70 rows have too many entries to be perturbed one by one
-    assert torch.autograd.gradcheck(run, make_qkv(1, 70, 70, dim=1), fast_mode=True)
-
-
-def test_detached_and_exact_mixture_agree_forward_and_differ_backward() -> None:
-    inputs = make_qkv()
-    exact = dilated(*inputs)
-    detached, lse = dilated(*inputs, mixture_grad="detached", return_lse=True)
-    assert torch.equal(exact, detached) and not lse.requires_grad
-    dq, dq_detached = (torch.autograd.grad(out.square().sum(), inputs[0])[0] for out in (exact, detached))
-    assert (dq - dq_detached).abs().max() > 1e-3
-
-
-@of_every_kind
-@pytest.mark.parametrize("where", [nullcontext, Looks], ids=["eager", "op"])
-def test_second_derivatives_are_refused_with_a_way_out(where: Any, function: Function) -> None:
+@pytest.mark.parametrize("is_op", [False, True], ids=["eager", "op"])
+def test_second_derivatives_are_refused_with_a_way_out(is_op: bool, function: Function) -> None:
     q, k, v = make_qkv()
-    with where():
+    with Looks() if is_op else torch.enable_grad():
         (dq,) = torch.autograd.grad(function(q, k, v).square().sum(), q, create_graph=True)
-    with where(), pytest.raises(NotImplementedError, match=r"no second derivative.*(reference_attention|dense_mask)"):
-        torch.autograd.grad(dq.sum(), k)
+        with pytest.raises(NotImplementedError, match=r"no second derivative.*(reference_attention|dense_mask)"):
+            torch.autograd.grad(dq.sum(), k)
 
 
 @of_every_kind
@@ -171,19 +146,7 @@ def test_only_inputs_that_need_a_gradient_get_one(function: Function) -> None:
     k.requires_grad_(False)
     function(q, k, v).sum().backward()
     assert q.grad is not None and v.grad is not None and k.grad is None
-
-
-@of_every_kind
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_backend_is_asked_for_a_backward_only_where_autograd_records(
-    enabled: bool, function: Function, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    select = registry.select
-    monkeypatch.setattr(registry, "select", lambda request, name: asked.append(request.needs_grad) or select(request, name))
-    with torch.set_grad_enabled(enabled):
-        function(*make_qkv())
-    assert asked and any(asked) is enabled
+    assert not dilated(q, k, v, mixture_grad="detached", return_lse=True)[1].requires_grad
 
 
 def test_a_pattern_that_nobody_else_holds_lives_until_the_backward() -> None:
@@ -194,13 +157,6 @@ def test_a_pattern_that_nobody_else_holds_lives_until_the_backward() -> None:
     gc.collect()
     out.sum().backward()
     assert q.grad is not None
-
-
-def test_equal_tables_of_different_content_are_different_patterns() -> None:
-    q, k, v = make_qkv()
-    kept = torch.tensor([[True, False], [False, True]])
-    first, second = (block_sparse_attention(q, k, v, BlockTensor(table, block_size=64)) for table in (kept, ~kept))
-    assert not torch.equal(first, second)
 
 
 # --- torch.compile and torch.export -----------------------------------------------------------------------------------------------------
@@ -225,16 +181,23 @@ def test_an_inductor_graph_equals_eager_forward_and_backward() -> None:
         torch.testing.assert_close(other, eager, rtol=1e-12, atol=1e-12)
 
 
-@of_every_kind
-def test_lengths_share_one_dynamic_graph(function: Function) -> None:
-    graph, counter = compiled(lambda *x: function(*x, is_causal=True), dynamic=True)
+@pytest.mark.parametrize("kind", [*KINDS, "saved"])
+def test_lengths_share_one_dynamic_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, options = KINDS.get(kind, KINDS["dilated"])[0], {"is_causal": True}
+    if kind == "saved":
+        # branches' outputs, whose number follows from the length
+        run_fused(monkeypatch)
+        options = TORCHSCALE
+    graph, counter = compiled(lambda *x: function(*x, **options), dynamic=True)
     frames = []
     for length in (64, 65, 130, 200):
         inputs = make_qkv(1, length, length, 2, 2)
-        out = graph(*inputs)
-        out.sum().backward()
+        both = []
+        for call in (graph, lambda *x: function(*x, **options)):
+            out = call(*inputs)
+            both.append((out, *torch.autograd.grad(out.sum(), inputs)))
         frames.append(counter.frame_count)
-        assert torch.equal(out, function(*inputs, is_causal=True))
+        assert all(map(torch.equal, *both))
     # dynamic=True traces the first call twice: it takes dropout_p for an input and then learns that it is a constant
     assert frames[0] <= 2 and frames == [frames[0]] * 4
 
@@ -253,29 +216,27 @@ def test_patterns_that_a_compiled_function_is_given_or_makes_are_the_ones_it_use
     inputs = [x.detach() for x in make_qkv(1, 130, 130)]
     table = BlockTensor(torch.eye(3, dtype=torch.bool), block_size=64)
     given = [LocalWindow(3), LocalWindow(4), LocalWindow(3) | Strided(2), Sparsity(0.3), Sparsity(0.9)]
-    other = [copy.deepcopy(table), BlockTensor(~table.mask, block_size=64), TopBlocks(density=0.4, block_size=64)]
-    for some in (given, [table, *other, PerHead((WINDOW, WINDOW))]):
-        graph, _ = compiled(lambda pattern: block_sparse_attention(*inputs, pattern))
-        for pattern in some:
-            assert torch.equal(graph(pattern), block_sparse_attention(*inputs, pattern)), pattern
+    other = [table, copy.deepcopy(table), BlockTensor(~table.mask, block_size=64), TopBlocks(density=0.4, block_size=64)]
 
     def made(width: int) -> torch.Tensor:
         return block_sparse_attention(*inputs, LocalWindow((width, 0)) | Sparsity(1 / width, seed=width))
 
-    graph, _ = compiled(made)
-    for width in (3, 5, 8):
-        assert torch.equal(graph(width), made(width))
+    for function, arguments in (
+        (lambda pattern: blocks(*inputs, pattern=pattern), given),
+        (lambda pattern: blocks(*inputs, pattern=pattern), [*other, PerHead((WINDOW, WINDOW))]),
+        (made, [3, 5, 8]),
+    ):
+        graph, _ = compiled(function)
+        for argument in arguments:
+            assert torch.equal(graph(argument), function(argument)), argument
 
 
 def test_what_a_compiled_function_cannot_take_is_refused_with_a_way_out() -> None:
     inputs = make_qkv(1, 128, 128)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
-    for call, way_out in (
-        (lambda *x: block_sparse_attention(*x, MaskFunction(lambda b, h, i, j: i >= j)), "make it outside"),
-        (lambda *x: block_sparse_attention(*x, mask), "from_block_mask"),
-    ):
+    for make, way_out in ((lambda: MaskFunction(lambda b, h, i, j: i >= j), "make it outside"), (lambda: mask, "from_block_mask")):
         with pytest.raises(Exception, match=way_out):
-            compiled(call)[0](*inputs)
+            compiled(lambda *x, make=make: blocks(*x, pattern=make()))[0](*inputs)
 
 
 class Attend(torch.nn.Module):
@@ -316,14 +277,12 @@ def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
 
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
-    calls: list[int] = []
-    for module, name in ((run_problems, "run_forward"), (resolve_blocks, "forward_lists")) if function is not both else ():
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *x, _f=original, **options: calls.append(1) or _f(*x, **options))
+    owner, name = (resolve_blocks, "forward_lists") if function is blocks else (run_problems, "run_forward")
+    calls = calls_of(monkeypatch, owner, name)
     extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
     torch.manual_seed(5)
     again = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False, **extra).sum(), inputs)
-    assert function is both or len(calls) == forwards
+    assert len(calls) == forwards
     for kept, recomputed in zip(plain, again, strict=True):
         assert torch.equal(kept, recomputed)
 

@@ -1,8 +1,9 @@
-"""Packed documents as one launch of a library that takes their boundaries, against the definition in float64."""
+"""Passes of a part of the queries over packed documents: as one launch of a library that takes their boundaries, and into given views."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,13 @@ from dilated_attention.backends import Options, registry
 from dilated_attention.backends.base import Bounds
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.engine.branches.launches import Masks
-from dilated_attention.engine.branches.problems import Shape
-from dilated_attention.engine.kernels.tiles_choice import is_packed
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.functional import arguments
 from dilated_attention.functional.options import Options as CallOptions
+from dilated_attention.testing import max_error
 
 WHOLE = DilatedPattern((2**40,), (1,), "zero")
+TILES = pytest.param("tiles", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels"))
 
 
 class ByBounds(MathBackend):
@@ -33,16 +34,16 @@ class ByBounds(MathBackend):
     def __init__(self) -> None:
         self.launches = 0
 
-    def _documents(self, bounds: Bounds) -> Any:
+    def _documents(self, bounds: Bounds) -> list[tuple[slice, slice]]:
         self.launches += 1
-        queries, keys = _slices(bounds.queries), _slices(bounds.keys)
-        assert bounds.most_queries == max(x.stop - x.start for x in queries) and bounds.most_keys == max(x.stop - x.start for x in keys)
-        return list(zip(queries, keys, strict=True))
+        sides = [[slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (bounds.queries, bounds.keys)]
+        assert [bounds.most_queries, bounds.most_keys] == [max(x.stop - x.start for x in side) for side in sides]
+        return list(zip(*sides, strict=True))
 
     def forward(self, q: Any, k: Any, v: Any, options: Options, keys: Any = None, **views: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if keys is None:
             return super().forward(q, k, v, options)
-        out = views["out"][0]
+        out = torch.empty_like(q) if views["out"][0] is None else views["out"][0]
         lse = torch.full((1, q.shape[2], q.shape[1]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
         for a, b in self._documents(keys):
             out[:, a], lse[:, :, a] = self.forward(q[:, a], k[:, b], v[:, b], options)
@@ -58,10 +59,6 @@ class ByBounds(MathBackend):
         return more["grads"]
 
 
-def _slices(starts: torch.Tensor) -> list[slice]:
-    return [slice(a, b) for a, b in itertools.pairwise(starts.tolist())]
-
-
 @pytest.fixture
 def by_bounds(monkeypatch: pytest.MonkeyPatch) -> ByBounds:
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
@@ -70,81 +67,99 @@ def by_bounds(monkeypatch: pytest.MonkeyPatch) -> ByBounds:
     return backend
 
 
-def results(function: Any, x: list[torch.Tensor], dlse: torch.Tensor | None = None) -> list[torch.Tensor]:
-    out, lse = function(*x[:3])
-    loss = (out * x[3]).sum() if dlse is None else (out * x[3]).sum() + (lse * dlse).sum()
-    return [out, lse, *torch.autograd.grad(loss, x[:3])]
-
-
 def drawn(n: int, heads: int, kv_heads: int, seed: int) -> list[torch.Tensor]:
+    """q, k, v and dout."""
     rng = torch.Generator().manual_seed(seed)
     made = [torch.randn(1, n, h, 8, dtype=torch.float64, generator=rng) for h in (heads, kv_heads, kv_heads, heads)]
     return [*(x.requires_grad_() for x in made[:3]), made[3]]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("bounds", [(0, 5, 17), (0, 1, 2, 40), (0, 3, 3, 20, 33)], ids=str)
-@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "lse"])
-def test_documents_of_one_process(by_bounds: ByBounds, bounds: tuple[int, ...], is_causal: bool, with_lse: bool) -> None:
-    x = drawn(bounds[-1], 4, 2, 0)
-    dlse = torch.randn(1, 4, bounds[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(1)) if with_lse else None
-    options = {"is_causal": is_causal, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32), "return_lse": True}
-    found = results(lambda q, k, v: attention(q, k, v, backend="by_bounds", **options), x, dlse)
-    # a gradient of lse goes problem by problem
-    assert by_bounds.launches == (1 if with_lse else 2)
-    wanted = results(lambda q, k, v: attention(q, k, v, backend="math", **options), x, dlse)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns memory of NaN and a view of it of x's shape, with other rows and heads around."""
+    B, n, heads, width = x.shape
+    memory = torch.full((B, n + 5, heads + 2, width), torch.nan, dtype=x.dtype)
+    return memory, memory[:, 2 : 2 + n, 1 : 1 + heads]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_range_of_queries_on_their_documents(by_bounds: ByBounds, seed: int) -> None:
-    """As on a rank of a ring: queries [first, last), and all keys up to the end of the last document."""
+def check_a_range(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...], rows: range, is_causal: bool, seed: int) -> None:
+    """As on a rank of a ring: some queries and all keys; results go to new tensors or to given views, and nothing beside these."""
+    n, heads = bounds[-1], 2 if backend == "tiles" else 4
+    q, k, v, dout = drawn(n, heads, min(heads, (1, 2, 4)[seed % 3]), seed)
+    some = slice(rows.start, rows.stop)
+    options: dict[str, Any] = {"is_causal": is_causal, "head_offsets": "zero", "return_lse": True}
+    branches = pattern.segment_lengths, pattern.dilation_rates
+    whole = dilated_attention(q, k, v, *branches, cu_seqlens=torch.tensor(bounds), backend="math", **options)
+    wanted_dq, *wanted = torch.autograd.grad((whole[0] * dout)[:, some].sum(), (q, k, v))
+    wanted = [whole[0][:, some], whole[1][:, :, some], wanted_dq[:, some], *wanted]
+
+    dtype, runner = torch.float64, None
+    if backend == "tiles":
+        # interpreted, the kernels run on a CPU, which no call chooses them for
+        from dilated_attention.engine.kernels import tiles as runner
+
+        dtype, backend = torch.float32, "math"
+    q, k, v, dout = (x.detach().to(dtype) for x in (q[:, some], k, v, dout[:, some]))
+    settings = arguments.checked_settings(q, k, v, CallOptions(**options, backend=backend), arguments.DENSE)
+    settings = settings._replace(query_offset=some.start)
+    about = {"documents": tuple(itertools.pairwise(bounds)), "pattern": pattern, "num_keys": n, "runner": runner}
+    plan = make_plan(settings, (q, k, v), False, **about)
+    out, lse = plan.runner.forward(plan, q, k, v, Masks(), None)
+    memory, place = inside(out)
+    same, same_lse = plan.runner.forward(plan, q, k, v, Masks(), None, (place,))
+    assert same is place and torch.equal(place, out) and torch.equal(same_lse, lse) and int(memory.isfinite().sum()) == out.numel()
+    plan = make_plan(settings, (q, k, v, dout, out), True, **about)
+    tensors = dout, q, k, v, out, lse
+    grads = plan.runner.backward(plan, tensors, Masks(), None, None)
+    rooms = [inside(x) for x in grads]
+    for chosen in ((0, 1, 2), (0,)):
+        into = tuple(rooms[i][1] if i in chosen else None for i in range(3))
+        for i, (x, y) in enumerate(zip(plan.runner.backward(plan, tensors, Masks(), None, None, into), grads, strict=True)):
+            assert torch.equal(x, y) and (x is into[i]) == (i in chosen)
+    assert all(int(memory.isfinite().sum()) == x.numel() for (memory, _), x in zip(rooms, grads, strict=True))
+    for x, true in zip((out, lse, *grads), wanted, strict=True):
+        assert max_error(x, true) <= (1e-12 if dtype is torch.float64 else 1e-5) * max(
+            1.0, float(true.masked_fill(true.isinf(), 0).abs().max())
+        )
+
+
+@pytest.mark.parametrize("bounds", [(0, 40), (0, 12, 40)], ids=["one", "two"])
+@pytest.mark.parametrize("pattern", [WHOLE, DilatedPattern((8, 40), (1, 3), "zero")], ids=["dense", "dilated"])
+@pytest.mark.parametrize("backend", ["math", "sdpa_cpu", TILES])
+def test_a_range_of_queries_goes_where_it_is_asked_to(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...]) -> None:
+    check_a_range(backend, pattern, bounds, range(9, 33), True, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_range_of_queries_on_their_documents_is_one_launch(by_bounds: ByBounds, seed: int) -> None:
     rng = random.Random(seed)
-    inner = sorted(rng.sample(range(1, 60), rng.randint(1, 6)))
-    bounds = (0, *inner, 60)
-    documents = tuple(itertools.pairwise(bounds))
+    bounds = (0, *sorted(rng.sample(range(1, 60), rng.randint(1, 6))), 60)
     first = rng.randrange(60)
-    last, is_causal = rng.randint(first + 1, 60), rng.random() < 0.6
-    q, k, v, dout = drawn(60, 4, rng.choice((1, 2, 4)), seed)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    out, lse = attention(q, k, v, cu_seqlens=cu_seqlens, is_causal=is_causal, return_lse=True, backend="math")
-    wanted = torch.autograd.grad((out * dout)[:, first:last].sum(), (q, k, v))
+    check_a_range("by_bounds", WHOLE, bounds, range(first, rng.randint(first + 1, 60)), rng.random() < 0.6, seed)
+    # two forwards and three backwards
+    assert by_bounds.launches == 5
 
-    given = CallOptions(is_causal=is_causal, return_lse=True, head_offsets="zero", backend="by_bounds")
-    settings = arguments.checked_settings(q, k, v, given, arguments.DENSE)._replace(query_offset=first)
-    mine = [x[:, first:last].detach() for x in (dout, q, out)]
-    keys = k.detach(), v.detach()
-    plan = make_plan(settings, (mine[1], *keys), False, documents=documents, pattern=WHOLE, num_keys=60)
-    assert plan.shape.queries == (first, last)
-    place = torch.full_like(mine[1], torch.nan)
-    some_out, some_lse = plan.runner.forward(plan, mine[1], *keys, Masks(), None, (place,))
-    assert by_bounds.launches == 1 and some_out is place
-    torch.testing.assert_close(some_out, out[:, first:last], atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(some_lse, lse[:, :, first:last], atol=1e-12, rtol=1e-12)
 
-    views = mine[0], mine[1], *keys, mine[2]
-    plan = make_plan(settings, (*views[1:4], *views[::4]), True, documents=documents, pattern=WHOLE, num_keys=60)
-    places = tuple(torch.full_like(x, torch.nan) for x in views[1:4])
-    dq, dk, dv = plan.runner.backward(plan, (*views, lse[:, :, first:last].detach().contiguous()), Masks(), None, None, places)
-    assert by_bounds.launches == 2 and dq is places[0] and dk is places[1] and dv is places[2]
-    for a, b in zip((dq, dk, dv), (wanted[0][:, first:last], *wanted[1:]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bounds", [(0, 5, 17), (0, 3, 3, 20, 33)], ids=str)
+def test_documents_of_one_process(by_bounds: ByBounds, bounds: tuple[int, ...], is_causal: bool) -> None:
+    *x, dout = drawn(bounds[-1], 4, 2, 0)
+    dlse = dout[..., 0].transpose(1, 2)
+    for outputs, launches in ((1, 2), (2, 3)):
+        both = []
+        for backend in ("by_bounds", "math"):
+            result = attention(*x, is_causal=is_causal, cu_seqlens=torch.tensor(bounds), return_lse=True, backend=backend)
+            both.append([*result, *torch.autograd.grad(result[:outputs], x, [dout, dlse][:outputs])])
+        # a gradient of lse goes problem by problem
+        assert by_bounds.launches == launches
+        torch.testing.assert_close(*both, atol=1e-12, rtol=1e-12)
 
 
 def test_calls_that_take_more_than_one_launch(by_bounds: ByBounds) -> None:
     """Branches, windows, padding and dropout go problem by problem."""
     q, k, v, _ = drawn(24, 4, 2, 0)
-    cu_seqlens = torch.tensor((0, 9, 24), dtype=torch.int32)
-    options = {"cu_seqlens": cu_seqlens, "backend": "by_bounds"}
-    attention(q, k, v, window=3, **options)
-    attention(q, k, v, key_padding_mask=torch.zeros(1, 24, dtype=torch.bool), **options)
-    attention(q, k, v, dropout_p=0.5, **options)
-    dilated_attention(q, k, v, [8, 24], [1, 2], **options)
-    dilated_attention(q, k, v, [8], [2], **options)
-    assert by_bounds.launches == 0
-    dilated_attention(q, k, v, [8], [1], **options)
-    assert by_bounds.launches == 1
-    size = by_bounds.capabilities, 1
-    assert is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 9), (9, 24)), True), *size)
-    assert not is_packed(WHOLE, Shape(4, 2, (0, 24), (0, 24), ((0, 24),), True), *size)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor((0, 9, 24), dtype=torch.int32), "backend": "by_bounds"}
+    for more in ({"window": 3}, {"key_padding_mask": torch.zeros(1, 24, dtype=torch.bool)}, {"dropout_p": 0.5}):
+        attention(q, k, v, **more, **options)
+    for branches, launches in ((([8, 24], [1, 2]), 0), (([8], [2]), 0), (([8], [1]), 1)):
+        dilated_attention(q, k, v, *branches, **options)
+        assert by_bounds.launches == launches

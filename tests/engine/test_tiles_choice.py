@@ -49,12 +49,6 @@ def test_short_calls_take_the_tiles_and_long_ones_the_library(packages: tuple[st
     assert chosen == sorted(chosen, reverse=True)
 
 
-def test_many_documents_are_many_launches_of_a_library() -> None:
-    N = 131_072
-    assert not is_chosen(N)
-    assert is_chosen(N, documents=64)
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -70,19 +64,19 @@ def test_never_where_they_have_a_reason_against_it(asked: AttentionRequest) -> N
     assert not any(is_chosen(N, asked) for N in (64, 256, 4096, 2**20))
 
 
-def test_kernels_that_are_no_match_lose_at_any_length() -> None:
-    # what is left on these machines: torch's memory-efficient kernels or plain torch
+def test_single_choices() -> None:
+    # many documents are many launches of a library
+    assert not is_chosen(131_072) and is_chosen(131_072, documents=64)
+    # kernels that are no match lose at any length: what is left are torch's memory-efficient kernels or plain torch
     masked = replace(REQUEST, hardware=machine("flash-attn-4"), key_mask=True)
-    assert is_chosen(2**20, masked) and is_chosen(2**20, masked, is_backward=True)
-    assert is_chosen(2**20, replace(REQUEST, dropout=True))
-    assert is_chosen(1024, replace(REQUEST, dtype=torch.float32))
-
-
-def test_what_was_asked_for_by_name_stays() -> None:
-    assert is_chosen(1024)
-    assert not is_chosen(1024, backend="flash4")
+    assert all(is_chosen(2**20, masked, is_backward=b) for b in (False, True)) and is_chosen(2**20, replace(REQUEST, dropout=True))
+    # what was asked for by name stays
+    assert is_chosen(1024) and not is_chosen(1024, backend="flash4") and is_chosen(2**20, backend="tiles")
     assert not is_chosen(1024, replace(REQUEST, hardware=detect("cpu")))
-    assert is_chosen(2**20, backend="tiles")
+    # hardware without a table has rates to go by
+    bare = Hardware(device_type="cuda", capability=(8, 6), packages=frozenset({"triton"}), name="86")
+    assert rates.table_of(bare.architecture) is None
+    assert [is_chosen(n, replace(REQUEST, hardware=bare)) for n in (1024, 2**20)] == [True, False]
 
 
 def test_passes_of_detached_mixing_go_one_way() -> None:
@@ -121,13 +115,6 @@ def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registry, "_orders", dict(registry._orders))
     registry.set_order("sm90", ("sdpa_efficient",))
     assert is_chosen(2**17, both=True)
-
-
-def test_hardware_without_a_table_has_rates_to_go_by() -> None:
-    bare = Hardware(device_type="cuda", capability=(8, 6), packages=frozenset({"triton"}), name="86")
-    request = replace(REQUEST, hardware=bare)
-    assert rates.table_of(bare.architecture) is None
-    assert is_chosen(1024, request) and not is_chosen(2**20, request)
 
 
 @pytest.mark.parametrize("first", [0, 25000])

@@ -1,39 +1,42 @@
-"""Every public function under the transforms of torch.func and in forward mode: right as plain autograd in float64, or refused."""
+"""Every public function under the transforms of torch.func and in forward mode: right as plain autograd in float64, or refused.
+
+Also where a call draws, compiles, is empty or takes a shortcut, on two ranks, and modules with a gradient of each sample.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 import dilated_attention as da
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, max_error, plain_attention, random_case, relative_bound, results
-from tests.helpers import transform_cases as cases
+from tests.helpers.op_settings import settings
 from tests.helpers.pool import pool_of
-from tests.helpers.transform_cases import RING_TRANSFORMS, RINGS, TRANSFORMS, N, loss_of, many, qkv, weights_of
+from tests.helpers.transform_cases import BLOCKS, BRANCHES, TRANSFORMS, B, D, Function, H, N, functions, loss_of, many, qkv, weights_of
 
-FORWARD_MODE = {"jvp", "jvp_of_one", "make_dual", "linearize", "jacfwd"}
-SECOND = {"hessian", "jacrev_of_jacrev"}
-FUNCTIONS = cases.functions()
-TOOLS = cases.tools()
-WITHOUT_TENSORS = {
-    "BackendUnavailable",
-    "DilatedPattern",
-    "balanced_layout",
-    "create_attention",
-    "create_model",
-    "explain_backend",
-    "explain_decode",
-    "list_backends",
-    "local_positions",
-    "plan_attention",
-    "plan_model",
-    "profile_memory",
-    "recommend",
+REFUSED = {"jvp", "jvp_of_one", "make_dual", "linearize", "jacfwd", "hessian", "jacrev_of_jacrev"}
+NO_FORWARD_MODE = "has no forward mode, and got a tangent.* use "
+EVERY = functions()
+FUNCTIONS: dict[str, Function] = {name: function for name, (function, _) in EVERY.items() if name.islower()}
+DRAWN: dict[str, Function] = {name: partial(function, dropout_p=0.5) for name, function in FUNCTIONS.items()}
+DRAWN["detached"] = partial(DRAWN["dilated_attention"], mixture_grad="detached")
+# what has no derivative, and no rule for vmap
+TOOLS: dict[str, Function] = {
+    "attention_map": lambda q, k, v: da.attention_map(q, k, *BRANCHES, query_rows=[0, 3]),
+    "attention_received": lambda q, k, v: da.attention_received(q, k, *BRANCHES),
+    "decode_attention": lambda q, k, v: da.decode_attention(q[:, -1:], k, v, torch.full((B,), N - 1)),
 }
+WITHOUT_TENSORS = "BackendUnavailable DilatedPattern balanced_layout create_attention create_model explain_backend explain_decode "
+WITHOUT_TENSORS += "list_backends local_positions plan_attention plan_model profile_memory recommend"
 
 
 def assert_equal(ours: object, theirs: object) -> None:
@@ -41,47 +44,45 @@ def assert_equal(ours: object, theirs: object) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
 
 
+def under(transform: str, function: Function) -> Any:
+    return TRANSFORMS[transform](function, qkv(), many(), None)
+
+
+def round_trip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    (part,) = da.shard_sequence(None, [q + k * v], [1])
+    return da.unshard_sequence(None, [part], [1])[0]
+
+
 def test_every_public_name_that_takes_tensors_is_tried() -> None:
-    assert set(da.__all__) == {*FUNCTIONS, *TOOLS, *WITHOUT_TENSORS, "shard_sequence", "unshard_sequence"}
+    assert set(da.__all__) == {*EVERY, *TOOLS, *WITHOUT_TENSORS.split(), "shard_sequence", "unshard_sequence"}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_function_is_right_under_a_transform_or_refuses(name: str, transform: str) -> None:
-    function, plain = FUNCTIONS[name]
-    if transform in FORWARD_MODE | SECOND:
-        with pytest.raises(NotImplementedError, match=r"has no (forward mode, and got a tangent|second derivative).* use "):
-            TRANSFORMS[transform](function)
+    function, plain = EVERY[name]
+    if transform in REFUSED:
+        with pytest.raises(NotImplementedError, match=rf"({NO_FORWARD_MODE})|(has no second derivative.* use )"):
+            under(transform, function)
     else:
-        assert_equal(TRANSFORMS[transform](function), TRANSFORMS[transform](plain))
+        assert_equal(under(transform, function), under(transform, plain))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_sharding_is_right_under_every_transform(transform: str) -> None:
-    assert_equal(TRANSFORMS[transform](cases.round_trip), TRANSFORMS[transform](lambda q, k, v: q + k * v))
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", TOOLS)
-def test_what_has_no_derivative_refuses_every_transform(name: str, transform: str) -> None:
-    function = TOOLS[name]
-    if transform == "jvp_of_one":
-        # v alone has a tangent, which only one of them reads
-        function = lambda q, k, v: TOOLS[name](v, v, v)  # noqa: E731
-    with pytest.raises(NotImplementedError, match=rf"{name} has no (derivative|rule for torch\.func\.vmap).*detach"):
-        TRANSFORMS[transform](function)
+    assert_equal(under(transform, round_trip), under(transform, lambda q, k, v: q + k * v))
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_what_has_no_derivative_takes_detached_tensors_inside_a_transform(name: str) -> None:
-    q, k, v = cases.qkv()
-    expected = TOOLS[name](q, k, v)
-
-    def loss(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return q.square().sum(), TOOLS[name](q.detach(), k, v)
-
-    gradient, found = torch.func.grad(loss, has_aux=True)(q)
-    assert torch.equal(gradient, 2 * q) and torch.equal(found, expected)
+def test_what_has_no_derivative_refuses_every_transform_but_takes_detached_tensors(name: str) -> None:
+    tool = TOOLS[name]
+    for transform in TRANSFORMS:
+        # v alone may have a tangent, which only one of them reads
+        with pytest.raises(NotImplementedError, match=rf"{name} has no (derivative|rule for torch\.func\.vmap).*detach"):
+            under(transform, (lambda q, k, v: tool(v, v, v)) if transform == "jvp_of_one" else tool)
+    q, k, v = qkv()
+    gradient, found = grad(lambda q: (q.square().sum(), tool(q.detach(), k, v)), has_aux=True)(q)
+    assert torch.equal(gradient, 2 * q) and torch.equal(found, tool(q, k, v))
 
 
 def pulled(case: Case, x: Inputs) -> Any:
@@ -91,7 +92,7 @@ def pulled(case: Case, x: Inputs) -> Any:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
             return call(case, replace(x, sinks=sinks), q, k, v)
 
-        outputs, pull = torch.func.vjp(attend, q, k, v, *sinks)
+        outputs, pull = vjp(attend, q, k, v, *sinks)
         return *outputs, *pull((dout, x.dlse))
 
     return both
@@ -111,46 +112,214 @@ def test_gradients_of_each_sample_of_any_case(space: Space) -> None:
         in_dims = (0, None, 0, 0, *[0 if seed % 2 else None] * len(sinks))
         if seed % 2:
             sinks = tuple(torch.stack([y.sin(), y]) for y in sinks)
-        found = torch.func.vmap(pulled(case, x), in_dims=in_dims)(q, x.k, v, dout, *sinks)
+        found = vmap(pulled(case, x), in_dims=in_dims)(q, x.k, v, dout, *sinks)
         truth = results(plain_attention, case, x, torch.float64)
         for name, y in zip(truth, found, strict=True):
             assert max_error(y[1], truth[name]) <= relative_bound(truth[name], 1e-10), (name, case)
 
 
-def expected_on_two(name: str, transform: str) -> list[torch.Tensor]:
-    """What the whole sequence gives, by plain autograd."""
-    plain = cases.plain(RINGS[name][1])
-    every = (0, 1, 2)
-    if transform == "vjp":
-        out, pull = torch.func.vjp(plain, *qkv())
-        return [out, *pull(weights_of(out))]
-    if transform == "grad":
-        return list(torch.func.grad(loss_of(plain), argnums=every)(*qkv()))
-    if transform in ("vmap_of_grad", "grad_of_vmap"):
-        return list(torch.func.vmap(torch.func.grad(loss_of(plain), argnums=every))(*many()))
-    if transform == "vmap":
-        return [torch.func.vmap(plain)(*many())]
-    return list(torch.func.jacrev(lambda *x: plain(*x).sum(1), argnums=every)(*qkv()))
+# --- two ranks ---------------------------------------------------------------------------------------------------------------------------
+
+RINGS = {
+    name: options for name in FUNCTIONS if "ring" in name for options in [{"layout": "contiguous"} if name == "ring_attention" else {}]
+}
 
 
-@pytest.mark.parametrize("transform", RING_TRANSFORMS)
+def on_this_rank(rank: int, world: int, name: str, transform: str) -> Any:
+    """The ring's part of a result, by a transform of this rank's shards; a refusal as its text."""
+    rows = slice(rank * N // world, (rank + 1) * N // world)
+    one, several = (tuple(x[..., rows, :, :] for x in made) for made in (qkv(), many()))
+    try:
+        # not the tangents of the whole
+        made = TRANSFORMS["jvp_of_one" if transform == "jvp" else transform]
+        return pytree.tree_leaves(made(partial(FUNCTIONS[name], **RINGS[name]), one, several, weights_of(qkv()[0])[:, rows]))
+    except NotImplementedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("transform", ["vjp", "grad", "vmap_of_grad", "grad_of_vmap", "vmap", "jacrev", "jvp", "make_dual", "hessian"])
 @pytest.mark.parametrize("name", RINGS)
 def test_a_ring_of_two_is_right_under_a_transform_or_refuses(name: str, transform: str) -> None:
-    ranks = pool_of(2).run(cases.on_this_rank, name, transform)
-    if transform in ("jvp", "make_dual", "hessian"):
+    """The same directions on all ranks at a time: what each rank's rows get from those of all."""
+    ranks = pool_of(2).run(on_this_rank, name, transform)
+    if transform in REFUSED:
         assert all("has no forward mode, and got a tangent" in text and "use " in text for text in ranks)
         return
-    for index, expected in enumerate(expected_on_two(name, transform)):
-        found = torch.cat([parts[index] for parts in ranks], dim=-3)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    for index, expected in enumerate(pytree.tree_leaves(under(transform, EVERY[name][1]))):
+        assert_equal(torch.cat([parts[index] for parts in ranks], dim=-3), expected)
+
+
+def round_trip_on_this_rank(rank: int, world: int) -> Any:
+    """Gradients of each of three samples, and second ones, through shards that are put together again."""
+    x = torch.arange(3.0 * N).reshape(3, 1, N).double().cos()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        (part,) = da.shard_sequence(None, [x], [1])
+        (whole,) = da.unshard_sequence(None, [part.square()], [1])
+        # the gradient of a shard is summed over ranks
+        return (whole * torch.arange(N)).sum() / world
+
+    again = x[0].clone().requires_grad_()
+    (dx,) = torch.autograd.grad(loss(again), again, create_graph=True)
+    with pytest.raises(NotImplementedError, match="unshard_sequence has no forward mode"):
+        jvp(loss, (x[0],), (x[0],))
+    return vmap(grad(loss))(x), *torch.autograd.grad((dx * again).sum(), again)
 
 
 def test_shards_of_two_put_together_have_first_and_second_derivatives() -> None:
-    x = torch.arange(3.0 * N).reshape(3, 1, N).double().cos()
-    place = torch.arange(N)
-    for rank, (first, second, refused) in enumerate(pool_of(2).run(cases.round_trip_on_this_rank)):
-        own = (place // (N // 2) == rank).double()
+    x, place = torch.arange(3.0 * N).reshape(3, 1, N).double().cos(), torch.arange(N)
+    for rank, (first, second) in enumerate(pool_of(2).run(round_trip_on_this_rank)):
+        part = (place // (N // 2) == rank).double()
         # each rank reads its own part of the x that all of them hold; the loss of two ranks, halved, is that of one
-        torch.testing.assert_close(first, (2 * x * place * own))
-        torch.testing.assert_close(second, (4 * x[0] * place * own))
-        assert "unshard_sequence has no forward mode" in refused
+        assert_equal((first, second), (2 * x * place * part, 4 * x[0] * place * part))
+
+
+# --- what draws, and shortcuts -----------------------------------------------------------------------------------------------------------
+
+
+def out_and_gradients(function: Function) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def both(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = vjp(function, *x)
+        return out, *pull(weights_of(out))
+
+    return both
+
+
+def one_by_one(function: Function, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Stacked (out, dq, dk, dv) of each entry by plain calls."""
+    rows = []
+    for entry in zip(*x, strict=True):
+        leaves = [tensor.clone().requires_grad_() for tensor in entry]
+        out = function(*leaves)
+        rows.append((out.detach(), *torch.autograd.grad((out * weights_of(out)).sum(), leaves)))
+    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mapped_dropout_draws_a_mask_for_each_entry_or_one_for_all_and_is_refused_by_default(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, alike = out_and_gradients(DRAWN[name]), tuple(tensor[:1].expand_as(tensor) for tensor in many())
+    torch.manual_seed(5)
+    mapped = vmap(function, randomness="same")(*alike)
+    torch.manual_seed(5)
+    assert_equal(mapped, tuple(x.expand_as(y) for x, y in zip(one_by_one(DRAWN[name], *(x[:1] for x in alike)), mapped, strict=True)))
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(DRAWN[name])(*alike)
+    torch.manual_seed(11)
+    mapped = vmap(function, randomness="different")(*many())
+    torch.manual_seed(11)
+    # seeds of plain calls are drawn as a mapped one draws its own
+    drawn = iter(torch.randint(2**62, (3,), dtype=torch.int64))
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: next(drawn))
+    assert_equal(mapped, one_by_one(DRAWN[name], *many()))
+
+
+def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dilated_attention.engine.branches import run_problems
+
+    calls: list[int] = []
+    for name in ("run_forward", "run_backward"):
+        inner = getattr(run_problems, name)
+        monkeypatch.setattr(run_problems, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        under("vmap_of_grad", FUNCTIONS["dilated_attention"])
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "ring" not in name])
+@pytest.mark.parametrize("shortcut", ["no_batch", "no_rows", "no_grad", "keys_alone", "leaf", "inference_mode"])
+def test_a_tangent_is_refused_on_every_shortcut(name: str, shortcut: str) -> None:
+    q, k, v = (x[: B * (shortcut != "no_batch"), : N * (shortcut != "no_rows")] for x in qkv())
+    q = q.clone().requires_grad_(shortcut == "leaf")
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(shortcut != "no_grad"):
+            return FUNCTIONS[name](*((q, x, v) if shortcut == "keys_alone" else (x, k, v)))
+
+    x = k if shortcut == "keys_alone" else q
+    with torch.inference_mode(shortcut == "inference_mode"), pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
+        jvp(attend, (x,), (torch.ones_like(x),))
+    # torch makes no dual tensor in inference mode
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
+        attend(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_a_tangent_of_something_else_leaves_attention_alone() -> None:
+    q, k, v = qkv()
+    expected = da.attention(q, k, v)
+    out, tangent = jvp(lambda scale: da.attention(q, k, v) * scale, (torch.tensor(2.0),), (torch.tensor(1.0),))
+    assert torch.equal(out, 2 * expected) and torch.equal(tangent, expected.to(tangent.dtype))
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(da.attention(q, k, v)).tangent is None
+    with pytest.raises(NotImplementedError, match="has no forward mode"):
+        jvp(lambda sinks: da.attention(q, k, v, sinks=sinks), (torch.zeros(H),), (torch.ones(H),))
+
+
+@pytest.mark.parametrize("name", ["attention", "block_sparse_attention", "ring_attention"])
+def test_a_tangent_of_the_gradient_is_refused(name: str) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out = FUNCTIONS[name](q, k, v)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+def test_an_op_called_by_itself_transforms_as_its_function_does() -> None:
+    call = settings(branches=(*BRANCHES, "cyclic", "all", "mask"), scale=D**-0.5, needs_grad=True)
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dilated_attention.dilated_attention(*x, *[None] * 5, *call.arguments())[0]
+
+    assert_equal(under("grad", attend), under("grad", FUNCTIONS["dilated_attention"]))
+    with pytest.raises(NotImplementedError, match="has no forward mode"):
+        under("jvp", attend)
+
+
+def test_vmap_over_nothing_gives_nothing_and_functionalize_still_calls_the_op() -> None:
+    nothing = [x[:0] for x in many()]
+    assert vmap(FUNCTIONS["attention"])(*nothing).shape == (0, *qkv()[0].shape)
+    with pytest.raises(NotImplementedError, match="size 0"):
+        vmap(DRAWN["attention"], randomness="different")(*nothing)
+    assert_equal(functionalize(da.attention)(*qkv()), da.attention(*qkv()))
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap_of_grad", "jvp"])
+def test_transforms_inside_a_compiled_function(name: str) -> None:
+    torch._dynamo.reset()
+    transform = TRANSFORMS[name]
+    graph = torch.compile(lambda x, y: transform(FUNCTIONS["dilated_attention"], x, y, None), backend="aot_eager", fullgraph=name != "jvp")
+    if name in REFUSED:
+        with pytest.raises(NotImplementedError, match="has no forward mode"):
+            graph(qkv(), many())
+    else:
+        assert_equal(graph(qkv(), many()), under(name, FUNCTIONS["dilated_attention"]))
+
+
+MODULES: dict[str, Callable[..., torch.nn.Module]] = {
+    "rotary": lambda **options: da.MultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, num_kv_heads=1, **options),
+    "blocks": lambda **options: da.MultiheadBlockSparseAttention(12, 2, BLOCKS, **options),
+    "ring_union": lambda **options: da.RingMultiheadBlockSparseDilatedAttention(12, 2, *BRANCHES, BLOCKS, **options),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_each_sample_are_those_of_samples_alone_and_dropout_draws_for_each(name: str) -> None:
+    torch.manual_seed(0)
+    module, dropped = MODULES[name]().double(), MODULES[name](dropout=0.5).double().train()
+    x = torch.randn(4, N, 12, dtype=torch.float64)
+
+    def per_sample(module: torch.nn.Module, x: torch.Tensor, **options: str) -> dict[str, torch.Tensor]:
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            out = functional_call(module, parameters, (x[None],))[0]
+            return (out * weights_of(out)).sum()
+
+        return vmap(grad(loss), in_dims=(None, 0), **options)({key: value.detach() for key, value in module.named_parameters()}, x)
+
+    found = per_sample(module, x)
+    for index, sample in enumerate(x):
+        expected = torch.autograd.grad(loss_of(lambda x: module(x)[0])(sample[None]), list(module.parameters()))
+        assert_equal([found[key][index] for key, _ in module.named_parameters()], list(expected))
+    different, same = (per_sample(dropped, x[:1].expand_as(x), randomness=kind)["v_proj.weight"] for kind in ("different", "same"))
+    assert all((different[i] - different[j]).abs().max() > 1e-6 for i in range(4) for j in range(i))
+    assert_equal(same, same[:1].expand_as(same))
