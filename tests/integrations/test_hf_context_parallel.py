@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -246,19 +245,10 @@ def test_a_checkpoint_is_a_plain_one_and_training_goes_on_from_it(tmp_path: Path
     resumed = {**case, "resume": str(tmp_path / "shared" / "checkpoint-2")}
     for again in pool_of(4).run(trained, str(tmp_path / "again"), resumed, timeout=120):
         check(again, expected)
-    # by transformers alone, in a new process
-    program = (
-        "import sys, torch, transformers; model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64); "
-        "assert 'dilated_attention' not in sys.modules and model.config._attn_implementation == 'sdpa'; "
-        "torch.save(model(torch.arange(1, 31)[None]).logits, sys.argv[2])"
-    )
+    # plain transformers', to which this library is not known
     for folder in (tmp_path / "saved", tmp_path / "shared" / "checkpoint-3"):
         config = (folder / "config.json").read_text()
         assert "attn" not in config.replace("attention_", "") and "dilated" not in config
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "saved"), str(tmp_path / "logits")], check=True)
-    model = llama()
-    model.load_state_dict(expected["weights"], strict=False)
-    assert (torch.load(tmp_path / "logits") - model(torch.arange(1, 31)[None]).logits).abs().max() < 1e-8
 
 
 def test_configs_name_the_model_s_own_attention() -> None:
@@ -266,102 +256,76 @@ def test_configs_name_the_model_s_own_attention() -> None:
     plain = dense.config.to_dict()
     with attached(dense):
         assert dense.config._attn_implementation.startswith("context_parallel") and dense.config.to_dict() == plain
-    register(segment_lengths=[8], dilation_rates=[1])
+    assert dense.config._attn_implementation == "sdpa"
     dilated.set_attn_implementation("dilated")
-    configure(dilated, segment_lengths=[16, 32], dilation_rates=[1, 2])
+    configure(dilated, segment_lengths=[16, 32], dilation_rates=[1, 2], layout="striped")
     saved = dilated.config.to_dict()
     assert saved["attn_implementation"] == "dilated"
     expected = dilated(tokens(), labels=tokens()).loss
     with attached(dilated) as handle:
-        assert handle.layout == "contiguous" and dilated.config.to_dict() == saved
+        # a layout of the config is not overruled
+        assert handle.layout == "striped" and dilated.config.to_dict() == saved
         with pytest.raises(ValueError, match=r"expected configure before, or after remove\(\)"):
             configure(dilated)
         assert dilated(tokens(), labels=tokens()).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="layout is 'zigzag', and the model's config says 'striped'"), attached(dilated, layout="zigzag"):
+        pass
 
 
 # ---- a loop of one's own
 
 
 def looped(rank: int, world: int, size: int | None, batch: int) -> dict[str, Any]:
-    """LoRA's weights after a loop with accelerate, and logits and tokens with them."""
+    """A loop with accelerate: LoRA's weights, learning rates, losses, logits and tokens."""
     peft = pytest.importorskip("peft")
     with launched(rank, world):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(3)
         model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=16)
         # equal numbers of targets, since this loop takes the mean of its batches' losses
         rows = [{"input_ids": row, "labels": row} for row in tokens(8, 31)]
         handle = context_parallel(accelerator, model, size=size, timeout=patience()) if size else None
-        loader = DataLoader(rows, batch_size=batch, shuffle=False)
-        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        losses = []
+        if handle is not None:
+            with pytest.raises(TypeError, match=r"expected remove\(\) before"):
+                copy.deepcopy(model)
+        wrapped, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(rows, batch_size=batch))
+        losses, rates = [], []
         wrapped.train()
         for given in loader:
             with accelerator.accumulate(wrapped):
                 outputs = wrapped(**given)
                 accelerator.backward(outputs.loss)
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
+                rates.append(scheduler.get_last_lr()[0])
                 losses.append(accelerator.gather_for_metrics(outputs.loss.detach()).mean().item())
         wrapped.eval()
         with torch.no_grad():
             outputs = wrapped(**given)
             logits = outputs.logits if handle is None else unshard_sequence(handle.group, [outputs.logits], [1], layout=handle.layout)[0]
         gathered = accelerator.gather_for_metrics(logits)
+        if handle is not None:
+            for _ in accelerator.prepare(DataLoader(Stream(Texts(8, 31)), batch_size=1)):
+                with pytest.raises(ValueError, match="without a length in 2 groups"):
+                    accelerator.gather_for_metrics(torch.zeros(1))
+                break
         first = model.generate(input_ids=tokens(1, 9), max_new_tokens=5, do_sample=False, pad_token_id=0)
         if handle is not None:
             handle.remove()
         weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        return {"weights": weights, "losses": losses, "logits": gathered, "written": first}
+        return {"weights": weights, "losses": losses, "logits": gathered, "written": first, "rates": rates}
 
 
-def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_one_process() -> None:
-    expected = looped(0, 1, None, 2)
-    assert expected["losses"][0] != expected["losses"][-1] and len(expected["weights"]) == 8
+def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_the_data_parallel_processes() -> None:
+    expected, _ = pool_of(2).run(looped, None, 1)
+    assert expected["losses"][0] != expected["losses"][-1] and len(expected["weights"]) == 8 and len(set(expected["rates"])) > 1
     for found in pool_of(4).run(looped, 2, 1, timeout=120):
         assert max(float((found["weights"][name] - w).abs().max()) for name, w in expected["weights"].items()) < TOLERANCE
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6) and found["rates"] == expected["rates"]
         assert (found["logits"] - expected["logits"]).abs().max() < 1e-10 and torch.equal(found["written"], expected["written"])
-
-
-def scheduled(rank: int, world: int, size: int | None) -> tuple[list[float], list[str]]:
-    """Learning rates of a loop with accelerate, and what is refused in it."""
-    with launched(rank, world):
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = llama()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=16)
-        rows = Texts(8, 31)
-        refused = []
-        if size:
-            context_parallel(accelerator, model, size=size, timeout=patience())
-            with pytest.raises(TypeError) as copying:
-                copy.deepcopy(model)
-            refused.append(str(copying.value))
-        wrapped, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(rows, batch_size=1))
-        rates = []
-        for given in loader:
-            accelerator.backward(wrapped(**given).loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            rates.append(scheduler.get_last_lr()[0])
-        if size:
-            for _ in accelerator.prepare(DataLoader(Stream(rows), batch_size=1)):
-                with pytest.raises(ValueError) as metrics:
-                    accelerator.gather_for_metrics(torch.zeros(1))
-                refused.append(str(metrics.value))
-                break
-        return rates, refused
-
-
-def test_a_scheduler_steps_once_for_each_group() -> None:
-    expected, _ = pool_of(2).run(scheduled, None)[0]
-    assert expected == pytest.approx([0.4375, 0.375, 0.3125, 0.25])
-    for rates, refused in pool_of(4).run(scheduled, 2, timeout=120):
-        assert rates == expected
-        assert "expected remove() before" in refused[0] and "without a length in 2 groups" in refused[1]
 
 
 # ---- the page
@@ -539,15 +503,6 @@ def test_a_call_after_an_interrupt_begins_anew() -> None:
         assert model(tokens(), labels=tokens()).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_layout_of_the_config_is_not_overruled() -> None:
-    model = llama()
-    configure(model, layout="striped")
-    with attached(model) as handle:
-        assert handle.layout == "striped"
-    with pytest.raises(ValueError, match="layout is 'zigzag', and the model's config says 'striped'"), attached(model, layout="zigzag"):
-        pass
-
-
 class Penalised(transformers.Trainer):  # type: ignore[misc]
     """Adds a sum over the logits that it is given: those of a part, so that on two processes half of it would be missing."""
 
@@ -557,77 +512,51 @@ class Penalised(transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-class Counting(transformers.Trainer):  # type: ignore[misc]
-    """Overrides what leaves the loss alone."""
-
-    steps = 0
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
-        return super().training_step(*args, **kwargs)
-
-
 OWN_LOSS = r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
 # kind, arguments, attributes set afterwards, message
-TRAINERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "smoothing": (transformers.Trainer, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set"),
-    "noise": (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set"),
-    "dispatched": (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
-    "a class with a loss": (Penalised, {}, {}, OWN_LOSS),
-    "a loss bound to one trainer": (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),
-    "several GPUs": (transformers.Trainer, {}, {"_n_gpu": 2}, r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"),
-}
+TRAINERS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+    (transformers.Trainer, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set"),
+    (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set"),
+    (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
+    (Penalised, {}, {}, OWN_LOSS),
+    (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),
+    (transformers.Trainer, {}, {"_n_gpu": 2}, r"one process with 2 GPUs.*torchrun.*CUDA_VISIBLE_DEVICES=0"),
+]
 
 
-def trainer_of(kind: Any, folder: Path, **options: Any) -> Any:
-    args = transformers.TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, "max_steps": 1, **options})
-    return kind(model=llama(), args=args, train_dataset=Texts(2, 9))
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_that_are_refused_before_training(name: str, tmp_path: Path) -> None:
-    kind, options, attributes, message = TRAINERS[name]
+@pytest.mark.parametrize(("kind", "options", "attributes", "message"), TRAINERS)
+def test_trainers_that_are_refused_before_training(
+    kind: Any, options: dict[str, Any], attributes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with launched(0, 1):
-        trainer = trainer_of(kind, tmp_path, **options)
+        args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, **options})
+        trainer = kind(model=llama(), args=args, train_dataset=Texts(2, 9))
         for attribute, value in attributes.items():
             setattr(trainer.args if attribute == "_n_gpu" else trainer, attribute, value)
         with pytest.raises(ValueError, match=message):
             context_parallel(trainer, size=1)
 
 
-def test_a_trainer_that_leaves_the_loss_alone_is_accepted(tmp_path: Path) -> None:
+def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(0, 1):
-        trainer = trainer_of(Counting, tmp_path)
-        context_parallel(trainer, size=1)
-        trainer.train()
-        assert trainer.steps == trainer.state.global_step == 1
-
-
-def test_an_older_transformers_is_refused_by_its_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with launched(0, 1):
-        trainer = trainer_of(transformers.Trainer, tmp_path)
-        # what importorskip returns is another object
-        monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.2")
-        for given in ((trainer,), (accelerate.Accelerator(cpu=True), llama())):
-            with pytest.raises(ImportError, match=r"transformers is 5\.22\.2; expected 5\.23 or later .*pip install"):
-                context_parallel(*given, size=1)
-
-
-def test_calls_that_are_refused() -> None:
-    with launched(0, 1):
-        accelerator = accelerate.Accelerator(cpu=True)
-        with pytest.raises(TypeError, match="expected a Trainer, or an Accelerator and a model"):
-            context_parallel(llama(), size=1)
-        with pytest.raises(ValueError, match="context_parallel\\(accelerator, model"):
-            context_parallel(accelerator, size=1)
-        for options in ({}, {"size": 1, "group": object()}):
-            with pytest.raises(ValueError, match="expected one of size=, mesh= and group="):
-                context_parallel(accelerator, llama(), **options)
-        with pytest.raises(ValueError, match="size is 2 and there are 1 processes"):
-            context_parallel(accelerator, llama(), size=2)
+        accelerator, model = accelerate.Accelerator(cpu=True), llama()
+        call = functools.partial(context_parallel, accelerator)
+        for wrong, text in (
+            (lambda: context_parallel(model, size=1), "expected a Trainer, or an Accelerator and a model"),
+            (lambda: call(size=1), "context_parallel\\(accelerator, model"),
+            (lambda: call(model), "expected one of size=, mesh= and group="),
+            (lambda: call(model, size=1, group=object()), "expected one of size=, mesh= and group="),
+            (lambda: call(model, size=2), "size is 2 and there are 1 processes"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                wrong()
         accelerator.prepare(llama())
         with pytest.raises(ValueError, match="a loader or a model"):
-            context_parallel(accelerator, llama(), size=1)
+            call(model, size=1)
+        # what importorskip returns is another object
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.2")
+        with pytest.raises(ImportError, match=r"transformers is 5\.22\.2; expected 5\.23 or later .*pip install"):
+            context_parallel(accelerate.Accelerator(cpu=True), model, size=1)
 
 
 def refused(rank: int, world: int) -> list[str]:

@@ -2,13 +2,12 @@
 
 transformers' eager attention takes its softmax in float32, so that it can show this to 1e-6 only. The attention written out in float64
 (``test_huggingface.literal``) is eager to that, and what the names compute is the former to 1e-10: on one process and on 2, 3, 4 and 8,
-with padding and packed documents, under activation checkpointing, LoRA and FSDP2; compiled: test_huggingface. The table of
-docs/huggingface.md is made here: ``python -m tests.integrations.test_hf_families`` prints it.
+with padding and packed documents, under activation checkpointing. Compiled: test_huggingface; LoRA and FSDP2:
+test_hf_context_parallel. The table of docs/huggingface.md is made here: ``python -m tests.integrations.test_hf_families`` prints it.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -166,30 +165,15 @@ def test_the_loss_and_activation_checkpointing(family: str) -> None:
     """transformers computes its losses in float32."""
     model, ids = FAMILIES[family].make(), tokens()
     found = []
-    for name in ("eager", *NAMES):
+    for name, checkpointed in (("eager", False), *((name, True) for name in NAMES)):
         on(model, name).train()
-        for checkpointed in (False, True):
-            if checkpointed:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.zero_grad()
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            found.append({"loss": loss.detach()[None], **{key: p.grad for key, p in model.named_parameters()}})
-        model.gradient_checkpointing_disable()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append({"loss": loss.detach()[None], **{key: p.grad for key, p in model.named_parameters()}})
     assert max(error(each, found[0]) for each in found[1:]) <= EAGER_TOLERANCE
-
-
-@pytest.mark.parametrize("family", DECODERS)
-def test_low_rank_adapters(family: str) -> None:
-    peft = pytest.importorskip("peft")
-    target = ["qkv_proj", "o_proj"] if family == "phi3" else ["q_proj", "v_proj"]
-    torch.manual_seed(1)
-    model = peft.get_peft_model(FAMILIES[family].make(), peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False)).double()
-    # experts of gpt-oss are no module of peft's, and stay frozen
-    expected = results(on(model, "literal"), inputs("padded"), padded("right"))
-    assert len(expected) == 1 + 2 * 2 * 2 and all("lora" in name for name in expected if name != "logits")
-    for name in NAMES:
-        assert error(results(on(model, name), inputs("padded"), padded("right")), expected) <= TOLERANCE
 
 
 # ---- processes
@@ -249,38 +233,6 @@ def test_processes_share_a_sequence(world: int, layout: str, settings: str) -> N
     wanted = {family: expected_of(family, settings) for family in families}
     for errors in pool_of(world).run(errors_on_a_ring, wanted, settings, layout):
         assert errors.keys() == set(families) and all(errors[family] <= FAMILIES[family].rounding for family in families), errors
-
-
-def errors_of_fsdp(rank: int, world: int, families: tuple[str, ...]) -> dict[str, float]:
-    """Two sequences of two processes each; parameters sharded over all four."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
-    register_dense(mesh=mesh["cp"], timeout=patience())
-    row, errors = mesh.get_local_rank("dp"), {}
-    for family in families:
-        model, ids = FAMILIES[family].make(), tokens(2, 49)
-        weights = torch.randn(2, 49, model.config.vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        expected = results(on(copy.deepcopy(model), "literal"), {"input_ids": ids}, weights=weights)
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(on(model, "ring_dilated"))
-        shard = shard_inputs({"input_ids": ids[row : row + 1]}, mesh=mesh["cp"])
-        mine = positions_of(49, mesh.get_local_rank("cp"), world // 2, "contiguous", None)
-        logits = model(**shard).logits
-        # FSDP2 takes the mean over all processes
-        (logits * weights[row : row + 1, mine] * world).sum().backward()
-        found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-        expected["logits"] = expected["logits"].view(2, 49, -1)[row, mine]
-        errors[family] = error({"logits": logits.detach()[0], **found}, expected)
-    return errors
-
-
-@pytest.mark.distributed
-def test_parameters_sharded_over_four_processes() -> None:
-    families = ("llama", "gemma2", "gpt_oss")
-    for errors in pool_of(4).run(errors_of_fsdp, families):
-        assert all(errors[family] <= FAMILIES[family].rounding for family in families), errors
 
 
 # ---- the page

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import importlib
 import pickle
 import re
 import sys
@@ -19,11 +19,8 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 from dilated_attention import BackendUnavailable
-from dilated_attention.distributed.sharding.layout import positions_of
-from dilated_attention.integrations import _hf_attend, _hf_refusals, _hf_settings
-from dilated_attention.integrations._hf_mask import KeyMask, key_mask
-from dilated_attention.integrations.huggingface import configure, register, shard_inputs
-from dilated_attention.pattern import BigBird, BlockPattern, Causal, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
+from dilated_attention.integrations.huggingface import KeyMask, configure, register, shard_inputs
+from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
 from tests.helpers.pool import pool_of
 
 transformers = pytest.importorskip("transformers")
@@ -129,19 +126,17 @@ def on(model: Any, name: str) -> Any:
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     """Names as in a fresh process, with small segments; and the restatement as ``"literal"``."""
-    tables = (modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping, _hf_settings.REGISTERED)
-    kept, ignored = [dict(table) for table in tables], set(_hf_refusals.WITHOUT_EFFECT)
+    tables = (modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping)
+    before = [dict(table) for table in tables]
     register(segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
     modeling.AttentionInterface.register("literal", literal)
     masking.AttentionMaskInterface.register("literal", every_pair)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*changes nothing in MistralConfig")
         yield
-    for table, before in zip(tables, kept, strict=True):
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
-        table.update(before)
-    _hf_refusals.WITHOUT_EFFECT.clear()
-    _hf_refusals.WITHOUT_EFFECT.update(ignored)
+        table.update(entries)
     LITERAL[:] = [DilatedPattern(LENGTHS, RATES)]
 
 
@@ -180,9 +175,28 @@ def literal(
 def layer(**attributes: Any) -> Any:
     """A layer as attention functions see it."""
     module = nn.Module().eval()
-    for name, value in attributes.items():
-        setattr(module, name, value)
+    vars(module).update(attributes)
     return module
+
+
+def attend(module: Any, *args: Any, name: str = "dilated", scaling: float = 0.5, **options: Any) -> torch.Tensor:
+    """What transformers calls in a layer of this name."""
+    out, weights = modeling.AttentionInterface._global_mapping[name](module, *args, scaling=scaling, **options)
+    assert weights is None
+    return out
+
+
+def key_mask(*args: Any, **options: Any) -> KeyMask:
+    """The mask that transformers makes for this name."""
+    return masking.AttentionMaskInterface._global_mapping["dilated"](*args, **options)
+
+
+def whole() -> Any:
+    """A config of dense settings, of which one layer has no window."""
+    config = transformers.PretrainedConfig()
+    config.dilated_attention = {"segment_lengths": [4096], "dilation_rates": [1]}
+    config.layer_types = HYBRID
+    return config
 
 
 def heads_of(length: int, keys: int | None = None) -> list[torch.Tensor]:
@@ -241,7 +255,7 @@ MODELS = {
 def test_layers_are_the_formula(kind: str, ours: str) -> None:
     if ours == "block_sparse":
         LITERAL[0] = PATTERN
-    for mask in (None,) if kind == "vit" else (None, padded("left"), padded("right")):
+    for mask in (None,) if kind == "vit" else (padded("left"), padded("right")):
         check_equal(MODELS[kind](), ours, "literal", 1e-10, mask)
 
 
@@ -249,99 +263,71 @@ def test_layers_are_the_formula(kind: str, ours: str) -> None:
 def test_a_decoder_that_sees_both_ways() -> None:
     """transformers lends config.is_causal the argument's value, and makes the mask from that."""
     model, ids = llama(), tokens()
-    for settings in ({"segment_lengths": [4096], "dilation_rates": [1]}, {"segment_lengths": LENGTHS, "dilation_rates": RATES}):
-        configure(model, **settings)
-        LITERAL[0] = DilatedPattern(**settings)
-        found, expected = (on(model, name)(ids, is_causal=False, attention_mask=padded("right")).logits for name in ("dilated", "literal"))
-        torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=0)
-        assert (on(model, "dilated")(ids).logits[0] - found[0]).abs().max() > 1e-3
+    found, expected = (on(model, name)(ids, is_causal=False, attention_mask=padded("right")).logits for name in ("dilated", "literal"))
+    torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=0)
+    assert (on(model, "dilated")(ids).logits[0] - found[0]).abs().max() > 1e-3
 
 
 def test_settings_reach_the_kernels() -> None:
     model = llama()
-    LITERAL[0] = DilatedPattern([6, 24], [2, 3], branch_heads="split")
-    configure(model, segment_lengths=[6, 24], dilation_rates=[2, 3], branch_heads="split")
-    check_equal(model, "dilated", "literal", 1e-10)
-    offsets = [[0, 1, 0, 1], [2, 1, 0, 0]]
-    LITERAL[0] = DilatedPattern([6, 24], [2, 3], offsets)
-    configure(model, head_offsets=offsets, branch_heads=None)
-    check_equal(model, "dilated", "literal", 1e-10)
+    for changes, expected in (
+        ({"segment_lengths": [6, 24], "dilation_rates": [2, 3], "branch_heads": "split"}, {"branch_heads": "split"}),
+        ({"head_offsets": [[0, 1, 0, 1], [2, 1, 0, 0]], "branch_heads": None}, {"head_offsets": [[0, 1, 0, 1], [2, 1, 0, 0]]}),
+    ):
+        configure(model, **changes)
+        LITERAL[0] = DilatedPattern([6, 24], [2, 3], **expected)
+        check_equal(model, "dilated", "literal", 1e-10)
     configure(model, backend="flash4")
     with pytest.raises(BackendUnavailable, match="flash4"):
         model(tokens())
+    register("wide", segment_lengths=[4096], dilation_rates=[1])
+    register("local", pattern=LocalWindow((6, None)))
+    for name, pattern in (
+        ("wide", DilatedPattern([4096], [1])),
+        ("local", LocalWindow((6, None))),
+        ("dilated", DilatedPattern(LENGTHS, RATES)),
+    ):
+        LITERAL[0] = pattern
+        check_equal(llama(), name, "literal", 1e-10)
 
 
 # ---- decoding
 
 
-def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, steps: int) -> torch.Tensor:
-    """By whole forwards without a cache."""
-    for _ in range(steps):
-        logits = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-        mask = None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
-    return ids
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
-    "name, kind", [("dilated", "llama"), ("dilated", "mistral"), ("dilated", "qwen3"), ("dilated", "gpt_oss"), ("block_sparse", "llama")]
+    ("name", "kind"), [*(("dilated", kind) for kind in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss")), ("block_sparse", "llama")]
 )
-def test_generation_with_a_cache_is_that_of_whole_forwards(name: str, kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding by kernels that read one token's keys, with it by those of forwards."""
-    model = on(MODELS[kind](), name)
-    ids, steps, seen = tokens(), 9, []
-    decode = _hf_attend.decode_attention
-    monkeypatch.setattr(_hf_attend, "decode_attention", lambda *args, **settings: seen.append(1) or decode(*args, **settings))
+@torch.no_grad()
+def test_any_cut_of_a_sequence_gives_the_logits_of_one_forward(name: str, kind: str, cache: str) -> None:
+    """Chunks, then token by token: without padding by kernels that read one token's keys, with it by those of forwards."""
+    model, ids = on(MODELS[kind](), name), tokens()
     for mask in (None, padded("left")):
-        mask_or_ones = torch.ones_like(ids) if mask is None else mask
-        expected = greedy(model, ids, mask, steps)
-        settings = {} if cache == "dynamic" else {"cache_implementation": "static"}
-        found = model.generate(ids, attention_mask=mask_or_ones, max_new_tokens=steps, do_sample=False, **settings)
-        assert torch.equal(found, expected)
-        if mask is None:
-            # the first token comes of the prompt
-            assert len(seen) == (steps - 1) * model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_logits_of_chunks_and_steps_are_those_of_one_forward(kind: str, cache: str) -> None:
-    """Prefill in chunks, then token by token; to 1e-10, where greedy choices could hide a difference."""
-    model = on(MODELS[kind](), "dilated")
-    ids, mask = tokens(), None if kind == "qwen3" else padded("left")
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    if cache == "static":
-        past = transformers.StaticCache(config=model.config, max_cache_len=N + 7)
-    else:
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
         past = transformers.DynamicCache(config=model.config)
-    found, start = [], 0
-    for size in (17, 20, *[1] * (N - 37)):
-        stop = start + size
-        so_far = None if mask is None else mask[:, :stop]
-        with torch.set_grad_enabled(mask is not None):
-            found.append(model(ids[:, start:stop], attention_mask=so_far, **{CACHE: past}, use_cache=True).logits)
-        start = stop
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], atol=1e-10, rtol=0)
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=N + 7)
+        found, start = [], 0
+        for size in (17, 20, *[1] * (N - 37)):
+            stop = start + size
+            given = {"attention_mask": None if mask is None else mask[:, :stop], CACHE: past, "use_cache": True}
+            found.append(model(ids[:, start:stop], **given).logits)
+            start = stop
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], atol=1e-10, rtol=0)
 
 
-def test_beams() -> None:
-    model, ids = on(llama(), "dilated"), tokens()
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-    assert torch.equal(*(model.generate(ids, **options, use_cache=use) for use in (True, False)))
-
-
-@pytest.mark.parametrize(
-    "pattern", [BigBird(9, 4, 1), TopBlocks(density=0.5), TopBlocks(blocks=1)], ids=lambda pattern: type(pattern).__name__
-)
-def test_patterns_of_the_whole_length_do_not_decode_from_a_cache(pattern: BlockPattern) -> None:
-    model, ids = on(llama(), "block_sparse"), tokens()
-    configure(model, pattern=pattern)
-    with pytest.raises(ValueError, match=r"keeps other pairs in a longer sequence.*use_cache=False"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
-    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, use_cache=False, do_sample=False)
-    assert torch.equal(whole, greedy(model, ids, None, 3))
+@pytest.mark.parametrize(("name", "kind"), [("dilated", "qwen3"), ("dilated", "gpt_oss"), ("block_sparse", "llama")])
+def test_generation_with_a_cache_is_that_without(name: str, kind: str) -> None:
+    model, ids = on(MODELS[kind](), name), tokens()
+    for mask, options in (
+        (padded("left"), {}),
+        (torch.ones_like(ids), {"cache_implementation": "static"}),
+        (torch.ones_like(ids), {"num_beams": 3}),
+    ):
+        call = functools.partial(model.generate, ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        beams = {key: value for key, value in options.items() if key == "num_beams"}
+        assert torch.equal(call(**options), call(use_cache=False, **beams))
 
 
 # ---- windows, packed documents, dropout
@@ -352,25 +338,19 @@ def test_sliding_layers_keep_their_window(name: str) -> None:
     """Mistral's, all of them: what the model computes does not change, and that is said once."""
     with pytest.warns(UserWarning, match=r"changes nothing in MistralConfig.*config.sliding_window = None"):
         check_equal(mistral(), name, "sdpa", 1e-10, padded("right"))
-    spread = mistral(sliding_window=None)
-    LITERAL[0] = DilatedPattern(LENGTHS, RATES) if name == "dilated" else PATTERN
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_equal(spread, name, "literal", 1e-10)
-
-
-def test_a_window_of_the_mask_and_one_of_the_layer_both_hold() -> None:
-    module = layer(is_causal=True, config=whole())
-    module.config.layer_types = HYBRID
     q, k, v = heads_of(12)
+    module = layer(is_causal=True, config=whole())
+    # the mask's and the layer's both hold
     for in_mask, in_layer, left in (((2, 0), None, 2), (None, 4, 3), ((2, 0), 6, 2), ((6, 0), 3, 2)):
-        mask = KeyMask(12, 12, 0, 0, True, window=in_mask)
-        out, _ = _hf_attend.attend("dilated", module, q, k, v, mask, scaling=0.5, sliding_window=in_layer)
-        seen = LocalWindow((left, 0)).dense_mask(12, 12, 1)
-        torch.testing.assert_close(out, dense(q, k, v, seen), atol=1e-12, rtol=0)
-    module.is_causal = False
-    out, _ = _hf_attend.attend("dilated", module, q, k, v, None, scaling=0.5, sliding_window=4)
+        out = attend(module, q, k, v, KeyMask(12, 12, 0, 0, True, window=in_mask), sliding_window=in_layer)
+        torch.testing.assert_close(out, dense(q, k, v, LocalWindow((left, 0)).dense_mask(12, 12, 1)), atol=1e-12, rtol=0)
+    out = attend(layer(is_causal=False, config=whole()), q, k, v, None, sliding_window=4)
     torch.testing.assert_close(out, dense(q, k, v, LocalWindow(3).dense_mask(12, 12, 1)), atol=1e-12, rtol=0)
+
+
+def positions_in(*documents: int, start: int = 0) -> torch.Tensor:
+    """(1, sum): positions that begin again with each document."""
+    return torch.cat([torch.arange(n) + start for n in documents])[None]
 
 
 def test_packed_documents_are_alone() -> None:
@@ -388,28 +368,16 @@ def test_packed_documents_are_alone() -> None:
     for use_cache in (False, True):
         found = model(ids[:1], position_ids=positions[:1], use_cache=use_cache, **varlen).logits
         torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=0)
-    # transformers looks for documents where there is no cache, and a model in eval() makes one by default
-    with pytest.raises(ValueError, match=r"position_ids begin again .* expected their bounds as cu_seq_lens_q.* use_cache=False"):
-        model(ids[:1], position_ids=positions[:1])
     with pytest.raises(ValueError, match="expected equal bounds"):
         model(ids[:1], position_ids=positions[:1], **{**varlen, "cu_seq_lens_k": torch.tensor([0, 20, 26, 50])})
     with pytest.raises(ValueError, match="batch size 1"):
         model(ids, **varlen)
-
-
-def test_a_pattern_that_tells_batch_entries_apart_takes_one() -> None:
-    """Rows that are packed with documents become one row, in which every entry would be the first."""
+    # a function that tells batch entries apart takes one: packed rows become one, in which every entry would be the first
     register("entries", pattern=MaskFunction(lambda b, h, q, k: q - k <= 5 * (b + 1)))
-    model, ids, packed = on(llama(), "entries"), tokens(), torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
-    for positions in (packed, None):
+    for given in (positions_in(20, 30).expand(2, -1), None):
         with pytest.raises(ValueError, match="the batch has 2 entries, which the function of MaskFunction"):
-            model(ids, position_ids=positions, use_cache=False)
-        assert model(ids[:1], position_ids=None if positions is None else positions[:1], use_cache=False).logits.isfinite().all()
-
-
-def positions_in(*documents: int, start: int = 0) -> torch.Tensor:
-    """(1, sum): positions that begin again with each document."""
-    return torch.cat([torch.arange(n) + start for n in documents])[None]
+            on(model, "entries")(ids, position_ids=given, use_cache=False)
+        model(ids[:1], position_ids=None if given is None else given[:1], use_cache=False)
 
 
 ONES = torch.ones(1, N, dtype=torch.long)
@@ -433,7 +401,7 @@ HIDDEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["dilated", "block_sparse", "ring_dilated", "ring"])
 def test_documents_are_not_hidden(name: str, beside: str) -> None:
     given = dict(HIDDEN[beside])
-    for kind in ("gpt_oss",) if beside == "nothing" else ("llama", "gpt_oss", "gemma2"):
+    for kind in ("gpt_oss",) if beside == "nothing" else ("llama", "gemma2"):
         model = on(MODELS[kind](), name)
         if "past_key_values" in given:
             given["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=60)
@@ -441,63 +409,51 @@ def test_documents_are_not_hidden(name: str, beside: str) -> None:
             model(tokens(1), **given)
 
 
-def test_a_document_after_another_in_a_cache_is_not_hidden() -> None:
+def test_documents_are_not_hidden_by_what_came_before() -> None:
+    """A document in the cache, or layers of another kind."""
     model, ids, ones = on(llama(), "dilated"), tokens(1), ONES[:, :40]
     for is_real in (ones, ones * (torch.arange(40) >= 20)):
         past = model(ids[:, :20], attention_mask=is_real[:, :20], position_ids=torch.arange(20)[None]).past_key_values
-        call = {"attention_mask": is_real, "position_ids": torch.arange(20)[None], "past_key_values": past}
-        if bool(is_real.all()):
-            with pytest.raises(ValueError, match="packed documents"):
-                model(ids[:, 20:40], **call)
-        else:
-            # only padding before it
-            model(ids[:, 20:40], **call)
-
-
-def test_documents_are_not_hidden_from_later_layers_of_a_hybrid_model() -> None:
-    """Its first layer is a convolution, so that attention begins in the second."""
+        call = functools.partial(model, ids[:, 20:40], attention_mask=is_real, position_ids=torch.arange(20)[None], past_key_values=past)
+        # of the second, only padding is before it
+        with pytest.raises(ValueError, match="packed documents") if is_real is ones else contextlib.nullcontext():
+            call()
+    # its first layer is a convolution
     config = transformers.Lfm2Config(**{**DECODER, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False})
     with pytest.raises(ValueError, match="packed documents"):
-        on(seeded(transformers.Lfm2ForCausalLM, config), "dilated")(tokens(1), **HIDDEN["a mask of ones"])
+        on(seeded(transformers.Lfm2ForCausalLM, config), "dilated")(ids, **HIDDEN["a mask of ones"])
 
 
 @pytest.mark.parametrize("name", ["dilated", "ring"])
 def test_padding_tells_no_documents(name: str) -> None:
     """Positions of padding are anything; those of tokens may go on as if there were none, leave numbers out or begin late."""
     model, ids = on(llama(), name), tokens()
-    left, right, hole = padded("left"), padded("right"), torch.ones(2, N, dtype=torch.long)
+    hole = torch.ones(2, N, dtype=torch.long)
     hole[1, 20:30] = 0
-    for mask in (left, right, hole):
+    for mask in (padded("left"), padded("right"), hole):
         of_tokens = mask.cumsum(1) - 1
         for of_padding in (0, 1, N):
-            positions = torch.where(mask.bool(), of_tokens, of_padding)
+            positions = of_tokens.where(mask.bool(), of_padding)
             found, expected = (model(ids, attention_mask=mask, position_ids=x).logits for x in (positions, of_tokens.clamp(min=0)))
             assert torch.equal(found[mask.bool()], expected[mask.bool()])
-    for positions in (torch.arange(N) + 3, torch.arange(N) * 2, torch.where(torch.arange(N) < 20, 0, 9) + torch.arange(N)):
+    for positions in (torch.arange(N) + 3, torch.arange(N) * 2, torch.arange(N) + 9 * (torch.arange(N) >= 20)):
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions[None])
 
 
-def test_dropout_in_training_only() -> None:
+def test_dropout_in_training_only_and_autocast() -> None:
     model, ids = on(llama(attention_dropout=0.5), "dilated"), tokens()
-    expected = model(ids).logits
-    model.train()
-    torch.manual_seed(5)
-    first = model(ids).logits
-    torch.manual_seed(5)
-    assert torch.equal(model(ids).logits, first)
-    assert (first - expected).abs().max() > 1e-3
-    torch.testing.assert_close(model.eval()(ids).logits, expected, atol=0, rtol=0)
+    logits = []
+    for training in (False, True, True, False):
+        torch.manual_seed(5)
+        logits.append(model.train(training)(ids).logits)
+    assert torch.equal(logits[1], logits[2]) and torch.equal(logits[0], logits[3]) and (logits[0] - logits[1]).abs().max() > 1e-3
     # a layer that hands on its probability in evaluation, too
     q, k, v = heads_of(12)
-    with_p, without = (_hf_attend.attend("dilated", layer(is_causal=True), q, k, v, None, dropout=p)[0] for p in (0.5, 0.0))
-    assert torch.equal(with_p, without)
-
-
-def test_autocast() -> None:
+    assert torch.equal(*(attend(layer(is_causal=True), q, k, v, None, dropout=p) for p in (0.5, 0.0)))
     model = llama().float()
     configure(model, segment_lengths=[4096], dilation_rates=[1])
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(*(on(model, name)(tokens()).logits for name in ("dilated", "sdpa")), atol=2e-2, rtol=0)
+        torch.testing.assert_close(*(on(model, name)(ids).logits for name in ("dilated", "sdpa")), atol=2e-2, rtol=0)
 
 
 # ---- torch.compile
@@ -505,47 +461,35 @@ def test_autocast() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, kind",
-    [
-        *[("dilated", kind) for kind in ("llama", "qwen3", "gemma2", "gpt_oss")],
-        *[(name, "llama") for name in ("block_sparse", "ring_dilated", "ring")],
-    ],
+    ("name", "kind"),
+    [*(("dilated", kind) for kind in ("qwen3", "gemma2", "gpt_oss")), ("block_sparse", "llama"), ("ring_dilated", "llama")],
 )
 def test_compiled_without_a_graph_break(name: str, kind: str) -> None:
     torch.compiler.reset()
     model = on(MODELS[kind](), name)
-    inputs = inputs_of(model, padded("right"))
     # the experts of gpt-oss break graphs of their own
     compiled = torch.compile(model, fullgraph=kind != "gpt_oss", backend="aot_eager" if name == "dilated" else "eager")
-    found, expected = (results(model, inputs, call=each) for each in (compiled, model))
+    found, expected = (results(model, inputs_of(model, padded("right")), call=each) for each in (compiled, model))
     assert error(found, expected) <= 1e-10
 
 
 @pytest.mark.slow
-def test_compiled_training_with_documents_and_new_settings() -> None:
+def test_a_compiled_model_has_documents_and_new_settings_and_refuses_hidden_documents() -> None:
     """Position ids tell a compiled model of documents that it did not see when it was compiled."""
     torch.compiler.reset()
     model, ids = on(llama(num_hidden_layers=1), "dilated"), tokens()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for cut in (50, 21):
-        positions = torch.cat([torch.arange(cut), torch.arange(N - cut)]).expand(2, -1)
-        given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        given = {"input_ids": ids, "position_ids": positions_in(cut, N - cut).expand(2, -1), "use_cache": False}
         found, expected = (results(model, given, call=each) for each in (compiled, model))
         assert error(found, expected) <= 1e-12
     register(segment_lengths=[5], dilation_rates=[2])
     changed = compiled(**given).logits
     assert (changed.flatten(0, 1) - expected["logits"]).abs().max() > 1e-3
     torch.testing.assert_close(changed, model(**given).logits, atol=1e-10, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_refuses_hidden_documents() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(on(llama(num_hidden_layers=1), "dilated"), fullgraph=True)
-    positions = torch.arange(N)[None]
-    compiled(tokens(1), position_ids=positions, attention_mask=ONES)
+    compiled(ids[:1], position_ids=torch.arange(N)[None], attention_mask=ONES)
     with pytest.raises(RuntimeError, match="packed documents"):
-        compiled(tokens(1), position_ids=positions % 20, attention_mask=ONES)
+        compiled(ids[:1], position_ids=torch.arange(N)[None] % 20, attention_mask=ONES)
 
 
 # ---- masks
@@ -572,18 +516,25 @@ def check_same(model: Any, ours: str, theirs: str, mask: Any, expected_mask: Any
     assert error(found, expected) <= 1e-6
 
 
-PAIRS = {
-    "causal": (None, 0),
-    "causal and its window": (3, 0),
-    "causal and another window": (8, 0),
-    "both ways": (None, None),
-    "a window both ways": (6, 6),
-    "two keys ahead": (None, 2),
-}
+# causal, its window and another one, both ways, a window both ways, two keys ahead
+PAIRS = ((None, 0), (3, 0), (8, 0), (None, None), (6, 6), (None, 2))
+LEFT, RIGHT = padded("left").bool()[:, None, None], padded("right").bool()[:, None, None]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss", "bert"])
-@pytest.mark.parametrize("ours", ["dilated", "ring", "block_sparse"])
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        *(("llama", ours) for ours in ("dilated", "ring", "block_sparse")),
+        *(
+            ("mistral", "block_sparse"),
+            ("qwen2", "dilated"),
+            ("gemma2", "ring"),
+            ("gpt_oss", "dilated"),
+            ("bert", "dilated"),
+            ("bert", "ring"),
+        ),
+    ],
+)
 def test_a_mask_of_pairs_alone_decides(kind: str, ours: str) -> None:
     """As in sdpa: neither causality nor the layer's window is added. transformers computes sinks and caps only in eager."""
     model = MODELS[kind](**({} if kind in ("llama", "bert") else {"sliding_window": 4}))
@@ -591,33 +542,26 @@ def test_a_mask_of_pairs_alone_decides(kind: str, ours: str) -> None:
     theirs = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
     # eager adds bools to scores, and Gemma's softmax is float32
     as_theirs = {"sdpa": lambda seen: seen, "eager": lambda seen: added(seen, torch.finfo(torch.float32).min)}[theirs]
-    for index, (left, right) in enumerate(PAIRS.values()):
-        seen = pairs(left, right) & padded("left" if index % 2 else "right").bool()[:, None, None]
+    for index, (left, right) in enumerate(PAIRS):
+        seen = pairs(left, right) & (LEFT if index % 2 else RIGHT)
         check_same(model, ours, theirs, seen if index % 3 else added(seen), as_theirs(seen))
     # one row for both, and keys alone, which every query sees
-    for seen in (
-        pairs(None, 0),
-        pairs(None, 0) & padded("left")[1].bool(),
-        padded("right").bool()[:, None, None],
-        pairs(None, 0).any(2, True),
-    ):
+    for seen in (pairs(None, 0) & LEFT[1], RIGHT, pairs(None, 0).any(2, True)):
         check_same(model, ours, theirs, seen, as_theirs(seen))
     if kind in ("qwen2", "gemma2", "gpt_oss"):
         masks = {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}
         check_same(model, ours, theirs, masks, {each: as_theirs(seen) for each, seen in masks.items()}, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "bert"])
-@pytest.mark.parametrize("ours", ["dilated", "block_sparse"])
+@pytest.mark.parametrize(("kind", "ours"), [("llama", "dilated"), ("qwen2", "block_sparse"), ("bert", "dilated")])
 def test_branches_and_patterns_narrow_a_mask_of_pairs(kind: str, ours: str) -> None:
     """Its causality and its padding; a layer with a window stays dense, and what a window means among branches is not known."""
     LITERAL[0] = DilatedPattern(LENGTHS, RATES) if ours == "dilated" else PATTERN
     model = MODELS[kind]()
-    for left, right in ((None, 0), (None, None)):
-        check_same(model, ours, "literal", pairs(left, right) & padded("left").bool()[:, None, None])
-    check_same(model, ours, "literal", padded("right").bool()[:, None, None])
+    for seen in (pairs(None, 0) & LEFT, pairs(None, None) & LEFT, RIGHT):
+        check_same(model, ours, "literal", seen)
     with pytest.raises(ValueError, match=r"keeps keys within \(3, .\) of a query, in a layer that has no window.*dense settings"):
-        on(model, ours)(tokens(), attention_mask=pairs(3, 0 if kind == "llama" else 3))
+        on(model, ours)(tokens(), attention_mask=pairs(3, 0 if kind != "bert" else 3))
     if kind == "qwen2":
         check_same(model, ours, "literal", {"full_attention": pairs(None, 0), "sliding_attention": pairs(2, 0)}, use_cache=False)
 
@@ -627,9 +571,7 @@ def test_branches_and_patterns_narrow_a_mask_of_pairs(kind: str, ours: str) -> N
 def test_masks_of_pairs_with_a_cache(kind: str, room: int) -> None:
     """A prompt, a chunk and single tokens, from a cache that grows and one with room; its layers are equally long, as one mask needs."""
     model, ids = llama() if kind == "branches" else MODELS[kind](), tokens()
-    LITERAL[0] = DilatedPattern([4096], [1])
-    if kind == "branches":
-        LITERAL[0] = DilatedPattern(LENGTHS, RATES)
+    LITERAL[0] = DilatedPattern(LENGTHS, RATES) if kind == "branches" else DilatedPattern([4096], [1])
     configure(model, segment_lengths=LITERAL[0].segment_lengths, dilation_rates=LITERAL[0].dilation_rates)
     config = copy.deepcopy(model.config)
     config.sliding_window = None
@@ -644,207 +586,190 @@ def test_masks_of_pairs_with_a_cache(kind: str, room: int) -> None:
             logits.append(on(model, name)(ids[:, start:end], attention_mask=rows, past_key_values=past).logits)
         return torch.cat(logits, 1)[seen.any(-1)[:, 0].expand(2, N)]
 
-    for seen in (pairs(None, 0), pairs(None, 0) & padded("left").bool()[:, None, None], pairs(8, 0)):
-        if kind == "branches" and (room or not bool(seen[0, 0, -1, 0])):
+    for seen, is_window in ((pairs(None, 0) & LEFT, False), (pairs(8, 0), True)):
+        if kind == "branches" and (room or is_window):
             with pytest.raises(ValueError, match=r"keeps keys within \(8, 0\)|does not say where in the cache the queries are"):
                 logits_of("dilated", seen)
         else:
             torch.testing.assert_close(logits_of("dilated", seen), logits_of("literal", seen), atol=1e-10, rtol=0)
 
 
+CAUSAL12, GRID12 = pairs(None, 0, 12, 12), torch.arange(12)
+SEEN12 = CAUSAL12 & (GRID12 > 2)
+# a row that sees nothing, but is seen: 0 as bool, and a mean of all values to sdpa as numbers
+HOLE12 = CAUSAL12 & (GRID12 != 5)[:, None]
+
+
 def test_masks_that_a_layer_is_given() -> None:
     """Of keys, of pairs, as bool or to be added; rows that see nothing, and transformers' own way of letting them see everything."""
     module, (q, k, v) = layer(is_causal=True, config=whole()), heads_of(12)
-    # one of its layers has no window
-    module.config.layer_types = HYBRID
-
-    def out_of(mask: torch.Tensor, sliding_window: int | None = None) -> torch.Tensor:
-        return _hf_attend.attend("dilated", module, q, k, v, mask, scaling=0.5, sliding_window=sliding_window)[0]
-
-    keys = torch.arange(12) > 2
-    seen = pairs(None, 0, 12, 12) & keys
-    causal, near, masked = (
-        added(seen),
-        pairs(3, 0, 12, 12) & keys,
-        torch.zeros(1, 1, 12, 12).masked_fill(~seen, torch.finfo(torch.float32).min),
+    out_of = functools.partial(attend, module, q, k, v)
+    expected = dense(q, k, v, SEEN12)
+    low = torch.finfo(torch.float32).min
+    keys = (GRID12 > 2)[None]
+    numbers = (
+        added(SEEN12),
+        added(SEEN12, -torch.inf),
+        added(SEEN12, low).float(),
+        added(SEEN12, low).bfloat16(),
+        added(SEEN12, low).bfloat16().half(),
     )
-    for mask in (
-        keys[None],
-        seen,
-        causal,
-        causal.clamp(min=-torch.inf),
-        added(seen, -torch.inf),
-        masked,
-        masked.bfloat16(),
-        masked.bfloat16().half(),
-    ):
-        torch.testing.assert_close(out_of(mask)[:, 3:], dense(q, k, v, seen)[:, 3:], atol=1e-12, rtol=0)
+    for mask in (keys, SEEN12, *numbers):
+        torch.testing.assert_close(out_of(mask)[:, 3:], expected[:, 3:], atol=1e-12, rtol=0)
         assert not out_of(mask)[:, :3].any()
     # a mask of keys leaves the layer its window
-    torch.testing.assert_close(out_of(keys[None], 4)[:, 3:], dense(q, k, v, near)[:, 3:], atol=1e-12, rtol=0)
+    near = dense(q, k, v, pairs(3, 0, 12, 12) & keys)
+    torch.testing.assert_close(out_of(keys, sliding_window=4)[:, 3:], near[:, 3:], atol=1e-12, rtol=0)
     # rows of padding: which see nothing, or everything
-    rows = seen & (torch.arange(12) < 9)[:, None]
-    torch.testing.assert_close(out_of(rows)[:, 3:9], dense(q, k, v, seen)[:, 3:9], atol=1e-12, rtol=0)
-    assert not out_of(rows)[:, 9:].any()
-    assert torch.equal(out_of(seen | ~seen.any(-1, keepdim=True)), out_of(seen))
-    # a row that sees nothing, but is seen: 0 as bool, and a mean of all values to sdpa as numbers
-    rows = pairs(None, 0, 12, 12) & (torch.arange(12) != 5)[:, None]
-    assert not out_of(rows)[:, 5].any()
-    grid = torch.arange(12)
-    for wrong, text in (
-        (added(rows), "keeps other pairs"),
-        (causal.clamp(min=-3), "holds values that are added"),
-        (causal.masked_fill(~seen, torch.nan), "holds values that are added"),
-        (seen.long(), "holds values that are added"),
-        (torch.zeros(1, 1, 12, 12, requires_grad=True), "needs a gradient"),
-        (torch.rand(1, 1, 12, 12) < 0.5, "keeps other pairs"),
-        (seen & (grid % 2 == grid[:, None] % 2), "keeps other pairs"),
-        (seen | (grid == 4), "keeps other pairs"),
-        (seen & (grid != grid[:, None]), "keeps other pairs"),
-        (pairs(None, 0, 12, 12) & (grid // 6 == grid[:, None] // 6), "keeps other pairs"),
-        (seen.expand(1, 4, 12, 12), "expected 12 keys' padding"),
-        (seen.expand(2, 1, 12, 12), "expected 12 keys' padding"),
-        (seen[..., :-1], "expected 12 keys' padding"),
-        (torch.ones(4), "expected 12 keys' padding"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            out_of(wrong)
-    with pytest.raises(ValueError, match=r"does not say which of the keys are those of the 12 queries.*sdpa"):
-        _hf_attend.attend("dilated", module, q, *heads_of(12, 20)[1:], torch.arange(20)[None] < 12)
-    blocks = flex_attention.create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
-    with pytest.raises(TypeError, match="attention_mask is a BlockMask"):
-        out_of(blocks)
-
-
-def test_compiled_layers_take_masks_of_keys() -> None:
+    rows = SEEN12 & (GRID12 < 9)[:, None]
+    torch.testing.assert_close(out_of(rows)[:, 3:9], expected[:, 3:9], atol=1e-12, rtol=0)
+    assert not out_of(rows)[:, 9:].any() and not out_of(HOLE12)[:, 5].any()
+    assert torch.equal(out_of(SEEN12 | ~SEEN12.any(-1, keepdim=True)), out_of(SEEN12))
     torch.compiler.reset()
-    config = whole()
-
-    def out_of(*heads: torch.Tensor) -> torch.Tensor:
-        *tensors, mask = heads
-        return _hf_attend.attend("dilated", layer(is_causal=True, config=config), *tensors, mask, scaling=0.5, sliding_window=4)[0]
-
-    compiled = torch.compile(out_of, fullgraph=True, backend="eager")
-    mask = (torch.arange(12) > 2)[None, None, None]
+    compiled = torch.compile(lambda *heads: attend(module, *heads, sliding_window=4), fullgraph=True, backend="eager")
     for heads in (heads_of(12), heads_of(1, 12)):
-        torch.testing.assert_close(compiled(*heads, mask), dense(*heads, mask), atol=1e-12, rtol=0)
-    config.dilated_attention = {"segment_lengths": LENGTHS, "dilation_rates": RATES}
-
-    def of_branches(*heads: torch.Tensor) -> torch.Tensor:
-        return _hf_attend.attend("dilated", layer(is_causal=True, config=config), *heads, mask)[0]
-
-    with pytest.raises(Exception, match="does not say where in the cache"):
-        torch.compile(of_branches, fullgraph=True, backend="eager")(*heads_of(1, 12))
-
-
-def whole() -> Any:
+        torch.testing.assert_close(compiled(*heads, keys[:, None, None]), dense(*heads, keys), atol=1e-12, rtol=0)
     config = transformers.PretrainedConfig()
-    config.dilated_attention = {"segment_lengths": [4096], "dilation_rates": [1]}
-    return config
+    of_branches = torch.compile(lambda *heads: attend(layer(is_causal=True, config=config), *heads), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="does not say where in the cache"):
+        of_branches(*heads_of(1, 12), keys[:, None, None])
+
+
+def block_mask() -> Any:
+    return flex_attention.create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
+
+
+BAD_MASKS: list[tuple[Any, str]] = [
+    *(
+        (mask, "keeps other pairs")
+        for mask in (
+            added(HOLE12),
+            torch.rand(1, 1, 12, 12) < 0.5,
+            SEEN12 & (GRID12[:, None] % 2 == GRID12 % 2),
+            SEEN12 | (GRID12 == 4),
+            SEEN12 & (GRID12[:, None] != GRID12),
+            CAUSAL12 & (GRID12[:, None] // 6 == GRID12 // 6),
+        )
+    ),
+    (added(SEEN12).clamp(min=-3), "holds values that are added"),
+    (added(SEEN12).masked_fill(~SEEN12, torch.nan), "holds values that are added"),
+    (SEEN12.long(), "holds values that are added"),
+    (torch.zeros(1, 1, 12, 12, requires_grad=True), "needs a gradient"),
+    *(
+        (mask, "expected 12 keys' padding")
+        for mask in (SEEN12.expand(1, 4, 12, 12), SEEN12.expand(2, 1, 12, 12), SEEN12[..., :-1], torch.ones(4))
+    ),
+    (block_mask(), "attention_mask is a BlockMask"),
+]
+CAUSAL = KeyMask(12, 12, 0, 0, True)
+# of a layer: its attributes, the mask, keys where not 12, options
+BAD_LAYERS: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
+    *(({"is_causal": True, "config": "whole"}, mask, 12, {}, text) for mask, text in BAD_MASKS),
+    ({"is_causal": True}, torch.arange(20)[None] < 12, 20, {}, r"does not say which of the keys are those of the 12 queries.*sdpa"),
+    ({"is_causal": True}, CAUSAL, 12, {"is_causal": False}, "is_causal=False is given to a layer whose mask is causal"),
+    ({"is_causal": True}, None, 12, {"output_attentions": True}, "the attention weights"),
+    ({}, None, 12, {}, "does not say whether it is causal"),
+    ({"is_causal": False}, None, 20, {}, "12 queries and 20 keys in a layer that is not causal"),
+    ({"is_causal": True}, KeyMask(13, 13, 1, 0, True), 12, {}, "passes 12 keys, and its mask was made for 13"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(BAD_LAYERS)))
+def test_layers_and_masks_that_are_refused(index: int) -> None:
+    attributes, mask, keys, options, text = BAD_LAYERS[index]
+    with pytest.raises((ValueError, TypeError), match=text):
+        attend(layer(**{**attributes, **({"config": whole()} if "config" in attributes else {})}), *heads_of(12, keys), mask, **options)
 
 
 def test_mask_functions_of_every_version_of_transformers() -> None:
     """4.57 hands over ``cache_position``, 5.x lengths and offsets."""
-    old = key_mask(batch_size=2, cache_position=torch.arange(30, 34), kv_length=40, kv_offset=0, mask_function=masking.causal_mask_function)
-    new = key_mask(2, 4, 40, 30, 0, masking.causal_mask_function)
-    by_place = key_mask(2, torch.arange(30, 34), 40, mask_function=masking.causal_mask_function)
-    for mask in (old, new, by_place):
+    causal = masking.causal_mask_function
+    old = key_mask(batch_size=2, cache_position=torch.arange(30, 34), kv_length=40, kv_offset=0, mask_function=causal)
+    new = key_mask(2, 4, 40, 30, 0, causal)
+    for mask in (old, new, key_mask(2, torch.arange(30, 34), 40, mask_function=causal)):
         assert (mask.num_keys, mask.num_filled, mask.query_offset, mask.is_causal, mask.padding) == (40, 34, 30, True, None)
     # made before the forward, as for a static cache, it stays what it is
-    assert key_mask(2, 4, 40, 30, 0, masking.causal_mask_function, new) is new
-    assert new.to("cpu").contiguous().num_filled == 34
+    assert key_mask(2, 4, 40, 30, 0, causal, new) is new and new.to("cpu").contiguous().num_filled == 34
+
+    def prefix(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return kv < 5
+
+    two = masking.and_masks(masking.sliding_window_overlay(5), masking.sliding_window_causal_mask_function(7))
+    other = r"keeps pairs by the mask function.*sdpa"
+    for function, text in ((prefix, other), (masking.and_masks(causal, prefix), other), (two, "two windows, of 5 and 7")):
+        with pytest.raises(ValueError, match=text):
+            key_mask(2, 12, 12, 0, 0, function)
+    # a model that adds the mask itself is told why; Doge reads its dtype, others its shape, or cut it
+    for read in (lambda: torch.ones(3) + new, lambda: new.dtype, lambda: new.shape, lambda: new[:, :, :, :2]):  # type: ignore[operator, attr-defined, index]
+        with pytest.raises((AttributeError, ValueError), match=r"of a KeyMask: this model .* attn_implementation=\"eager\""):
+            read()
+    assert not hasattr(new, "shape") and copy.deepcopy(new).num_keys == pickle.loads(pickle.dumps(new)).num_keys == 40
 
 
 # ---- refusals
 
 
-def test_models_whose_attention_has_more_than_kernels_have() -> None:
-    t5 = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0)
-    with pytest.raises(ValueError, match="asks for position_bias"):
-        on(seeded(transformers.T5EncoderModel, t5, "eager"), "dilated")(tokens())
-    chunks = transformers.Llama4TextConfig(**DECODER, head_dim=8, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=48)
-    with pytest.raises(ValueError, match="chunks of 16 positions"):
-        on(seeded(transformers.Llama4ForCausalLM, chunks, "eager"), "dilated")(tokens())
-
-
-def test_cross_attention() -> None:
-    crossed = on(bert(is_decoder=True, add_cross_attention=True), "dilated")
-    bart = transformers.BartConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4
-    )
-    for model in (crossed, on(seeded(transformers.BartModel, bart), "dilated")):
-        with pytest.raises(ValueError, match="a model with cross-attention"):
-            model(tokens())
-
-
-def test_arguments_of_layers() -> None:
-    model, ids = on(llama(), "dilated"), tokens()
-    for argument, value, text in (
-        ("head_mask", torch.ones(4), "a factor on every head"),
-        ("position_bias", torch.zeros(1, 4, N, N), "a bias added"),
-        ("sinks", torch.zeros(4), "sinks that the model computes"),
-        ("sideways", 3, r"not known whether it changes attention.*ignored=\('sideways',\)"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            model(ids, **{argument: value})
-        model(ids, **{argument: None})
-    register(segment_lengths=LENGTHS, dilation_rates=RATES, ignored=("sideways",))
-    model(ids, sideways=3)
-    q, k, v = heads_of(12)
-    for module, mask, options, text in (
-        (
-            layer(is_causal=True),
-            KeyMask(12, 12, 0, 0, True),
-            {"is_causal": False},
-            "is_causal=False is given to a layer whose mask is causal",
-        ),
-        (layer(is_causal=True), None, {"output_attentions": True}, "the attention weights"),
-        (layer(), None, {}, "does not say whether it is causal"),
-        (layer(is_causal=False), torch.ones(1, 20), {}, "12 queries and 20 keys in a layer that is not causal"),
-        (layer(is_causal=True), KeyMask(13, 13, 1, 0, True), {}, "passes 12 keys, and its mask was made for 13"),
-    ):
-        keys = heads_of(1, 20)[1:] if isinstance(mask, torch.Tensor) else (k, v)
-        with pytest.raises(ValueError, match=text):
-            _hf_attend.attend("dilated", module, q, *keys, mask if isinstance(mask, KeyMask) else None, **options)
-
-
 def test_values_shorter_than_keys() -> None:
-    for queries in (12, 1):
+    """As models without a mask of transformers' call it; one query of a cache sees all keys."""
+    for queries, width in ((12, 5), (1, 5), (1, 8)):
         q, k, v = heads_of(queries, 12)
-        v = v[..., :5]
-        # as models without a mask of transformers' call it; one query of a cache sees all keys
-        module = layer(is_causal=True, config=whole())
-        out, weights = _hf_attend.attend("dilated", module, q, k, v, None, scaling=0.5, is_causal=None)
-        expected = dense(q, k, v, Causal().dense_mask(queries, 12, 1, query_offset=12 - queries))
-        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
-        assert weights is None
+        seen = LocalWindow((None, 0)).dense_mask(queries, 12, 1, query_offset=12 - queries)
+        out = attend(layer(is_causal=True, config=whole()), q, k, v[..., :width], None, is_causal=None)
+        torch.testing.assert_close(out, dense(q, k, v[..., :width], seen), atol=1e-12, rtol=0)
 
 
-def test_mask_functions_of_others() -> None:
-    def prefix(batch: Any, head: Any, q: Any, kv: Any) -> Any:
-        return kv < 5
-
-    causal = masking.causal_mask_function
-    for function in (prefix, masking.or_masks(causal, prefix), masking.and_masks(causal, prefix)):
-        with pytest.raises(ValueError, match=r"keeps pairs by the mask function.*sdpa"):
-            key_mask(2, 12, 12, 0, 0, function)
-    both = masking.and_masks(masking.sliding_window_overlay(5), masking.sliding_window_causal_mask_function(7))
-    with pytest.raises(ValueError, match="two windows, of 5 and 7"):
-        key_mask(2, 12, 12, 0, 0, both)
+def t5() -> Any:
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0)
+    return seeded(transformers.T5EncoderModel, config, "eager")
 
 
-# ---- registering, configuring, saving
+def llama4() -> Any:
+    more = {"head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    return seeded(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**DECODER, **more), "eager")
 
 
-def test_names_of_ones_own() -> None:
-    register("wide", segment_lengths=[4096], dilation_rates=[1])
-    register("local", pattern=LocalWindow((6, None)))
-    model, ids = llama(), tokens()
-    torch.testing.assert_close(on(model, "wide")(ids).logits, on(model, "sdpa")(ids).logits, atol=1e-10, rtol=0)
-    LITERAL[0] = LocalWindow((6, None))
-    check_equal(model, "local", "literal", 1e-10)
-    LITERAL[0] = DilatedPattern(LENGTHS, RATES)
-    check_equal(model, "dilated", "literal", 1e-10)
+def bart() -> Any:
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (("layers", 1), ("attention_heads", 4))}
+    return seeded(transformers.BartModel, transformers.BartConfig(vocab_size=VOCABULARY, d_model=32, **sizes))
+
+
+PREFIX = r"keeps other pairs in a longer sequence.*use_cache=False"
+
+
+def decoding(pattern: Any) -> Any:
+    """A model that has read a chunk, whose next one is refused."""
+    model = on(llama(), "block_sparse")
+    configure(model, pattern=pattern)
+    return functools.partial(model, **{CACHE: model(tokens(), use_cache=True)[CACHE]})
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "text"),
+    [
+        (t5, {}, "asks for position_bias"),
+        (llama4, {}, "chunks of 16 positions"),
+        (lambda: bert(is_decoder=True, add_cross_attention=True), {}, "a model with cross-attention"),
+        (bart, {}, "a model with cross-attention"),
+        (llama, {"head_mask": torch.ones(4)}, "a factor on every head"),
+        (llama, {"position_bias": torch.zeros(1, 4, N, N)}, "a bias added"),
+        (llama, {"sinks": torch.zeros(4)}, "sinks that the model computes"),
+        (llama, {"sideways": 3}, r"not known whether it changes attention.*ignored=\('sideways',\)"),
+        *(
+            (functools.partial(decoding, pattern), {}, PREFIX)
+            for pattern in (BigBird(9, 4, 1), TopBlocks(density=0.5), TopBlocks(blocks=1))
+        ),
+    ],
+)
+def test_models_and_arguments_that_are_refused(make: Any, given: dict[str, Any], text: str) -> None:
+    model = make()
+    model = on(model, "dilated") if isinstance(model, nn.Module) else model
+    with pytest.raises(ValueError, match=text):
+        model(tokens(), **given)
+    if make is llama:
+        model(tokens(), **dict.fromkeys(given))
+    if "sideways" in given:
+        register(segment_lengths=LENGTHS, dilation_rates=RATES, ignored=("sideways",))
+        model(tokens(), sideways=3)
 
 
 BAD_REGISTRATIONS: list[tuple[str | None, dict[str, Any], str]] = [
@@ -862,37 +787,22 @@ BAD_REGISTRATIONS: list[tuple[str | None, dict[str, Any], str]] = [
     ("wide", {"pattern": PATTERN, "segment_lengths": [4]}, "segment_lengths given for 'block_sparse'"),
     ("wide", {"kind": "round"}, "kind is 'round'"),
     ("dilated", {"kind": "block_sparse"}, "expected another name"),
-    ("wide", {"layout": "zigzag"}, "layout given for 'dilated'"),
+    ("dilated", {"layout": "zigzag"}, "layout given for 'dilated'"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "text"), BAD_REGISTRATIONS)
 def test_a_bad_registration_changes_nothing(name: str | None, options: dict[str, Any], text: str) -> None:
-    before = dict(_hf_settings.REGISTERED)
+    def state() -> tuple[Any, ...]:
+        return dict(modeling.AttentionInterface._global_mapping), attend(layer(is_causal=True), *heads_of(12), None).tolist()
+
+    before = state()
     with pytest.raises((ValueError, TypeError), match=text):
         register(name, **options)
-    assert before == _hf_settings.REGISTERED
+    assert before == state()
 
 
-@pytest.mark.parametrize(
-    ("name", "told", "text"),
-    [
-        ("dilated", None, r"register\(segment_lengths=.*configure\(model, segment_lengths="),
-        ("block_sparse", None, r"register\(pattern="),
-        ("dilated", [8], "expected a dict"),
-        ("dilated", {"segments": [8]}, "segments in config.dilated_attention"),
-    ],
-)
-def test_a_name_without_settings_says_how_to_give_them(name: str, told: Any, text: str) -> None:
-    register()
-    model = on(llama(), name)
-    model.config.dilated_attention = told
-    assert "dilated_attention" in repr(model.config)
-    with pytest.raises((ValueError, TypeError), match=text):
-        model(tokens())
-
-
-def test_what_no_config_can_save() -> None:
+def test_settings_that_a_config_cannot_have() -> None:
     model = llama()
     for options, text in (
         ({"pattern": MaskFunction(lambda b, h, q, k: k <= q)}, "holds a Python function"),
@@ -903,15 +813,22 @@ def test_what_no_config_can_save() -> None:
         with pytest.raises(ValueError, match=text):
             configure(model, **options)
         assert not hasattr(model.config, "dilated_attention")
-
-
-def test_models_that_never_ask_for_an_implementation() -> None:
-    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
+    never_asks = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(ValueError, match="BloomForCausalLM computes its attention itself"):
-        configure(model, segment_lengths=LENGTHS, dilation_rates=RATES)
+        configure(never_asks, segment_lengths=LENGTHS, dilation_rates=RATES)
+    register()
+    for name, told, text in (
+        ("dilated", None, r"register\(segment_lengths=.*configure\(model, segment_lengths="),
+        ("block_sparse", None, r"register\(pattern="),
+        ("dilated", [8], "expected a dict"),
+        ("dilated", {"segments": [8]}, "segments in config.dilated_attention"),
+    ):
+        on(model, name).config.dilated_attention = told
+        with pytest.raises((ValueError, TypeError), match=text):
+            model(tokens())
 
 
-def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older than the extra's, which pip would not install."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     oldest = re.search(r'^hf = \["transformers>=(\d+)\.(\d+)"\]$', text, re.MULTILINE)
@@ -923,136 +840,80 @@ def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         register()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", f"{major}.{minor}.0.dev0")
     register()
-
-
-def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("transformers", "dilated_attention.integrations"))]:
-        monkeypatch.delitem(sys.modules, name)
     # None stands for a package that is not there
     monkeypatch.setitem(sys.modules, "transformers", None)
-    alone = importlib.import_module("dilated_attention.integrations.huggingface")
-    assert alone.register is not register
     with pytest.raises(ImportError, match=r"pip install \"dilated-attention\[hf\]\""):
-        alone.register()
+        register()
 
 
 # ---- sequences that processes share
 
 
-# documents of 13, 29 and 7 tokens in 49 positions, or with 3 of padding between and behind
-TOLD: dict[str, dict[str, Any]] = {
-    "positions": {"position_ids": positions_in(13, 29, 7)},
-    "a mask of ones": {"position_ids": positions_in(13, 29, 7), "attention_mask": torch.ones(1, 49, dtype=torch.long)},
-    "seq_idx": {"seq_idx": torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([13, 29, 7]))[None]},
-    "bounds": {f"cu_seq_lens_{x}": torch.tensor([0, 13, 42, 49]) for x in "qk"},
-    "padding": {
-        "position_ids": torch.tensor([*[1] * 3, *range(13), *[0] * 3, *range(24), *[5] * 6])[None],
-        "attention_mask": torch.tensor([*[0] * 3, *[1] * 13, *[0] * 3, *[1] * 24, *[0] * 6])[None],
-    },
-}
-
-
-def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
-    results = {}
-    for kind, told in TOLD.items():
-        model = on(llama(), name)
-        shard = shard_inputs({"input_ids": tokens(1, 49), **told}, layout=layout)
-        mine = positions_of(49, rank, world, layout, None)
-        logits = model(**shard).logits
-        weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        real = told.get("attention_mask", torch.ones(1, 49))
-        (logits * (weights * real[..., None])[:, mine]).sum().backward()
-        results[kind] = logits.detach(), {name: p.grad for name, p in model.named_parameters()}
-    return results
-
-
-@pytest.mark.parametrize(
-    ("world", "name", "layout"),
-    [(1, "ring", "zigzag"), (2, "ring", "zigzag"), (2, "ring_dilated", "contiguous"), (3, "ring_dilated", "striped")],
-)
-def test_processes_share_documents_told_in_any_way(world: int, name: str, layout: str) -> None:
-    """Logits of tokens and all gradients are those of the documents one by one, to the float32 of rotary angles."""
-    results = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
-    weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for kind in TOLD:
-        model = on(llama(), "dilated" if name == "ring_dilated" else "sdpa")
-        whole = torch.empty(1, 49, VOCABULARY, dtype=torch.float64)
-        for rank, result in enumerate(results):
-            whole[:, positions_of(49, rank, world, layout, None)] = result[kind][0]
-        total = 0.0
-        for begin, end in ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49)):
-            logits = model(tokens(1, 49)[:, begin:end]).logits
-            torch.testing.assert_close(whole[:, begin:end], logits.detach(), atol=1e-7, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
-            total = total + (logits * weights[:, begin:end]).sum()
-        total.backward()
-        for parameter, p in model.named_parameters():
-            found = sum(gradients[parameter] for gradients in (result[kind][1] for result in results))
-            torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
-
-
-def compiled_on_a_ring(rank: int, world: int) -> float:
+def on_a_ring(rank: int, world: int) -> tuple[float, torch.Tensor, list[str]]:
+    """How far a compiled model is off, an encoder's logits with padding, and what is refused."""
     register(segment_lengths=LENGTHS, dilation_rates=RATES)
-    model, inputs = on(llama(num_hidden_layers=1), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 49)})
+    model = on(llama(num_hidden_layers=1), "ring_dilated")
+    odd, inputs = (shard_inputs({"input_ids": tokens(2, n)}) for n in (49, 48))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    return float((compiled(**inputs).logits - model(**inputs).logits).abs().max())
-
-
-def test_a_compiled_model_shares_a_sequence() -> None:
-    assert max(pool_of(2).run(compiled_on_a_ring)) < 1e-10
-
-
-def refused_on_a_ring(rank: int, world: int) -> list[str]:
-    register(segment_lengths=LENGTHS, dilation_rates=RATES)
-    model, inputs = on(llama(), "ring_dilated"), shard_inputs({"input_ids": tokens(2, 48)})
+    off = float((compiled(**odd).logits - model(**odd).logits).abs().max())
+    # in a mask (B, 1, 1, n), as models make it that do not ask for one; one process alone has padding
+    mine = slice(24 * rank, 24 * rank + 24)
+    seen = padded("right", 48).bool()[:, None, None, mine]
+    logits = on(bert(), "ring")(tokens(2, 48)[:, mine], attention_mask=seen, position_ids=torch.arange(48)[None, mine]).logits
+    packed = {**inputs, "position_ids": inputs["position_ids"] % 10}
     found = []
-
-    def refused(**arguments: Any) -> None:
-        try:
-            model(**arguments)
-        except ValueError as error:
-            found.append(str(error))
-
-    refused(input_ids=tokens(2, 1), **{CACHE: model(**inputs, use_cache=True)[CACHE]})
-    if rank == 1:
-        refused(**{**inputs, "position_ids": torch.arange(24).expand(2, -1)})
-    for seen in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24, dtype=torch.bool)):
-        refused(**{**inputs, "attention_mask": seen})
-    # packed documents by positions alone
-    for beside in ({"use_cache": False}, {"attention_mask": torch.ones(2, 24)}, {}):
-        refused(**{**inputs, "position_ids": inputs["position_ids"] % 10, **beside})
-    return found
+    for call in (
+        {"input_ids": tokens(2, 1), CACHE: model(**inputs, use_cache=True)[CACHE]},
+        *({**inputs, "attention_mask": mask} for mask in (pairs(None, 0, 24, 24), pairs(None, 0, 48, 48), torch.ones(2, 1, 1, 24).bool())),
+        *({**packed, **beside} for beside in ({"use_cache": False}, {"attention_mask": torch.ones(2, 24)}, {})),
+        *([{**inputs, "position_ids": torch.arange(24).expand(2, -1)}] if rank else []),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            model(**call)
+        found.append(str(refusal.value))
+    return off, logits.detach(), found
 
 
-def test_what_a_shared_sequence_cannot_have() -> None:
-    first, second = pool_of(2).run(refused_on_a_ring)
+def test_processes_share_compiled_models_and_padding_and_not_what_needs_the_whole() -> None:
+    results = pool_of(2).run(on_a_ring)
+    assert max(off for off, *_ in results) < 1e-10
+    mask = padded("right", 48).bool()
+    expected = bert()(tokens(2, 48), attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat([logits for _, logits, _ in results], 1)[mask], expected[mask], atol=1e-10, rtol=0)
     texts = [
         "1 queries at position 24 of 25 keys, from a cache",
-        "position_ids of rank 1 begin at 0",
         "attention_mask (1, 1, 24, 24) holds pairs of positions of one of 2 processes",
         "attention_mask (1, 1, 48, 48) holds pairs",
         "attention_mask (2, 1, 1, 24) holds pairs",
         "position_ids restart within the shard",
+        *["position_ids begin again or seq_idx changes"] * 2,
+        "position_ids of rank 1 begin at 0",
     ]
-    texts += ["position_ids begin again or seq_idx changes"] * 2
-    for found, expected in ((first, [texts[0], *texts[2:]]), (second, texts)):
-        assert len(found) == len(expected)
-        assert all(text in message for text, message in zip(expected, found, strict=True)), found
+    for rank, (_, _, found) in enumerate(results):
+        assert len(found) == 7 + rank and all(text in message for text, message in zip(texts, found, strict=False)), found
 
 
-def encoder_on_a_ring(rank: int, world: int) -> torch.Tensor:
-    register()
-    mine = slice(24 * rank, 24 * rank + 24)
-    seen = padded("right", 48).bool()[:, None, None, mine]
-    logits: torch.Tensor = on(bert(), "ring")(tokens(2, 48)[:, mine], attention_mask=seen, position_ids=torch.arange(48)[None, mine]).logits
-    return logits.detach()
+# documents of 13, 29 and 7 tokens in 49 positions, or with 3 of padding between and behind
+TOLD: list[dict[str, Any]] = [
+    {"position_ids": positions_in(13, 29, 7)},
+    {"position_ids": positions_in(13, 29, 7), "attention_mask": torch.ones(1, 49, dtype=torch.long)},
+    {"seq_idx": torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([13, 29, 7]))[None]},
+    {f"cu_seq_lens_{x}": torch.tensor([0, 13, 42, 49]) for x in "qk"},
+    {
+        "position_ids": torch.tensor([*[1] * 3, *range(13), *[0] * 3, *range(24), *[5] * 6])[None],
+        "attention_mask": torch.tensor([*[0] * 3, *[1] * 13, *[0] * 3, *[1] * 24, *[0] * 6])[None],
+    },
+]
 
 
-def test_one_process_alone_has_padding() -> None:
-    """In a mask (B, 1, 1, n), as models make it that do not ask for one."""
-    mask = padded("right", 48).bool()
-    expected = bert()(tokens(2, 48), attention_mask=mask).logits
-    torch.testing.assert_close(torch.cat(pool_of(2).run(encoder_on_a_ring), 1)[mask], expected[mask], atol=1e-10, rtol=0)
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("name", ["ring_dilated", "ring"])
+def test_inputs_of_one_process_tell_documents_in_any_way(name: str, told: dict[str, Any]) -> None:
+    """Each document is as if alone, to the float32 of rotary angles."""
+    logits = on(llama(), name)(**shard_inputs({"input_ids": tokens(1, 49), **told})).logits
+    model = on(llama(), "dilated" if name == "ring_dilated" else "sdpa")
+    for begin, end in ((0, 13), (13, 42), (42, 49)) if bool(told.get("attention_mask", ONES).all()) else ((3, 16), (19, 43)):
+        torch.testing.assert_close(logits[:, begin:end], model(tokens(1, 49)[:, begin:end]).logits, atol=1e-7, rtol=0)
 
 
 def test_inputs_of_one_process() -> None:
@@ -1060,14 +921,15 @@ def test_inputs_of_one_process() -> None:
     assert set(shard_inputs({"input_ids": ids})) == {"input_ids", "position_ids"}
     inputs = shard_inputs({"input_ids": ids, "labels": ids})
     assert torch.equal(inputs["shift_labels"][:, :-1], ids[:, 1:]) and inputs["num_items_in_batch"] == 2 * (N - 1)
-    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds"):
-        shard_inputs({"labels": ids})
-    with pytest.raises(ValueError, match=r"holds other numbers than 0 and 1.*position_ids that begin again"):
-        shard_inputs({"input_ids": ids, "attention_mask": torch.arange(N).expand(2, -1) // 20 + 1})
-    with pytest.raises(ValueError, match="packed documents are one row"):
-        shard_inputs({"input_ids": ids, "position_ids": torch.arange(N).expand(2, -1) % 20, "attention_mask": torch.ones_like(ids)})
-    with pytest.raises(ValueError, match="group and mesh are both given"):
-        shard_inputs({"input_ids": ids}, group=1, mesh=1)
+    packed = torch.arange(N).expand(2, -1)
+    for given, options, text in (
+        ({"labels": ids}, {}, "expected input_ids or inputs_embeds"),
+        ({"input_ids": ids, "attention_mask": packed // 20 + 1}, {}, r"holds other numbers than 0 and 1.*position_ids that begin again"),
+        ({"input_ids": ids, "position_ids": packed % 20, "attention_mask": torch.ones_like(ids)}, {}, "packed documents are one row"),
+        ({"input_ids": ids}, {"group": 1, "mesh": 1}, "group and mesh are both given"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            shard_inputs(given, **options)
 
 
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1088,20 +950,7 @@ def test_on_a_gpu(name: str) -> None:
     """In bfloat16, against float64 on the CPU; and generation from a cache."""
     model, ids = llama(hidden_size=128, head_dim=32), tokens(2, 300)
     configure(model, segment_lengths=[64, 256], dilation_rates=[1, 3], pattern=GlobalLocal(40, 8))
-    expected = on(model, name)(ids).logits
-    model = model.to("cuda", torch.bfloat16)
-    found = model(ids.cuda(), attention_mask=torch.ones_like(ids).cuda()).logits
-    torch.testing.assert_close(found.cpu().double(), expected, atol=5e-2, rtol=0)
-    generated = model.generate(ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), max_new_tokens=4, do_sample=False)
-    assert generated.shape == (2, 304)
-
-
-def test_a_model_that_adds_the_mask_itself_is_told_why() -> None:
-    mask = KeyMask(num_keys=3, num_filled=3, query_offset=0, key_offset=0, is_causal=True)
-    with pytest.raises(ValueError, match="this model computes its attention itself"):
-        torch.ones(3) + mask  # type: ignore[operator]
-    # Doge reads its dtype, others its shape, or cut it
-    for read in (lambda: mask.dtype, lambda: mask.shape, lambda: mask[:, :, :, :2]):  # type: ignore[attr-defined, index]
-        with pytest.raises((AttributeError, ValueError), match=r"of a KeyMask: this model .* attn_implementation=\"eager\""):
-            read()
-    assert not hasattr(mask, "shape") and copy.deepcopy(mask).num_keys == pickle.loads(pickle.dumps(mask)).num_keys == 3
+    expected, model = on(model, name)(ids).logits, model.to("cuda", torch.bfloat16)
+    given = {"input_ids": ids.cuda(), "attention_mask": torch.ones_like(ids).cuda()}
+    torch.testing.assert_close(model(**given).logits.cpu().double(), expected, atol=5e-2, rtol=0)
+    assert model.generate(**given, max_new_tokens=4, do_sample=False).shape == (2, 304)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,10 @@ from torch import nn
 from dilated_attention import create_model, local_positions, shard_sequence
 from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
-from dilated_attention.distributed.sharding.reshard import shared_rows
-from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
-from dilated_attention.models.images.class_tokens import holdings
 from dilated_attention.models.images.vision import POOLINGS
 from dilated_attention.models.loss import average_gradients, sharded_mean
 from tests.helpers.pool import pool_of
-from tests.helpers.torchscale_reference import Maker
 
 pytestmark = pytest.mark.distributed
 
@@ -155,39 +149,19 @@ def images_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
 
 def presets_take_a_mesh(rank: int, world: int) -> None:
     mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    changes = {"embed_dim": 16, "num_layers": 2, "num_heads": 4, "in_dim": 6, "grid_size": 20, "dtype": F64}
-    options = {"layout": "zigzag", "exchange": "all_gather", "ranks_per_node": 1, "timeout": 20.0}
-    models = []
-    for where in ({}, {"mesh": mesh, **options}):
-        torch.manual_seed(0)
-        models.append(create_model("gigapath-12l768d", **changes, **where).eval())
-    alone, spread = models
-    ring = spread.encoder.blocks[0].attention.attention.ring
-    assert spread.config.encoder.drop_path == 0.1 and (ring.timeout, ring.ranks_per_node, ring.exchange) == (20.0, 1, "all_gather")
-    whole = slide(45)
-    torch.testing.assert_close(spread(*shard_sequence(mesh, whole, [1, 1], layout="zigzag")), alone(*whole), atol=1e-10, rtol=1e-10)
-    torch.manual_seed(0)
-    view = create_model("longvit-1024", num_layers=1, embed_dim=16, num_heads=4, mesh=mesh, dtype=F64)
-    same = LongViT(view.config, dtype=F64)
-    same.load_state_dict(view.state_dict())
+    options: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "exchange": "all_gather", "ranks_per_node": 1, "timeout": 20.0}
+    changes = {"embed_dim": 16, "num_layers": 2, "num_heads": 4, "dtype": F64}
+    whole, images = slide(45), images_of(32, 224)
     # 7 patches are fewer than a segment, over a grid that positions are interpolated for
-    images = images_of(32, 224)
-    torch.testing.assert_close(view(images), same(images), atol=1e-10, rtol=1e-10)
-
-
-def checkpoints_take_a_ring(rank: int, world: int, folder: str) -> None:
-    whole = slide(19)
-    shard = shard_sequence(None, whole, [1, 1], layout="striped")
-    alone = SlideEncoder.from_pretrained(Path(folder) / "slide")
-    spread = SlideEncoder.from_pretrained(Path(folder) / "slide", group=dist.group.WORLD, layout="striped")
-    torch.testing.assert_close(spread(*shard), alone(*whole), atol=1e-10, rtol=1e-10)
-    view = LongViT.from_pretrained(Path(folder) / "view", group=dist.group.WORLD)
-    images = images_of(24, 24)
-    torch.testing.assert_close(view(images), LongViT.from_pretrained(Path(folder) / "view")(images), atol=1e-10, rtol=1e-10)
-    original = torch.load(Path(folder) / "original.pth")
-    loaded = [load_slide_encoder(original, num_heads=4, grid_size=20, dtype=F64, **where) for where in ({}, {"group": dist.group.WORLD})]
-    assert loaded[1].ring.place() == (rank, world)
-    torch.testing.assert_close(loaded[1](*shard_sequence(None, whole, [1, 1])), loaded[0](*whole), atol=1e-10, rtol=1e-10)
+    for name, more, shard, inputs in (
+        ("gigapath-12l768d", {"in_dim": 6, "grid_size": 20}, shard_sequence(mesh, whole, [1, 1], layout="zigzag"), whole),
+        ("longvit-1024", {}, (images,), (images,)),
+    ):
+        models = []
+        for where in ({}, options):
+            torch.manual_seed(0)
+            models.append(create_model(name, **changes, **more, **where).eval())
+        torch.testing.assert_close(models[1](*shard), models[0](*inputs), atol=1e-10, rtol=1e-10)
 
 
 def drop_path_is_the_first_processs(rank: int, world: int) -> None:
@@ -215,50 +189,43 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
     spread = model_of(SlideEncoder, slide_config(), group=group, timeout=20.0)
     tiles, coords = slide(11)
     shard = shard_sequence(None, [tiles, coords], [1, 1])
-    # every process raises, none waits
-    with pytest.raises(ValueError, match=f"hold .*; a contiguous sequence of {12 * world - 1} has .*: cut it with shard_sequence"):
-        spread(*slide(12 if rank else 11))
-    with pytest.raises(ValueError, match=f"a contiguous sequence of {11 + world + 1} has"):
-        spread(*shard, seq_len=11 + world)
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        spread(*shard, cu_seqlens=torch.tensor([0, 5 + rank, 11], dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 5, 10\]; expected rising bounds from 0 to the number of tiles, 11"):
-        spread(*shard, cu_seqlens=torch.tensor([0, 5, 10], dtype=torch.int32))
-    with pytest.raises(ValueError, match="slides"):
-        spread(*(x.expand(rank + 1, -1, -1) for x in shard))
-    with pytest.raises(ValueError, match="a slide has no tiles, and global_pool=True"):
-        model_of(SlideEncoder, slide_config(global_pool=True), group=group)(*slide(0))
-    with pytest.raises(ValueError, match="computed by one process; load the weights without a ring"):
-        spread.attention_map(*shard)
-    for kind, config in ((SlideEncoder, slide_config()), (LongViT, vision_config())):
-        with pytest.raises(ValueError, match="group and mesh are both given"):
-            kind(config, group=group, mesh=dist.init_device_mesh("cpu", (world,)))
-        with pytest.raises(ValueError, match="layout is 'stripes'"):
-            kind(config, group=group, layout="stripes")
-        with pytest.raises(ValueError, match="timeout"):
-            kind(config, group=group, timeout=0.0)
-        for block in kind(config, group=group, layout="zigzag").encoder.blocks:
-            assert block.attention.attention.ring.layout == "zigzag"
     # images of unequal size: refused on all, at the first call of a kind on a group
     view = model_of(LongViT, vision_config(), group=dist.new_group(), timeout=20.0)
-    with pytest.raises(ValueError, match="ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"):
-        view(images_of(24, 24 + 4 * rank))
-
-
-def a_tile_outside_the_grid_is_named(rank: int, world: int) -> None:
-    """Its process raises; the others do not wait for it without end."""
+    pooled = model_of(SlideEncoder, slide_config(global_pool=True), group=group)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    # every process raises, none waits
+    for call, text in (
+        (lambda: spread(*slide(12 if rank else 11)), f"a contiguous sequence of {12 * world - 1} has .*: cut it with shard_sequence"),
+        (lambda: spread(*shard, seq_len=11 + world), f"a contiguous sequence of {11 + world + 1} has"),
+        (lambda: spread(*shard, cu_seqlens=torch.tensor([0, 5 + rank, 11], dtype=torch.int32)), "cu_seqlens"),
+        (
+            lambda: spread(*shard, cu_seqlens=torch.tensor([0, 5, 10], dtype=torch.int32)),
+            r"\[0, 5, 10\]; expected rising bounds .* tiles, 11",
+        ),
+        (lambda: spread(*(x.expand(rank + 1, -1, -1) for x in shard)), "slides"),
+        (lambda: pooled(*slide(0)), "a slide has no tiles, and global_pool=True"),
+        (lambda: spread.attention_map(*shard), "computed by one process; load the weights without a ring"),
+        (lambda: view(images_of(24, 24 + 4 * rank)), "ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"),
+        *(
+            (lambda kind=kind, config=config, options=options: kind(config, group=group, **options), text)
+            for kind, config in ((SlideEncoder, slide_config()), (LongViT, vision_config()))
+            for options, text in (
+                ({"mesh": mesh}, "group and mesh are both given"),
+                ({"layout": "stripes"}, "layout is 'stripes'"),
+                ({"timeout": 0.0}, "timeout"),
+            )
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    # a tile outside the grid: its process raises, and the others do not wait for it without end
     spread = model_of(SlideEncoder, slide_config(), group=dist.new_group(), timeout=2.0)
-    tiles, coords = shard_sequence(None, slide(11), [1, 1])
-    if rank == 0:
-        with pytest.raises(ValueError, match="reach from cell"):
-            spread(tiles, coords + 20 * 256)
-        return
-    with pytest.raises(RingError, match="0"):
-        spread(tiles, coords)
+    with pytest.raises(*((RingError,) if rank else (ValueError,)), match="0" if rank else "reach from cell"):
+        spread(shard[0], shard[1] + (rank == 0) * 20 * 256)
 
 
 IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
-ON_PROCESSES = [presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused, a_tile_outside_the_grid_is_named]
+ON_PROCESSES = [presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
 
 
 # each layout in one world; contiguous shards of two processes are in test_on_processes
@@ -271,51 +238,3 @@ def test_in_every_layout(check: Any, layout: str, world: int) -> None:
 @pytest.mark.parametrize("check", ON_PROCESSES)
 def test_on_processes(check: Any) -> None:
     pool_of(3).run(check, timeout=120)
-
-
-def test_checkpoints_take_a_ring(tmp_path: Path) -> None:
-    model_of(SlideEncoder, slide_config()).save_pretrained(tmp_path / "slide")
-    original = Maker(16)
-    original.slide_encoder(6, 2, ffn=64)
-    model_of(LongViT, vision_config(pooling="class_token")).save_pretrained(tmp_path / "view")
-    torch.save(original.weights, tmp_path / "original.pth")
-    pool_of(2).run(checkpoints_take_a_ring, str(tmp_path))
-
-
-def compiled_models_are_equal(rank: int, world: int) -> None:
-    """Forward and backward in one graph, in training mode with drop path."""
-    spread = model_of(SlideEncoder, slide_config(global_pool=True, drop_path=0.5), group=dist.group.WORLD, layout="zigzag")
-    config = vision_config(pooling="class_token")
-    # its layers are alike, and compile alike
-    config = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, num_layers=1))
-    view = model_of(LongViT, config, group=dist.group.WORLD)
-    tiles, coords = shard_sequence(None, slide(23), [1, 1], layout="zigzag")
-    # the backward is traced once: the other model's is that of the same ring
-    cases = ((spread, (tiles, coords), {"seq_len": 23}, "aot_eager"), (view, (images_of(24, 24),), {}, "eager"))
-    for model, inputs, options, backend in cases:
-        found = []
-        for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
-            torch.manual_seed(rank)
-            out = run(*inputs, **options)
-            loss_of(out).backward()
-            found.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
-            model.zero_grad()
-        torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
-    with pytest.raises(Exception, match=r"seq_len is None inside torch\.compile"):
-        torch.compile(spread, backend="eager", fullgraph=True)(tiles, coords)
-
-
-@pytest.mark.parametrize(("world", "num_tiles"), list(itertools.product((2, 3, 4), (0, 1, 5, 24, 37))))
-def test_few_rows_make_room_for_a_class_token(world: int, num_tiles: int) -> None:
-    for layout, most in (("contiguous", 1), ("zigzag", 2)):
-        before, after = holdings((0, num_tiles), world, layout)
-        sent = [0] * world
-        for here, there in itertools.permutations(range(world), 2):
-            sent[here] += sum(piece.count for piece in shared_rows(before[here], after[there]))
-        assert max(sent) <= most
-        assert any(sent) == bool(num_tiles % world) or layout == "zigzag"
-
-
-@pytest.mark.slow
-def test_compiled_models_are_equal() -> None:
-    pool_of(2).run(compiled_models_are_equal, timeout=240)

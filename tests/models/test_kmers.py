@@ -23,8 +23,6 @@ from dilated_attention.models import (
     kmers,
     prefill,
 )
-from dilated_attention.models.summary import embedding_parameters
-from dilated_attention.models.text import following_codes
 from tests.helpers.pool import pool_of
 
 SHAPE: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 4, "tie_embeddings": False}
@@ -46,7 +44,7 @@ def bases(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 2, 50])
-def test_codes_are_digits_of_the_nearest(n: int) -> None:
+def test_codes_are_digits_of_the_nearest_and_the_embedding_a_sum_over_their_suffixes(n: int) -> None:
     generator = random.Random(0)
     symbols = torch.tensor([[generator.randrange(5) for _ in range(n)] for _ in range(2)])
     for both_sides, offsets in ((False, [0, -1, -2, -3, -4, -5]), (True, [0, -1, 1, -2, 2, -3])):
@@ -55,59 +53,55 @@ def test_codes_are_digits_of_the_nearest(n: int) -> None:
             for row, expected in zip(codes.tolist(), symbols.tolist(), strict=True):
                 known = dict(enumerate(expected))
                 assert row == [sum(known.get(t + o, 4) * 5**j for j, o in enumerate(offsets[:k])) for t in range(n)]
-            assert torch.equal(codes % 5, symbols)
             assert torch.equal(kmers(symbols[0], k, both_sides), codes[0])
+    lm = model(kmer=3)
+    codes = kmers(symbols, 3, False)
+    one, two, three = (table.weight for table in lm.embedding.tables)  # type: ignore[union-attr]
+    torch.testing.assert_close(lm.embedding(codes), one[codes % 5] + two[codes % 25] + three[codes])  # type: ignore[operator, index]
+    # what neighbours add begins at nothing
+    assert [bool(table.weight.any()) for table in LongNetLM(lm.config).embedding.tables] == [True, False, False]  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lm.embedding(codes).dtype is torch.bfloat16
+
+
+def config_of(**changes: Any) -> LongNetConfig:
+    return LongNetConfig(**{**SHAPE, **changes})
 
 
 @pytest.mark.parametrize(
-    ("symbols", "k", "text"),
+    ("call", "text"),
     [
-        (torch.tensor([0, 5]), 3, r"symbols reach from 0 to 5; expected 0 to the number of bases − 1 = 4: use BASES.encode"),
-        (torch.zeros(3), 3, r"symbols has dtype torch\.float32"),
-        ("ACGT", 3, "symbols is a str"),
-        (torch.tensor([0]), 14, "k is 14"),
+        (lambda: kmers(torch.tensor([0, 5]), 3, False), r"symbols reach from 0 to 5; .* number of bases − 1 = 4: use BASES.encode"),
+        (lambda: kmers(torch.zeros(3), 3, False), r"symbols has dtype torch\.float32"),
+        (lambda: kmers("ACGT", 3, False), "symbols is a str"),  # type: ignore[arg-type]
+        (lambda: kmers(torch.tensor([0]), 14, False), "k is 14"),
+        (lambda: config_of(vocab_size=256), "kmer is 4 and vocab_size is 256; .* use vocab_size=5"),
+        (lambda: config_of(vocab_size=None), "kmer is 4 and vocab_size is None"),
+        (lambda: config_of(tie_embeddings=True), "kmer is 4 and tie_embeddings is True; .* use tie_embeddings=False"),
+        *((lambda k=k: config_of(kmer=k), f"kmer is {k}") for k in (0, 14)),
+        (lambda: model()(torch.tensor([[625, 3]])), r"3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model .* model\.encode"),
+        (lambda: model().generate(torch.tensor([[625, 3]]), 2), r"3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model"),
+        (
+            lambda: model()(torch.tensor([[624]]), targets=torch.tensor([[5]])),
+            "targets reach from 5 to 5; expected 0 to vocab_size − 1 = 4",
+        ),
+        (lambda: model().encode(kmers(bases(9), 4, False)), "symbols reach from"),
+        (lambda: model(kmer=1).encode(torch.tensor([0, 5])), "text reach from 0 to 5; expected 0 to vocab_size − 1 = 4"),
+        (lambda: model(kmer=1, vocab_size=300).encode("x"), r"vocab_size is 300; expected 256 \(bytes\) or 5"),
+        *((lambda x=x: model().encode(x), r"text (is a|has)") for x in (["ACGT"], 5, torch.zeros(3), torch.zeros(1, 1, 3).long())),
+        (lambda: model().generate(bases(1, 3) + 5, 3, stop_token=5), "stop_token is 5; expected a token below vocab_size = 5"),
+        (lambda: generate_stream(model(), torch.empty(1, 0, dtype=torch.int64), 3), "at least one token"),
     ],
 )
-def test_what_is_no_base_is_refused(symbols: Any, k: int, text: str) -> None:
+def test_what_is_no_base_code_or_setting_is_refused(call: Any, text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
-        kmers(symbols, k, False)
-
-
-def test_the_embedding_is_a_sum_over_suffixes_of_the_code() -> None:
-    lm = model(kmer=3)
-    assert isinstance(lm.embedding, KmerEmbedding) and lm.embedding.num_embeddings == 125
-    code = 2 + 5 * 4 + 25 * 1
-    one, two, three = (table.weight for table in lm.embedding.tables)
-    torch.testing.assert_close(lm.embedding(torch.tensor([[code]]))[0, 0], one[2] + two[2 + 20] + three[code])  # type: ignore[operator, index]
-    fresh = LongNetLM(lm.config).embedding
-    assert [bool(table.weight.any()) for table in fresh.tables] == [True, False, False]  # type: ignore[operator, union-attr]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert lm.embedding(torch.tensor([[code]])).dtype is torch.bfloat16
+        call()
 
 
 def test_configurations_without_the_field_are_of_plain_models() -> None:
-    values = {key: value for key, value in LongNetConfig(**{**SHAPE, "kmer": 1}).to_dict().items() if key != "kmer"}
+    values = {key: value for key, value in config_of(kmer=1).to_dict().items() if key != "kmer"}
     config = LongNetConfig.from_dict(values)
     assert config.kmer == 1 and type(LongNetLM(config).embedding) is torch.nn.Embedding
-    for changes, text in (
-        ({"vocab_size": 256}, "kmer is 4 and vocab_size is 256; .* use vocab_size=5"),
-        ({"vocab_size": None}, "kmer is 4 and vocab_size is None"),
-        ({"tie_embeddings": True}, "kmer is 4 and tie_embeddings is True; .* use tie_embeddings=False"),
-        ({"kmer": 0}, "kmer is 0"),
-        ({"kmer": 14}, "kmer is 14"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            LongNetConfig(**{**SHAPE, **changes})
-
-
-def test_codes_out_of_range_are_refused() -> None:
-    lm = model()
-    lm(torch.tensor([[624]]))
-    for call in (lambda: lm(torch.tensor([[625, 3]])), lambda: lm.generate(torch.tensor([[625, 3]]), 2)):
-        with pytest.raises(ValueError, match=r"reach from 3 to 625; expected 0 to 5\^4 − 1 = 624: tokens of this model .* model\.encode"):
-            call()
-    with pytest.raises(ValueError, match="targets reach from 5 to 5; expected 0 to vocab_size − 1 = 4"):
-        lm(torch.tensor([[624]]), targets=torch.tensor([[5]]))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -122,16 +116,16 @@ def test_bases_in_place_of_codes_are_refused(is_causal: bool) -> None:
             for wrong in (symbols, symbols[:, :2], BASES.encode("NNNN")[None], BASES.encode("AAAAT A")[None]):
                 with pytest.raises(ValueError, match=r"are bases, 0 to 4; expected codes .* use model\.encode"):
                     call(wrong)
-            # stretches of genomes with runs of A, whose codes are the smallest
-            for text in ("AAAAAAAAA", "CAAAAAATA", "NAAAAAACG", "TTTTAAAAA"):
-                codes = kmers(BASES.encode(text), 4, not is_causal)[None]
-                for begin in range(9):
-                    for end in range(begin + 1, 10):
-                        call(codes[:, begin:end])
+        # stretches of genomes with runs of A, whose codes are the smallest
+        for text in ("AAAAAAAAA", "CAAAAAATA", "NAAAAAACG", "TTTTAAAAA"):
+            codes = kmers(BASES.encode(text), 4, not is_causal)[None]
+            for begin in range(9):
+                for end in range(begin + 1, 10):
+                    lm(codes[:, begin:end])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_model_encodes_what_it_reads(is_causal: bool) -> None:
+def test_a_model_encodes_what_it_reads_and_is_saved_with_its_embedding(is_causal: bool, tmp_path: Path) -> None:
     lm = model(is_causal=is_causal)
     codes = kmers(BASES.encode("gattNaca"), 4, not is_causal)[None]
     for text in ("gatt naca\n", b"GATTNACA", BASES.encode("GATTNACA"), BASES.encode("GATTNACA")[None].int()):
@@ -139,29 +133,13 @@ def test_a_model_encodes_what_it_reads(is_causal: bool) -> None:
     assert lm.encode(bases(3, 9)).shape == (3, 9)
     assert torch.equal(model(kmer=1).encode("GATN"), torch.tensor([[2, 0, 3, 4]]))
     assert bytes(model(kmer=1, vocab_size=256).encode("naïve")[0].tolist()).decode() == "naïve"
-    with pytest.raises(ValueError, match="symbols reach from"):
-        lm.encode(codes)
-    with pytest.raises(ValueError, match="text reach from 0 to 5; expected 0 to vocab_size − 1 = 4"):
-        model(kmer=1).encode(torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match=r"vocab_size is 300; expected 256 \(bytes\) or 5"):
-        model(kmer=1, vocab_size=300).encode("x")
-    for wrong in (["ACGT"], 5, torch.zeros(3), torch.zeros(1, 1, 3, dtype=torch.int64)):
-        with pytest.raises((TypeError, ValueError), match=r"text (is a|has)"):
-            lm.encode(wrong)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_saved_model_is_loaded_with_its_embedding(tmp_path: Path, is_causal: bool) -> None:
-    lm = model(is_causal=is_causal)
     lm.save_pretrained(tmp_path)
     again = LongNetLM.from_pretrained(tmp_path)
     codes = kmers(bases(2, 60), 4, both_sides=not is_causal)
     with torch.no_grad():
-        assert torch.equal(again(codes), lm(codes))
-    assert lm(codes).shape == (2, 60, 5)
-    sizes = {name: p.numel() for name, p in lm.named_parameters()}
-    assert embedding_parameters(sizes) == 32 * (5 + 25 + 125 + 625)
-    assert "24,960" not in str(again.summary()) and f"({lm.num_parameters - 24_960:,} without embeddings)" in str(again.summary())
+        assert torch.equal(again(codes), lm(codes)) and lm(codes).shape == (2, 60, 5)
+    # 32 · (5 + 25 + 125 + 625) numbers of embeddings
+    assert f"({lm.num_parameters - 24_960:,} without embeddings)" in str(again.summary())
 
 
 def loss_and_gradients(rank: int, world: int, layout: str, is_causal: bool) -> tuple[float, float, float]:
@@ -179,7 +157,6 @@ def loss_and_gradients(rank: int, world: int, layout: str, is_causal: bool) -> t
     loss.backward()
     average_gradients(shared, mesh=mesh)
     errors = [float((p.grad - q.grad).abs().max()) for p, q in zip(lm.parameters(), shared.parameters(), strict=True)]  # type: ignore[operator]
-    assert isinstance(shared.embedding, KmerEmbedding)
     return float(whole), float(loss), max(errors)
 
 
@@ -187,15 +164,15 @@ def loss_and_gradients(rank: int, world: int, layout: str, is_causal: bool) -> t
 @pytest.mark.parametrize(("layout", "is_causal"), [("zigzag", True), ("contiguous", False)])
 def test_the_loss_of_shards_is_that_of_the_whole_sequence(layout: str, is_causal: bool) -> None:
     for whole, loss, error in pool_of(2).run(loss_and_gradients, layout, is_causal):
-        assert loss == pytest.approx(whole, abs=1e-6)
-        assert error < 1e-6
+        assert loss == pytest.approx(whole, abs=1e-6) and error < 1e-6
 
 
-def test_generation_is_that_of_full_forwards() -> None:
-    lm, symbols = model(), bases(2, 20)
+def test_generation_is_that_of_full_forwards_as_a_stream_and_up_to_a_base() -> None:
+    lm, symbols = model().train(), bases(2, 20)
     for starts in ([symbols[0], symbols[1]], [symbols[0], symbols[1, :7]]):
         codes = [kmers(start, 4, False) for start in starts]
-        made = lm.generate(torch.stack(codes) if len(starts[1]) == 20 else codes, 30, temperature=0)
+        prompt: Any = torch.stack(codes) if len(starts[1]) == 20 else codes
+        made = lm.generate(prompt, 30, temperature=0)
         for row, start in zip(made, starts, strict=True):
             # the codes that were added are those of the bases, the likeliest ones
             assert torch.equal(row, kmers(row % 5, 4, False)) and torch.equal(row[: len(start)] % 5, start)
@@ -203,37 +180,22 @@ def test_generation_is_that_of_full_forwards() -> None:
                 assert torch.equal(row[len(start) :] % 5, lm(row[None])[0, len(start) - 1 : -1].argmax(-1))
         assert len(set((row % 5).tolist())) > 1
 
+        def drawn(given: Any, **options: Any) -> Any:
+            return lm.generate(given, 40, generator=torch.Generator().manual_seed(3), **options)
 
-def test_generation_stops_at_a_base() -> None:
-    lm, prompt = model(), kmers(bases(2, 9), 4, False)
-    free = lm.generate(prompt, 40, generator=torch.Generator().manual_seed(3))
-    stopped = lm.generate(prompt, 40, stop_token=2, generator=torch.Generator().manual_seed(3))
-    rows = lm.generate(list(prompt), 40, stop_token=2, generator=torch.Generator().manual_seed(3))
-    for i in range(2):
-        at = 9 + int((free[i, 9:] % 5 == 2).nonzero()[0])
-        assert torch.equal(stopped[i, : at + 1], free[i, : at + 1])
-        assert bool((stopped[i, at:] % 5 == 2).all())
-        assert torch.equal(rows[i], free[i, : at + 1])
-    with pytest.raises(ValueError, match="stop_token is 5; expected a token below vocab_size = 5"):
-        lm.generate(prompt, 3, stop_token=5)
-
-
-def test_a_stream_yields_what_generate_adds() -> None:
-    lm, prompt = model().train(), kmers(bases(2, 9), 4, False)
+        for given in (prompt, codes):
+            for row, free, start in zip(drawn(given, stop_token=2), drawn(given), starts, strict=True):
+                at = len(start) + int((free[len(start) :] % 5 == 2).nonzero()[0])
+                assert torch.equal(row[: at + 1], free[: at + 1]) and bool((row[at:] % 5 == 2).all())
+                assert isinstance(given, torch.Tensor) or len(row) == at + 1
+    prompt = kmers(bases(2, 9), 4, False)
     for stop in (None, 2):
         seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
         steps = list(generate_stream(lm, prompt, 12, sampling=Sampling(top_k=3, generator=seeds[0]), stop_token=stop))
         assert torch.equal(torch.cat([prompt, *steps], 1), lm.generate(prompt, 12, top_k=3, stop_token=stop, generator=seeds[1]))
-    assert torch.equal(following_codes(prompt[:, -1:], steps[0] % 5, 4), steps[0])
-
-
-def test_a_stream_may_be_left_early() -> None:
-    lm = model().train()
-    stream = generate_stream(lm, kmers(bases(1, 9), 4, False), 10**6)
-    assert next(stream).shape == (1, 1) and not lm.training
+    # a stream may be left early
+    stream = generate_stream(lm, prompt, 10**6)
+    assert next(stream).shape == (2, 1) and not lm.training
     stream.close()  # type: ignore[attr-defined]
     assert lm.training and lm.decoder.training
     assert list(generate_stream(lm, torch.tensor([[0]]), 0)) == []
-    with pytest.raises(ValueError, match="at least one token"):
-        generate_stream(lm, torch.empty(1, 0, dtype=torch.int64), 3)
-    assert BASES.decode(kmers(BASES.encode("GATTACA"), 4, False) % 5) == "GATTACA"

