@@ -90,52 +90,43 @@ def test_bases_are_letters(tmp_path: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out == expected[: expected.index(stop.upper()) + 3]
 
 
-def test_a_stop_may_be_bytes_that_are_no_text(tmp_path: Path, capsys: Capture) -> None:
+def test_a_stop_may_be_bytes_that_are_no_text_and_runs_without_a_seed_differ(tmp_path: Path, capsys: Capture) -> None:
     """As --prompt may; the shell's bytes come as surrogates."""
     saved("bytes", tmp_path / "model")
-    options = ["--prompt", "x", "--max-new-tokens", "400", "--seed", "1", "--device", "cpu"]
-    assert main(["generate", str(tmp_path / "model"), *options]) == 0
-    whole = capsys.readouterr().out
-    assert main(["generate", str(tmp_path / "model"), *options, "--stop", b"\xff".decode(errors="surrogateescape")]) == 0
-    text = capsys.readouterr().out
+
+    def run(*more: str) -> str:
+        assert main(["generate", str(tmp_path / "model"), "--prompt", "x", "--max-new-tokens", "400", "--device", "cpu", *more]) == 0
+        return capsys.readouterr().out
+
+    whole, text = run("--seed", "1"), run("--seed", "1", "--stop", b"\xff".decode(errors="surrogateescape"))
     assert whole.startswith(text) and text.endswith("\ufffd") and len(text) < len(whole)
+    assert len({whole, run(), run()}) == 3
 
 
-def test_characters_are_written_when_they_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "raw", "written"),
+    [
+        ("utf-8", "aé→b".encode() + b"\xffc\xe2", "|a|a|aé|aé|aé|aé→|aé→b|aé→b\ufffd|aé→b\ufffdc|aé→b\ufffdc\ufffd"),
+        # output that cannot hold a character replaces it
+        ("ascii", "a→b".encode(), "|a|a|a|a?|a?b"),
+    ],
+)
+def test_characters_are_written_when_they_are_whole(
+    encoding: str, raw: bytes, written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each byte is asked for only once the text before it is out; a character of three bytes waits for its last."""
     saved("bytes", tmp_path / "model")
-    raw = "aé→b".encode() + b"\xff" + b"c\xe2"
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    seen: list[str] = []
+    buffer, seen = io.BytesIO(), []
 
     def tokens(*arguments: object, **options: object) -> object:
         for value in raw:
-            seen.append(out.buffer.getvalue().decode())  # type: ignore[attr-defined]
+            seen.append(buffer.getvalue().decode())
             yield torch.tensor([[value]])
 
     monkeypatch.setattr("dilated_attention.models.generate_stream", tokens)
-    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding))
     assert main(["generate", str(tmp_path / "model"), "--prompt", "x", "--device", "cpu"]) == 0
-    assert seen == ["", "a", "a", "aé", "aé", "aé", "aé→", "aé→b", "aé→b\ufffd", "aé→b\ufffdc"]
-    assert out.buffer.getvalue().decode() == "aé→b\ufffdc\ufffd"  # type: ignore[attr-defined]
-
-
-def test_output_that_cannot_hold_a_character_replaces_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    saved("bytes", tmp_path / "model")
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr("dilated_attention.models.generate_stream", lambda *_, **__: (torch.tensor([[byte]]) for byte in "a→b".encode()))
-    assert main(["generate", str(tmp_path / "model"), "--prompt", "x", "--device", "cpu"]) == 0
-    assert out.buffer.getvalue() == b"a?b"  # type: ignore[attr-defined]
-
-
-def test_runs_without_a_seed_differ(tmp_path: Path, capsys: Capture) -> None:
-    saved("bytes", tmp_path / "model")
-    texts = set()
-    for _ in range(2):
-        assert main(["generate", str(tmp_path / "model"), "--prompt", "x", "--max-new-tokens", "30"]) == 0
-        texts.add(capsys.readouterr().out)
-    assert len(texts) == 2
+    assert "|".join([*seen, buffer.getvalue().decode()]) == written
 
 
 def test_bytes_of_a_folder(tmp_path: Path, data: Path, capsys: Capture) -> None:
@@ -171,44 +162,6 @@ def test_bases_of_every_record(kind: str, tmp_path: Path, data: Path, capsys: Ca
         assert found.scored == 18 + 480 - 2 - 2
 
 
-def no_model(*arguments: object, **options: object) -> None:
-    raise AssertionError("the model was loaded before its data was looked at")
-
-
-def test_data_that_cannot_be_scored_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved("bytes", tmp_path / "model")
-    monkeypatch.setattr("dilated_attention.cli.saved.opened", no_model)
-    (tmp_path / "folder").mkdir()
-    for name, held in (("empty", b""), ("one", b"a"), ("folder/empty", b"")):
-        (tmp_path / name).write_bytes(held)
-    for name, text in (
-        ("none", "does not exist; expected a file or a folder"),
-        ("empty", ": no file of it has 2 bytes"),
-        ("one", ": no file of it has 2 bytes"),
-        ("folder", ": no file of it has 2 bytes"),
-    ):
-        code, line = refused(capsys, "evaluate", str(tmp_path / "model"), "--data", str(tmp_path / name))
-        assert code == 1 and name in line and text in line, line
-    code, line = refused(capsys, "evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "one"), "--context", "4", "--stride", "5")
-    assert (code, "--stride is 5; expected at most --context, 4" in line) == (2, True)
-
-
-def test_data_of_another_kind_is_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
-    saved("bases", tmp_path / "bases")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_bytes(b"ACGT")
-    (tmp_path / "unknown.fa").write_bytes(b">\nNNNN")
-    for path, text in (
-        (tmp_path / "texts" / "a.txt", "holds no FASTA record"),
-        (tmp_path / "texts", "holds no FASTA file, and the model's tokens are bases; expected names in .fa"),
-        (tmp_path / "unknown.fa", "the longest record has 4 tokens, and none of all is scored"),
-    ):
-        code, line = refused(capsys, "evaluate", str(tmp_path / "bases"), "--data", str(path))
-        assert code == 1 and text in line, line
-
-
 @pytest.mark.parametrize(
     ("command", "kind", "options", "code", "text"),
     [
@@ -216,17 +169,20 @@ def test_data_of_another_kind_is_refused(tmp_path: Path, data: Path, capsys: Cap
         ("generate", "bytes", ["--prompt", ""], 2, "the prompt is empty"),
         ("generate", "bases", ["--prompt", " \n"], 1, "the prompt has no bases"),
         ("generate", "bytes", ["--prompt-file", "none"], 1, "No such file or directory: 'none'"),
-        ("generate", "bytes", ["--prompt-file", "."], 1, "Is a directory: '.'"),
         ("generate", "bytes", ["--prompt-file", "empty"], 2, "the prompt is empty"),
         ("generate", "bases", ["--prompt-file", "two.fa"], 1, "--prompt-file two.fa holds 2 records; expected one"),
         ("generate", "bytes", [], 2, "one of the arguments --prompt --prompt-file is required"),
-        ("generate", "bytes", ["--prompt", "x", "--prompt-file", "y"], 2, "not allowed with argument --prompt"),
         ("generate", "bytes", ["--prompt", "x", "--temperature", "-1"], 2, "temperature is -1.0; expected a number from 0"),
         ("generate", "bytes", ["--prompt", "x", "--top-p", "2"], 2, "top_p is 2.0; expected a number in (0, 1]"),
-        ("generate", "bytes", ["--prompt", "x", "--top-k", "0"], 2, "argument --top-k: '0' is not a size"),
-        ("generate", "bytes", ["--prompt", "x", "--max-new-tokens", "0"], 2, "argument --max-new-tokens: '0' is not a size"),
         ("generate", "bytes", ["--prompt", "x", "--stop", ""], 2, "--stop has no bytes"),
-        ("generate", "bases", ["--prompt", "A", "--stop", " "], 2, "--stop has no bases"),
+        # data of another kind, or that cannot be scored
+        # before a model is loaded
+        ("evaluate", "nothing", ["--data", "none"], 1, "none does not exist; expected a file or a folder"),
+        *(("evaluate", "bytes", ["--data", name], 1, f"{name}: no file of it has 2 bytes") for name in ("empty", "one", "folder")),
+        ("evaluate", "bases", ["--data", "texts/a.txt"], 1, "holds no FASTA record"),
+        ("evaluate", "bases", ["--data", "texts"], 1, "holds no FASTA file, and the model's tokens are bases; expected names in .fa"),
+        ("evaluate", "bases", ["--data", "unknown.fa"], 1, "the longest record has 4 tokens, and none of all is scored"),
+        ("evaluate", "bytes", [*DATA, "--context", "4", "--stride", "5"], 2, "--stride is 5; expected at most --context, 4"),
         ("evaluate", "words", DATA, 1, "vocab_size is 300; expected 256 (bytes) or 5 (bases A, C, G, T, N)"),
         ("evaluate", "masked bytes", DATA, 1, "only bases (vocab_size=5) have one that hides, N"),
         ("evaluate", "masked bases", [*FASTA_DATA, "--by-position"], 2, "--by-position is given, and this model sees both sides"),
@@ -235,41 +191,43 @@ def test_data_of_another_kind_is_refused(tmp_path: Path, data: Path, capsys: Cap
         ("evaluate", "bytes", [*DATA, "--device", "gpu"], 2, "--device is 'gpu', which torch cannot use here"),
         ("evaluate", "bytes", [*DATA, "--device", "meta"], 2, "--device is 'meta'; expected cpu, cuda or cuda:<index>"),
         ("evaluate", "bytes", [*DATA, "--context", "0"], 2, "argument --context: '0' is not a size"),
-        ("evaluate", "bytes", [*DATA, "--dtype", "int8"], 2, "argument --dtype: invalid choice: 'int8'"),
         ("evaluate", "bytes", [*DATA, "--stride", "257"], 1, "stride is 257; expected at most context = 256"),
+        ("evaluate", "nan", DATA, 1, "the loss is nan"),
+        # folders without a model
+        ("evaluate", "nothing", DATA, 1, "does not exist; expected a folder written by save_pretrained"),
+        ("evaluate", "an empty folder", DATA, 1, "holds no model.safetensors, nor does checkpoint/ in it"),
+        ("evaluate", "a file", DATA, 1, "holds no model.safetensors"),
+        ("evaluate", "half a file", DATA, 1, "cut off or of another format"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(
     command: str, kind: str, options: list[str], code: int, text: str, tmp_path: Path, data: Path, capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    saved(kind, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "two.fa").write_bytes(b">a\nACGT\n>b\nACGT\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "texts").mkdir()
+    files = {
+        "empty": b"",
+        "one": b"a",
+        "folder/empty": b"",
+        "texts/a.txt": b"ACGT",
+        "unknown.fa": b">\nNNNN",
+        "two.fa": b">a\nACGT\n>b\nA\n",
+    }
+    for name, held in files.items():
+        (tmp_path / name).write_bytes(held)
+    model, weights = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    if kind == "a file":
+        model.write_bytes(b"")
+    elif kind == "an empty folder":
+        model.mkdir()
+    elif kind != "nothing":
+        made = saved(kind if kind in KINDS else "bytes", model)
+        if kind == "half a file":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        if kind == "nan":
+            made.output_weight.data.fill_(torch.nan)
+            made.save_pretrained(model)
     found, line = refused(capsys, command, "model", "--device", "cpu", *options)
     assert found == code and text in line, line
-
-
-def test_folders_without_a_model_are_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
-    (tmp_path / "run").mkdir()
-    saved("bytes", tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    for name, text in (
-        ("none", "does not exist; expected a folder written by save_pretrained"),
-        ("run", "holds no model.safetensors, nor does checkpoint/ in it"),
-        ("data/b.txt", "holds no model.safetensors"),
-        ("cut", "cut off or of another format"),
-    ):
-        code, line = refused(capsys, "evaluate", str(tmp_path / name), "--data", str(data / "b.txt"))
-        assert code == 1 and text in line, line
-
-
-def test_a_model_of_nan_is_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
-    model = saved("bytes", tmp_path / "model")
-    with torch.no_grad():
-        model.output_weight.fill_(torch.nan)
-    model.save_pretrained(tmp_path / "model")
-    code, line = refused(capsys, "evaluate", str(tmp_path / "model"), "--data", str(data / "b.txt"))
-    assert code == 1 and "the loss is nan" in line

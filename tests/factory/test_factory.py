@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import (
-    DilatedAttention,
-    MultiheadDilatedAttention,
     create_attention,
     create_model,
     explain_backend,
@@ -19,7 +18,7 @@ from dilated_attention import (
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
-from dilated_attention.models import KVCache, LongNetLM
+from dilated_attention.models import KVCache
 from dilated_attention.models.summary import footprint
 from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks, geometric_branches
 
@@ -27,12 +26,14 @@ SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 
 
 def test_kinds_make_their_modules() -> None:
-    assert isinstance(create_attention("dilated", **SMALL), DilatedAttention)
-    layer = create_attention("multihead_dilated", embed_dim=32, num_heads=4, num_kv_heads=2, rotary=True, **SMALL)
-    assert isinstance(layer, MultiheadDilatedAttention)
-    out, weights = layer(torch.randn(2, 20, 32))
-    assert out.shape == (2, 20, 32)
-    assert weights is None
+    of_kinds = {f"{m}{kind}" for m in ("", "multihead_") for kind in ("dilated", "block_sparse", "block_sparse_dilated")}
+    assert set(KINDS) == of_kinds | {f"ring_{kind}" for kind in of_kinds} | {"ring"}
+    shape = {"embed_dim": 32, "num_heads": 4, "pattern": LocalWindow(4), **SMALL}
+    for kind, module in KINDS.items():
+        assert module.__name__.lower() == f"{kind.replace('_', '')}attention"
+        # the number of heads stands beside the width, and is for sinks where there is none
+        names = inspect.signature(module).parameters.keys() - (set() if "multihead" in kind else {"num_heads"})
+        assert type(create_attention(kind, **{name: value for name, value in shape.items() if name in names})) is module
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,7 @@ def test_kinds_make_their_modules() -> None:
     [
         (lambda: create_attention("ringed", **SMALL), ValueError, "kind is 'ringed'; expected one of 'dilated', 'multihead_dilated'"),
         (lambda: create_attention(3, **SMALL), TypeError, "kind is 3"),
-        (
-            lambda: create_attention("dilated", segment_length=[8], dilation_rates=[1]),
-            TypeError,
-            "got segment_length, which it does not know",
-        ),
+        (lambda: create_attention("dilated", segment_length=[8], dilation_rates=[1]), TypeError, "got segment_length, which it does not"),
         (lambda: create_attention("dilated", segment_lengths=[8]), TypeError, "lacks dilation_rates"),
         (lambda: create_attention("dilated", segment_lengths=[8], dilation_rates=[9]), ValueError, "larger than segment_lengths"),
         (lambda: create_model("longnet-huge"), ValueError, "preset is 'longnet-huge'; expected one of 'longnet-tiny'"),
@@ -64,30 +61,21 @@ def test_model_presets_build_and_take_overrides() -> None:
         assert type(model) is MODELS[type(MODEL_PRESETS[name])]
         assert f"{model.num_parameters:,}" in str(model.summary((1024,), memory=2**30))
     model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
-    assert isinstance(model, LongNetLM)
     assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
     assert next(model.parameters()).dtype is torch.float64
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("longnet-125m", 125e6), ("longnet-350m", 350e6), ("longnet-760m", 760e6), ("longnet-2.7b", 2.7e9)]
+    ("name", "parameters"),
+    [("longnet-125m", 125e6), ("longnet-350m", 350e6), ("longnet-760m", 760e6), ("longnet-2.7b", 2.7e9), ("longnet-15m", 15e6)],
 )
-def test_the_papers_models_have_about_the_papers_sizes(name: str, parameters: float) -> None:
+def test_models_have_about_the_size_of_their_name(name: str, parameters: float) -> None:
     model = create_model(name, device="meta")
     blocks = sum(parameter.numel() for parameter in model.decoder.blocks.parameters())
     # the paper's names count an embedding of 32k to 50k tokens; its tokeniser has 100,277
     assert blocks < parameters < model.num_parameters * 1.05
-    assert model.config.positions == "xpos" and model.config.dilation_rates == (1, 2, 4, 6, 12)
-
-
-@pytest.mark.parametrize(("name", "parameters"), [("longnet-15m", 15e6), ("longnet-50m", 50e6)])
-def test_models_of_bytes_have_about_their_size_and_branches_of_their_context(name: str, parameters: float) -> None:
-    model = create_model(name, device="meta")
-    assert isinstance(model, LongNetLM)
-    assert 0.95 * parameters < model.num_parameters < 1.05 * parameters
-    assert (model.config.vocab_size, model.config.head_dim, model.config.is_causal) == (256, 64, True)
-    assert (model.config.segment_lengths, model.config.dilation_rates) == geometric_branches(32768)
-    assert create_model(name, device="meta", context_length=32768).config == model.config
+    if name == "longnet-15m":
+        assert (model.config.segment_lengths, model.config.dilation_rates) == geometric_branches(32768)
 
 
 def test_branches_follow_the_context() -> None:
@@ -179,31 +167,11 @@ def test_attention_presets_are_the_published_settings() -> None:
     assert gigapath.embed_dim // gigapath.num_heads == 48
     assert ATTENTION_PRESETS["longvit"].embed_dim // ATTENTION_PRESETS["longvit"].num_heads == 24
     assert ATTENTION_PRESETS["longnet"].pattern.dilation_rates == (1, 2, 4, 6, 12)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        gigapath.embed_dim = 3  # type: ignore[misc]
 
 
-def test_presets_run() -> None:
-    for preset in ATTENTION_PRESETS.values():
-        pattern = preset.pattern
-        x = torch.randn(1, 300, preset.num_heads, 8)
-        layer = create_attention(
-            "dilated",
-            segment_lengths=pattern.segment_lengths,
-            dilation_rates=pattern.dilation_rates,
-            head_offsets=pattern.head_offsets,
-            tail=pattern.tail,
-            mixture_grad=preset.mixture_grad,
-        )
-        assert torch.isfinite(layer(x, x, x)).all()
-
-
-def test_names_of_backends_and_kinds() -> None:
+def test_names_of_backends() -> None:
     known = "flash4 flash3 flash3_fp8 flash2 sdpa_cudnn sdpa_flash sdpa_efficient sdpa_cpu triton tiles flex xformers math"
     assert set(list_backends()) == set(known.split())
-    of_kinds = {f"{m}{kind}" for m in ("", "multihead_") for kind in ("dilated", "block_sparse", "block_sparse_dilated")}
-    assert set(KINDS) == of_kinds | {f"ring_{kind}" for kind in of_kinds} | {"ring"}
-    assert all(module.__name__.lower() == f"{kind.replace('_', '')}attention" for kind, module in KINDS.items())
 
 
 def test_explain_backend_knows_lists_of_blocks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern, attention, block_sparse_attention, dilated_attention
-from dilated_attention.cli import main
 from dilated_attention.models import Sampling
 from dilated_attention.pattern import LocalWindow, Sparsity
 
@@ -24,14 +22,6 @@ def test_a_window_beyond_the_sequence_is_unbounded(huge: int) -> None:
     assert torch.equal(attention(q, q, q, window=(huge, 2)), attention(q, q, q, window=(None, 2)))
     assert LocalWindow(huge) == LocalWindow((None, None))
     assert torch.equal(block_sparse_attention(q, q, q, LocalWindow(huge)), block_sparse_attention(q, q, q, LocalWindow(24)))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_a_ring_of_64_is_planned_in_seconds() -> None:
-    began = time.process_time()
-    assert main(["plan", "ring", "--length", "65536", "--gpu", "H200", "--world-size", "64"]) == 0
-    assert time.process_time() - began < 10
 
 
 def test_numbers_of_any_kind_are_taken() -> None:

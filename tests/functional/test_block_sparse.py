@@ -44,11 +44,12 @@ from dilated_attention.pattern import (
     from_block_mask,
     to_block_mask,
 )
-from dilated_attention.testing import RESULTS, Inputs, max_error, measure, results
-from dilated_attention.testing import plain_attention as plain
+
+# tests/distributed/test_ring_blocks.py imports results and plain from here, with the table of patterns
+from dilated_attention.testing import Inputs, measure, results  # noqa: F401
+from dilated_attention.testing import plain_attention as plain  # noqa: F401
 from dilated_attention.testing.cases import scattered as by_table
 
-BACKENDS = ("math", "sdpa_cpu")
 TOLERANCE = 1e-10
 BlockSize = tuple[int, int]
 
@@ -71,10 +72,6 @@ class Case(testing.Case):
 
 def inputs(case: testing.Case, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Inputs:
     return testing.inputs(case, dtype, device)
-
-
-def errors(mine: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: max_error(mine[name], truth[name]) for name in RESULTS}
 
 
 def table(heads: int, rows: int, columns: int) -> torch.Tensor:
@@ -107,7 +104,7 @@ PATTERNS: dict[str, Callable[[int, BlockSize], BlockPattern]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["math", "sdpa_cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_branches", [False, True])
 def test_lower_precision_is_off_by_its_own_rounding(dtype: torch.dtype, backend: str, with_branches: bool) -> None:
@@ -120,31 +117,13 @@ def test_lower_precision_is_off_by_its_own_rounding(dtype: torch.dtype, backend:
 # --- block masks of flex attention ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_a_block_mask_of_flex_attention_is_taken_as_it_is(block: int) -> None:
-    def mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (query - key < 90 + 20 * head) & (key <= query)
-
-    length = 256
-    mask = create_block_mask(mod, None, 2, length, length, device="cpu", BLOCK_SIZE=block)
-    case = Case(pattern=MaskFunction(mod, per_head=True, block_size=block), num_queries=length, num_keys=length)
-    x = inputs(case)
-    found = results(lambda _, x, *qkv: block_sparse_attention(*qkv, mask, return_lse=True), case, x)
-    assert max(errors(found, results(plain, case, x)).values()) <= TOLERANCE
+def mask_of(mod: Callable[..., torch.Tensor], length: int, **options: Any) -> BlockMask:
+    return create_block_mask(mod, options.pop("B", None), None, length, length, device="cpu", **options)
 
 
-def test_a_block_mask_written_anew_is_read_anew() -> None:
-    def mask_of(window: int) -> BlockMask:
-        return create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= window), None, None, 512, 512, device="cpu")
-
-    q = torch.randn(1, 512, 1, 8, generator=torch.Generator().manual_seed(0))
-    mask, other = mask_of(100), mask_of(300)
-    before, wanted = block_sparse_attention(q, q, q, mask), block_sparse_attention(q, q, q, other)
-    assert not torch.equal(before, wanted)
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        getattr(mask, name).data.copy_(getattr(other, name))
-    mask.mask_mod = other.mask_mod
-    assert torch.equal(block_sparse_attention(q, q, q, mask), wanted)
+def within(width: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Causal windows, of each head its own width."""
+    return lambda b, h, i, j: (i >= j) & (i - j <= width[h])
 
 
 def by_flex(x: tuple[torch.Tensor, ...], mask: BlockMask) -> torch.Tensor:
@@ -152,9 +131,9 @@ def by_flex(x: tuple[torch.Tensor, ...], mask: BlockMask) -> torch.Tensor:
     return flex_attention(*(y.transpose(1, 2) for y in x), block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-def qkv(length: int, batch: int = 1, heads: int = 4) -> tuple[torch.Tensor, ...]:
+def qkv(length: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(length)
-    return tuple(torch.randn(batch, length, h, 8, generator=generator, dtype=torch.float64) for h in (heads, 2, 2))
+    return tuple(torch.randn(batch, length, h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
 
 
 def rows_of_map(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any) -> torch.Tensor:
@@ -178,9 +157,7 @@ ENTRIES: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("widths", [(200, 40, 90, 1), (40, 400, 0, 128), (300, 20, 129, 1)], ids=str)
 def test_a_block_mask_for_all_heads_asks_about_each_if_mask_mod_reads_it(widths: tuple[int, ...], entry: str) -> None:
     """Its list is that of head 0, of which other heads keep more or fewer blocks, or less of the full ones."""
-    length, width = 512, torch.tensor(widths)
-    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= width[h]), None, None, length, length, device="cpu")
-    x = qkv(length)
+    mask, x = mask_of(within(torch.tensor(widths)), 512), qkv(512)
     torch.testing.assert_close(ENTRIES[entry](*x, mask), by_flex(x, mask), rtol=0, atol=TOLERANCE)
     if entry in ("function", "ring"):
         with pytest.raises(ValueError, match=r"mask has shape \(1, 4, 4\); 4 heads of 300 positions have"):
@@ -195,7 +172,7 @@ def test_a_function_that_reads_the_batch_entry_takes_one(entry: str) -> None:
     def same_document(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return documents[batch, query] == documents[batch, key]
 
-    mask = create_block_mask(same_document, None, None, length, length, device="cpu")
+    mask, both, x = mask_of(same_document, length), mask_of(same_document, length, B=2), qkv(length, batch=2)
     position, whole = torch.full((2,), length - 1), from_block_mask(mask)
     others: dict[str, Callable[..., Any]] = {
         "beside branches": lambda q, k, v, pattern: block_sparse_dilated_attention(q, k, v, [64], [1], pattern),
@@ -203,16 +180,14 @@ def test_a_function_that_reads_the_batch_entry_takes_one(entry: str) -> None:
         "decode": lambda q, k, v, pattern: decode_attention(q[:, -1:], k, v, position, MaskFunction(pattern.mask_mod)),
         "within": lambda q, k, v, pattern: block_sparse_attention(q, k, v, TopBlocks(1, within=whole)),
     }
-    x = qkv(length, batch=2)
     with pytest.raises(ValueError, match=r"the batch has 2 entries, which the function of .* may tell apart; expected one, of index 0"):
         (ENTRIES | others)[entry](*x, mask)
     # one entry, and an entry by its number for a whole batch
     first = tuple(y[:1] for y in x)
     if entry in ENTRIES:
         torch.testing.assert_close(ENTRIES[entry](*first, mask), by_flex(first, mask), rtol=0, atol=TOLERANCE)
-    both = create_block_mask(same_document, 2, None, length, length, device="cpu")
-    mine = [block_sparse_attention(*(y[b : b + 1] for y in x), from_block_mask(both, batch=b)) for b in range(2)]
-    torch.testing.assert_close(torch.cat(mine), by_flex(x, both), rtol=0, atol=TOLERANCE)
+    each = [block_sparse_attention(*(y[b : b + 1] for y in x), from_block_mask(both, batch=b)) for b in range(2)]
+    torch.testing.assert_close(torch.cat(each), by_flex(x, both), rtol=0, atol=TOLERANCE)
     assert block_sparse_attention(*x, from_block_mask(both, batch=1)).shape == x[0].shape
 
 
@@ -225,9 +200,15 @@ def test_a_list_of_other_blocks_than_head_0_keeps_holds_for_all_heads() -> None:
     assert torch.equal(from_block_mask(mask).dense_mask(length, length, 4), listed & (distance <= width[:, None, None]))
 
 
-def test_a_mask_mod_that_is_set_anew_is_asked_anew() -> None:
-    x = qkv(200)
-    counts, indices = torch.tensor([[[2, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+def test_a_block_mask_written_anew_or_with_another_mask_mod_is_read_anew() -> None:
+    x, (mask, other) = qkv(512), (mask_of(within(torch.full((4,), width)), 512) for width in (100, 300))
+    before, wanted = block_sparse_attention(*x, mask), block_sparse_attention(*x, other)
+    assert not torch.equal(before, wanted)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        getattr(mask, name).data.copy_(getattr(other, name))
+    mask.mask_mod = other.mask_mod
+    assert torch.equal(block_sparse_attention(*x, mask), wanted)
+    x, counts, indices = qkv(200), torch.tensor([[[2, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
     mask = BlockMask.from_kv_blocks(counts.int(), indices.int(), mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(200, 200))
     for mask_mod in (mask.mask_mod, lambda b, h, i, j: i <= j):
         mask.mask_mod = mask_mod
@@ -236,7 +217,7 @@ def test_a_mask_mod_that_is_set_anew_is_asked_anew() -> None:
 
 @pytest.mark.parametrize("index", [(0,), (slice(None), 0), (slice(None), slice(None), 0), (slice(None), slice(None), slice(1, 3))], ids=str)
 def test_a_slice_of_a_block_mask_is_refused_with_what_to_do(index: tuple[Any, ...]) -> None:
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 512, 512, device="cpu")
+    mask = mask_of(lambda b, h, i, j: i >= j, 512)
     sliced = mask[index]
     with pytest.raises(ValueError, match=r"512 queries have 4 rows: it is a slice of a BlockMask, .* without mask_mod; convert the whole"):
         block_sparse_attention(*qkv(512), sliced)
@@ -250,15 +231,16 @@ def test_a_slice_of_a_block_mask_is_refused_with_what_to_do(index: tuple[Any, ..
 
 
 def test_block_masks_that_read_behind_an_end_are_refused() -> None:
-    x, widths = qkv(300), torch.tensor([200, 40])
-    with pytest.raises(
-        ValueError, match=r"fn reads a tensor behind its end \(index 2 .* size 2\); expected .* an entry for each query head"
-    ):
-        block_sparse_attention(*x, create_block_mask(lambda b, h, i, j: i - j <= widths[h], None, None, 300, 300, device="cpu"))
     counts, indices = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0], [7], [2]]]])
-    mask = BlockMask((300, 300), counts, indices, None, None, None, None, None, None)
-    with pytest.raises(ValueError, match="lists blocks of keys up to 7 and its 300 keys have 3, numbered from 0"):
-        block_sparse_attention(*x, mask)
+    for mask, text in (
+        (mask_of(within(torch.tensor([200, 40])), 300), r"fn reads a tensor behind its end \(index 2 .* an entry for each query head"),
+        (
+            BlockMask((300, 300), counts, indices, None, None, None, None, None, None),
+            "lists blocks of keys up to 7 and its 300 keys have 3, numbered from 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            block_sparse_attention(*qkv(300), mask)
 
 
 READING: dict[str, tuple[Any, tuple[bool, bool]]] = {

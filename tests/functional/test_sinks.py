@@ -5,9 +5,7 @@ Any case with sinks and with caps, in any form, by any backend: tests/engine/tes
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,118 +14,66 @@ import torch
 import dilated_attention as da
 from dilated_attention.backends import registry
 from dilated_attention.engine import sinks as engine_sinks
-from dilated_attention.engine.ops import resolve
-from dilated_attention.modules.core import Attention
-from dilated_attention.pattern import DilatedPattern, GlobalLocal
-from dilated_attention.testing import Case, Inputs, max_error, plain_attention
+from dilated_attention.pattern import GlobalLocal
 
 sinks_triton = pytest.importorskip("dilated_attention.engine.sinks_triton")
 
-N, H, HK, D = 70, 4, 2, 8
-DILATED = DilatedPattern((16, 64), (1, 3))
+N, H, D = 70, 4, 8
 BLOCKS = GlobalLocal(20, 4, block_size=64)
-# no branch takes most positions of a head
-GAPS: dict[str, Any] = {"segment_lengths": [16], "dilation_rates": [4], "is_causal": True}
 Tensors = tuple[torch.Tensor, ...]
-WHOLE = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), window=(None, None), batch=2, num_queries=N, num_keys=N, heads=H, kv_heads=HK)
-CASES = {
-    "dense": replace(WHOLE, is_causal=True),
-    "dilated": replace(WHOLE, pattern=DILATED, window=None),
-    "blocks": replace(WHOLE, pattern=BLOCKS, window=None, is_causal=True),
-    "union": replace(WHOLE, pattern=BLOCKS, window=None, branches=DILATED),
-}
 
 
-def tensors(dtype: torch.dtype = torch.float64, batch: int = 2, seed: int = 0) -> Tensors:
+def tensors(dtype: torch.dtype = torch.float64) -> Tensors:
     """q, k, v, sinks (one that outweighs all keys), dout and dlse."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((batch, N, H, D), (batch, N, HK, D), (batch, N, HK, D), (H,), (batch, N, H, D), (batch, H, N))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, N, H, D), (2, N, 2, D), (2, N, 2, D), (H,), (2, N, H, D), (2, H, N))
     made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     made[3][1] = 7.0
     return tuple(x.requires_grad_() if index < 4 else x for index, x in enumerate(made))
 
 
-def dilated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    return da.dilated_attention(q, k, v, DILATED.segment_lengths, DILATED.dilation_rates, **options)
-
-
-def union(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    return da.block_sparse_dilated_attention(q, k, v, DILATED.segment_lengths, DILATED.dilation_rates, BLOCKS, **options)
-
-
-def plain(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    case = replace(CASES[name], batch=q.shape[0], is_causal=False, sinks=True)
-    return plain_attention(case, Inputs(q, k, v, q, q, None, None, sinks), q, k, v)[0]
-
-
-def check_close(found: Any, truth: Any, tolerance: float = 1e-10) -> None:
-    for index, (a, b) in enumerate(zip(found, truth, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype and bool(a.isfinite().all()), index
-        assert max_error(a, b) <= tolerance * max(1.0, float(b.detach().abs().max())), index
-
-
-def test_frozen_sinks_have_no_gradient_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    *leaves, dout, _ = tensors()
-    truth = torch.autograd.grad(plain("dilated", *leaves), leaves[:3], dout)
-    monkeypatch.setattr(resolve, "sinks_gradient", lambda *_: pytest.fail("computed"))
-    check_close(torch.autograd.grad(dilated(*leaves[:3], sinks=leaves[3].detach()), leaves[:3], dout), truth)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_keys_and_no_sink(dtype: torch.dtype) -> None:
     """A sink of −inf is none; with a row that has no keys either, there is nothing to normalise, and nothing is NaN."""
-    *leaves, dout, dlse = tensors(dtype)
+    *qkv, _, dout, dlse = tensors(dtype)
     none = torch.full((H,), -torch.inf, dtype=dtype, requires_grad=True)
-    given = (*leaves[:3], none)
-    found, truth = (da.dilated_attention(*leaves[:3], **GAPS, sinks=sinks, return_lse=True) for sinks in (none, None))
-    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
-    rest = dlse.to(found[1].dtype)
-    grads = torch.autograd.grad(found, given, (dout, rest))
-    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(truth, leaves[:3], (dout, rest)), strict=False))
-    assert not grads[3].any()
+    # no branch takes most positions of a head
+    found, truth = (da.dilated_attention(*qkv, [16], [4], is_causal=True, sinks=sinks, return_lse=True) for sinks in (none, None))
+    assert all(map(torch.equal, found, truth))
+    grads = [torch.autograd.grad(x, leaves, (dout, dlse.to(x[1].dtype))) for x, leaves in ((found, (*qkv, none)), (truth, qkv))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=False)) and not grads[0][3].any()
 
 
 @pytest.mark.parametrize("score", [-3e4, 3e4])
 def test_scores_far_from_the_keys(score: float) -> None:
-    *leaves, dout, dlse = tensors(torch.float32)
+    *qkv, _, dout, dlse = tensors(torch.float32)
     sinks = torch.full((H,), score, requires_grad=True)
-    given = (*leaves[:3], sinks)
-    out, lse = da.attention(*leaves[:3], sinks=sinks, return_lse=True)
-    grads = torch.autograd.grad((out, lse), given, (dout, dlse))
+    out, lse = da.attention(*qkv, sinks=sinks, return_lse=True)
+    grads = torch.autograd.grad((out, lse), (*qkv, sinks), (dout, dlse))
     assert all(bool(x.isfinite().all()) for x in (out, lse, *grads))
     if score > 0:
         assert not out.any() and bool((lse == score).all())
         torch.testing.assert_close(grads[3], dlse.sum((0, 2)))
     else:
-        assert torch.equal(out, da.attention(*leaves[:3])) and not grads[3].any()
+        assert torch.equal(out, da.attention(*qkv)) and not grads[3].any()
 
 
-def test_sinks_in_float32_of_half_precision_inputs() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        *leaves, dout, _ = tensors(dtype)
-        single = leaves[3].detach().float().requires_grad_()
-        outs = [dilated(*leaves[:3], sinks=sinks) for sinks in (leaves[3], single)]
-        assert torch.equal(*outs)
-        grads = [torch.autograd.grad(out, sinks, dout)[0] for out, sinks in zip(outs, (leaves[3], single), strict=True)]
-        assert [grad.dtype for grad in grads] == [dtype, torch.float32] and torch.equal(grads[1].to(dtype), grads[0])
-
-
-def test_autocast() -> None:
-    *leaves, _, _ = tensors(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = da.attention(*leaves[:3], sinks=leaves[3])
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, da.attention(*(x.bfloat16() for x in leaves[:3]), sinks=leaves[3]))
-    (grad,) = torch.autograd.grad(out.float().sum(), leaves[3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_of_half_precision_and_under_autocast(dtype: torch.dtype) -> None:
+    *wide, sinks, dout, _ = tensors(torch.float32)
+    qkv, dout, of_dtype = [x.to(dtype) for x in wide], dout.to(dtype), sinks.detach().to(dtype).requires_grad_()
+    single = of_dtype.detach().float().requires_grad_()
+    outs = [da.dilated_attention(*qkv, [16, 64], [1, 3], sinks=x) for x in (of_dtype, single)]
+    grads = [torch.autograd.grad(out, x, dout)[0] for out, x in zip(outs, (of_dtype, single), strict=True)]
+    assert torch.equal(*outs) and grads[1].dtype is torch.float32 and torch.equal(grads[1].to(dtype), grads[0])
+    with torch.autocast("cpu", dtype):
+        out = da.attention(*wide, sinks=sinks)
+    assert out.dtype is dtype and torch.equal(out, da.attention(*qkv, sinks=sinks))
+    (grad,) = torch.autograd.grad(out.float().sum(), sinks)
     assert grad.dtype is torch.float32 and bool(grad.any())
 
 
-# ---- processes
-
-
-# ---- modules
-
-CORES: dict[str, Callable[..., Attention]] = {
+CORES: dict[str, Callable[..., Any]] = {
     "dense ring": lambda **o: da.RingAttention(layout="contiguous", **o),
     "dilated": lambda **o: da.DilatedAttention([16, 64], [1, 3], **o),
     "dilated ring": lambda **o: da.RingDilatedAttention([16, 64], [1, 3], **o),
@@ -135,52 +81,44 @@ CORES: dict[str, Callable[..., Attention]] = {
     "block ring": lambda **o: da.RingBlockSparseAttention(BLOCKS, **o),
     "union": lambda **o: da.BlockSparseDilatedAttention([16, 64], [1, 3], BLOCKS, **o),
 }
-MULTIHEAD: dict[str, Callable[..., Any]] = {
-    "dilated": lambda **o: da.MultiheadDilatedAttention(H * D, H, [16, 64], [1, 3], **o),
-    "ring": lambda **o: da.RingMultiheadDilatedAttention(H * D, H, [16, 64], [1, 3], **o),
-    "blocks": lambda **o: da.modules.MultiheadBlockSparseAttention(H * D, H, BLOCKS, **o),
-}
 
 
 @pytest.mark.parametrize("name", CORES)
 def test_modules_without_projections(name: str) -> None:
-    module = CORES[name](sinks=True, num_heads=H).double()
-    assert module.sinks is not None and module.sinks.shape == (H,) and not module.sinks.any() and "sinks=True" in repr(module)
-    q, k, v, sinks, dout, _ = tensors()
+    """A sink is one more key of value 0: it takes its share of what the module without sinks returns."""
+    make, (q, k, v, sinks, dout, _) = CORES[name], tensors()
+    module, without = make(sinks=True, num_heads=H).double(), make()
+    assert module.sinks.shape == (H,) and not module.sinks.any() and "sinks=True" in repr(module)
+    assert without.sinks is None and "sinks" not in repr(without)
     with torch.no_grad():
         module.sinks.copy_(sinks)
-    kind = {"block ring": "blocks"}.get(name, name.split()[0])
-    out, truth = module(q, k, v), plain(kind, q, k, v, sinks)
-    check_close((out,), (truth,))
-    check_close(torch.autograd.grad(out, module.sinks, dout), torch.autograd.grad(truth, sinks, dout))
-    other = CORES[name](sinks=True, num_heads=H).double()
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(q, k, v), out)
-    other.reset_parameters()
-    assert other.sinks is not None and not other.sinks.any()
-    assert CORES[name]().sinks is None and "sinks" not in repr(CORES[name]())
+    rest, lse = without(q, k, v, return_lse=True)
+    out, truth = module(q, k, v), rest * (lse - sinks[:, None]).sigmoid().transpose(1, 2)[..., None]
+    torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, dout)[0] for y, x in ((out, module.sinks), (truth, sinks))))
     # the number of heads comes with the first call, or with what is loaded
-    lazy, loaded = CORES[name](sinks=True).double(), CORES[name](sinks=True).double()
-    check_close((lazy(q, k, v),), (plain(kind, q, k, v, torch.zeros_like(sinks)),))
-    assert lazy.sinks is not None and lazy.sinks.dtype is torch.float64 and not lazy.sinks.any()
+    lazy, loaded = make(sinks=True).double(), make(sinks=True).double()
     loaded.load_state_dict(module.state_dict())
     assert torch.equal(loaded(q, k, v), out)
+    loaded.reset_parameters()
+    assert torch.equal(lazy(q, k, v), loaded(q, k, v)) and lazy.sinks.dtype is torch.float64 and not lazy.sinks.any()
 
 
-@pytest.mark.parametrize("name", MULTIHEAD)
-def test_multihead_modules(name: str) -> None:
-    torch.manual_seed(0)
-    layer = MULTIHEAD[name](sinks=True, dtype=torch.float64)
+@pytest.mark.parametrize("kind", ["dilated", "ring_dilated", "block_sparse"])
+def test_multihead_modules(kind: str) -> None:
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        where = {"pattern": BLOCKS} if kind == "block_sparse" else {"segment_lengths": [16, 64], "dilation_rates": [1, 3]}
+        name = f"ring_multihead_{kind[5:]}" if kind.startswith("ring") else f"multihead_{kind}"
+        return da.create_attention(name, embed_dim=H * D, num_heads=H, **where, **options)
+
+    layer, without = make(sinks=True, dtype=torch.float64), make(dtype=torch.float64)
     assert layer.sinks is layer.attention.sinks and layer.sinks.dtype is torch.float64
-    assert MULTIHEAD[name](sinks=True, device="meta").sinks.is_meta and MULTIHEAD[name]().sinks is None
-    without = MULTIHEAD[name](dtype=torch.float64)
-    without.load_state_dict({key: value for key, value in layer.state_dict().items() if "sinks" not in key})
+    assert make(sinks=True, device="meta").sinks.is_meta and without.sinks is None
     x = torch.randn(2, N, H * D, dtype=torch.float64)
-    with torch.no_grad():
-        layer.sinks.fill_(-40.0)
-        torch.testing.assert_close(layer(x)[0], without(x)[0], rtol=1e-10, atol=1e-10)
-        layer.sinks.fill_(1.0)
-        assert not torch.allclose(layer(x)[0], without(x)[0])
+    layer.sinks.data.fill_(-40.0)
+    torch.testing.assert_close(layer(x)[0], without(x)[0], rtol=1e-10, atol=1e-10)
+    layer.sinks.data.fill_(1.0)
     layer(x)[0].square().sum().backward()
     assert bool(layer.sinks.grad.all())
 
@@ -189,25 +127,20 @@ def test_a_model_generates_with_sinks() -> None:
     """The cache's kernels read the sinks of the layers as the forward does."""
     torch.manual_seed(0)
     model = da.create_model("longnet-tiny", segment_lengths=(8, 32), dilation_rates=(1, 2)).double().eval()
-    for block, score in zip(model.decoder.blocks, itertools.count(), strict=False):
+    for score, block in enumerate(model.decoder.blocks):
         block.attention.attention.sinks = torch.nn.Parameter(torch.randn(4, dtype=torch.float64) + score)
-    tokens = torch.randint(256, (2, 20))
     with torch.no_grad():
-        found = model.generate(tokens, 12, temperature=0.0)
+        found = model.generate(torch.randint(256, (2, 20)), 12, temperature=0.0)
         for length in range(20, 32):
             assert torch.equal(model(found[:, :length])[:, -1].argmax(-1), found[:, length])
 
 
-# ---- refusals
-
-
 def test_who_takes_a_cap_and_who_refuses() -> None:
-    q, k, v, *_ = tensors()
     with pytest.raises(da.BackendUnavailable, match="sdpa_cpu: takes no softcap"):
-        da.attention(q, k, v, softcap=0.8, backend="sdpa_cpu")
+        da.attention(*tensors()[:3], softcap=0.8, backend="sdpa_cpu")
     explained = da.explain_backend(softcap=0.8, device="cpu")
     assert explained.forward == explained.backward == "math"
-    assert [name for name in registry.names() if registry.get(name).capabilities.softcap] == [*("flash4", "flash2", "flex", "math")]
+    assert [name for name in registry.names() if registry.get(name).capabilities.softcap] == ["flash4", "flash2", "flex", "math"]
 
 
 # ---- kernels, interpreted
@@ -215,7 +148,7 @@ def test_who_takes_a_cap_and_who_refuses() -> None:
 SHAPES = [(1, 1, 1, 1), (2, 37, 3, 64), (1, 5, 2, 59), (2, 130, 2, 128), (1, 40, 1, 256), (3, 4099, 12, 64)]
 
 
-def result(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> Tensors:
+def result(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> Tensors:
     """out, lse, sinks, dout that is not contiguous, dlse; empty rows, an absent sink, and both together."""
     B, n, heads, dim = shape
     generator = torch.Generator().manual_seed(n + dim)
@@ -235,18 +168,16 @@ def test_kernels_are_their_twins(shape: tuple[int, int, int, int], dtype: torch.
     if device == "cpu" and shape == SHAPES[-1]:
         pytest.skip("long for the interpreter")
     out, lse, sinks, dout, dlse = result(shape, dtype, device)
-    wide, wide_lse = out.double(), lse.double()
     # the twin itself, in float64 on the CPU
-    wide, wide_lse = wide.cpu(), wide_lse.cpu()
-    engine_sinks.add_sinks_(wide, wide_lse, sinks.cpu().double())
+    wide, wide_lse, wide_sinks, wide_dout, wide_dlse = (x.cpu().double() for x in (out, lse, sinks, dout, dlse))
+    engine_sinks.add_sinks_(wide, wide_lse, wide_sinks)
     sinks_triton.add_sinks_(out, lse, sinks)
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     step = torch.finfo(dtype).eps / (1 if dtype is torch.bfloat16 and device == "cpu" else 2)
     assert bool(((out.cpu().double() - wide).abs() <= 1.01 * step * wide.abs() + 4e-6).all())
     torch.testing.assert_close(lse.cpu().double(), wide_lse, rtol=1e-6, atol=2e-6)
-    for some in (dlse, None):
+    for some, other in ((dlse, wide_dlse), (None, None)):
         found = sinks_triton.sinks_gradient(dout, some, out, lse, sinks)
-        given = None if some is None else some.cpu().double()
-        truth = engine_sinks.sinks_gradient(dout.cpu().double(), given, out.cpu().double(), lse.cpu().double(), sinks.cpu().double())
+        truth = engine_sinks.sinks_gradient(wide_dout, other, out.cpu().double(), lse.cpu().double(), wide_sinks)
         torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-5, atol=2e-4)
         assert torch.equal(found, sinks_triton.sinks_gradient(dout, some, out, lse, sinks))

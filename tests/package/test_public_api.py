@@ -14,59 +14,14 @@ from typing_extensions import get_type_hints
 import dilated_attention
 from dilated_attention.pattern import LocalWindow
 
-PUBLIC = {
-    "BackendUnavailable",
-    "BlockSparseAttention",
-    "BlockSparseDilatedAttention",
-    "DilatedAttention",
-    "DilatedPattern",
-    "MultiheadBlockSparseAttention",
-    "MultiheadBlockSparseDilatedAttention",
-    "MultiheadDilatedAttention",
-    "RingAttention",
-    "RingBlockSparseAttention",
-    "RingBlockSparseDilatedAttention",
-    "RingDilatedAttention",
-    "RingMultiheadBlockSparseAttention",
-    "RingMultiheadBlockSparseDilatedAttention",
-    "RingMultiheadDilatedAttention",
-    "attention",
-    "attention_map",
-    "attention_received",
-    "balanced_layout",
-    "block_sparse_attention",
-    "block_sparse_dilated_attention",
-    "create_attention",
-    "create_model",
-    "decode_attention",
-    "dilated_attention",
-    "explain_backend",
-    "explain_decode",
-    "list_backends",
-    "local_positions",
-    "plan_attention",
-    "plan_model",
-    "profile_memory",
-    "recommend",
-    "ring_attention",
-    "ring_block_sparse_attention",
-    "ring_block_sparse_dilated_attention",
-    "ring_dilated_attention",
-    "shard_sequence",
-    "unshard_sequence",
-}
+# pinned, with their signatures, by net.json (test_net.py); exceptions have none
+PUBLIC = dilated_attention.__all__
 
 
-def test_public_names_are_these() -> None:
-    assert set(dilated_attention.__all__) == PUBLIC
-    assert all(hasattr(dilated_attention, name) for name in PUBLIC)
-
-
-def test_every_public_name_is_documented() -> None:
+def test_every_public_name_is_there_and_documented() -> None:
+    assert "BackendUnavailable" in PUBLIC
     for name in PUBLIC:
-        text = getattr(dilated_attention, name).__doc__
-        assert text, name
-        assert len(text) > 60, name
+        assert len(getattr(dilated_attention, name).__doc__ or "") > 60, name
 
 
 def test_planning_profiling_and_the_compiler_are_imported_when_they_are_used() -> None:
@@ -115,13 +70,6 @@ except ImportError as error:
         "sdpa_cpu",
         'drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"',
     ]
-
-
-def test_what_stands_in_for_the_compiler_s_decorator_does_what_that_does() -> None:
-    from dilated_attention.functional.arguments import place_in
-
-    marked = torch.compiler.assume_constant_result(lambda: 0)
-    assert vars(marked) and vars(marked).items() <= vars(place_in).items()
 
 
 def constructor(name: str) -> Any:

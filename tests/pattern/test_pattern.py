@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.engine.branches.problems import Shape, problems_of
-from dilated_attention.pattern import NOT_IN_BRANCH, taken
+from dilated_attention.pattern import NOT_IN_BRANCH
 from dilated_attention.testing import random_case
 
 # Prov-GigaPath's slide encoder: segments of max_wsi_size 262144, 16 heads, TorchScale's offsets
@@ -76,14 +75,6 @@ def test_counts_are_those_of_the_mask(drawn: tuple[DilatedPattern, int, int], is
     assert pattern.flops(n, heads, 24, is_causal=is_causal) == (4 * 24 * pairs, 10 * 24 * pairs)
 
 
-@given(drawn=patterns(), is_causal=st.booleans(), kv=st.sampled_from([1, None]))
-@settings(max_examples=200)
-def test_plan_has_the_pairs_of_the_pattern(drawn: tuple[DilatedPattern, int, int], is_causal: bool, kv: int | None) -> None:
-    pattern, heads, n = drawn
-    plan = problems_of(pattern, Shape(heads, kv or heads, (0, n), (0, n), ((0, n),), is_causal))
-    assert plan.pairs == pattern.pairs(n, heads, is_causal=is_causal)
-
-
 @pytest.mark.parametrize(("n", "keys"), [(45_681, 5412), (10_001, 3292), (2**20, 11_512)])
 def test_gigapath_keys_per_query(n: int, keys: int) -> None:
     """Published: 1024 + 1448 + 2048 + 714 + 178 = 5412 keys a query for a slide of 45,681 tiles. These are keys w/r² of each branch."""
@@ -97,8 +88,8 @@ def test_gigapath_keys_per_query(n: int, keys: int) -> None:
 # --- offsets -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", range(1, 20))
-@pytest.mark.parametrize("rate", [1, 2, 3, 4, 6, 12, 16])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 16, 19])
+@pytest.mark.parametrize("rate", [1, 2, 3, 6, 16])
 def test_offsets_of_any_shape(heads: int, rate: int) -> None:
     """Blocked as TorchScale lays them out: heads padded to a multiple of r, cut into r blocks; cyclic, zero and listed ones."""
     block = math.ceil(heads / rate)
@@ -124,8 +115,8 @@ def test_split_heads() -> None:
     assert pattern.offsets(2) == ((0, none), (none, 1), (none, none), (none, none), (none, none))
 
 
-@pytest.mark.parametrize("heads", range(1, 14))
-@pytest.mark.parametrize("branches", range(1, 6))
+@pytest.mark.parametrize("heads", [1, 2, 3, 7, 12, 13])
+@pytest.mark.parametrize("branches", [1, 2, 3, 5])
 def test_split_gives_every_head_one_branch(heads: int, branches: int) -> None:
     tables = DilatedPattern((9,) * branches, (1,) * branches, branch_heads="split").offsets(heads)
     owners = [[b for b in range(branches) if tables[b][h] != NOT_IN_BRANCH] for h in range(heads)]
@@ -133,13 +124,6 @@ def test_split_gives_every_head_one_branch(heads: int, branches: int) -> None:
     flat = [owner[0] for owner in owners]
     sizes = [flat.count(b) for b in range(branches)]
     assert flat == sorted(flat) and sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
-
-
-def test_taken_is_the_length_of_a_range() -> None:
-    for length in range(30):
-        for rate in range(1, 12):
-            for offset in range(rate):
-                assert taken(length, rate, offset) == len(range(offset, length, rate))
 
 
 # --- zero keys -----------------------------------------------------------------------------------------------------------------------
@@ -183,21 +167,14 @@ def test_longnet_duplicates() -> None:
 # --- the record --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_hashable_equal() -> None:
-    one = DilatedPattern([4, 8], [1, 2], [[0, 0], [0, 1]])
-    two = DilatedPattern((4, 8), torch.tensor([1, 2]), ((0, 0), (0, 1)))
-    assert one == two and hash(one) == hash(two) and len({one, two}) == 1
+def test_a_pattern_is_a_record() -> None:
+    one, two = DilatedPattern([4, 8], [1, 2], [[0, 0], [0, 1]]), DilatedPattern((4, 8), torch.tensor([1, 2]), ((0, 0), (0, 1)))
+    assert one == two != DilatedPattern([4, 8], [1, 2]) and len({one, two}) == 1
     assert one.segment_lengths == (4, 8) and all(type(r) is int for r in two.dilation_rates)
-    assert one != DilatedPattern([4, 8], [1, 2])
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.tail = "zero_keys"  # type: ignore[misc]
-
-
-def test_pickles_copies_and_repr() -> None:
-    for seed in range(30):
-        pattern = random_case(seed).pattern
-        assert eval(repr(pattern)) == pattern
-        for again in (pickle.loads(pickle.dumps(pattern)), copy.deepcopy(pattern), copy.copy(pattern), dataclasses.replace(pattern)):
+    for pattern in (random_case(seed).pattern for seed in range(30)):
+        for again in (eval(repr(pattern)), pickle.loads(pickle.dumps(pattern)), copy.deepcopy(pattern), dataclasses.replace(pattern)):
             assert again == pattern and hash(again) == hash(pattern)
 
 
@@ -207,18 +184,12 @@ def test_pickles_copies_and_repr() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_show_writes_what_the_mask_says(tmp_path: Path, is_causal: bool) -> None:
-    image, before = pytest.importorskip("matplotlib.image"), "matplotlib.pyplot" in sys.modules
-    pattern = DilatedPattern((8, 16, 32), (1, 2, 4))
+    pytest.importorskip("matplotlib")
+    before, pattern = "matplotlib.pyplot" in sys.modules, DilatedPattern((8, 16, 32), (1, 2, 4))
     figure = pattern.show(32, 3, is_causal=is_causal, path=str(tmp_path / "pattern.png"))
     panels = [axes for axes in figure.axes if axes.images]
     mask = pattern.dense_mask(32, 32, 3, is_causal=is_causal)
     # the user's backend is left alone
-    assert len(panels) == 3 and ("matplotlib.pyplot" in sys.modules) == before and pattern.show(1, 4) is not None
+    assert len(panels) == 3 and ("matplotlib.pyplot" in sys.modules) == before and (tmp_path / "pattern.png").stat().st_size > 1000
     for head, panel in enumerate(panels):
         assert torch.equal(torch.as_tensor(panel.images[0].get_array().data).long(), mask[head])
-    pixels = image.imread(tmp_path / "pattern.png")
-    assert pixels.shape[0] > 200 and pixels.shape[1] > 3 * 200
-    # white, a shade for each multiplicity, and text
-    levels = torch.as_tensor(pixels[..., :3] * 255).round().long()
-    colours = (levels @ torch.tensor([256**2, 256, 1])).unique().tolist()
-    assert 256**3 - 1 in colours and len(colours) > int(mask.max()) + 1

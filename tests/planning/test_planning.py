@@ -1,4 +1,4 @@
-"""``plan_attention`` and ``plan_model``: figures that follow from the definition, the longest sequence, times against measured ones."""
+"""``plan_attention``: figures that follow from the definition, the longest sequence, times and peaks against measured ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from dilated_attention import block_sparse_attention, dilated_attention, profile_memory
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
-from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model, ring
-from dilated_attention.planning.attention import MOST_POSITIONS
-from dilated_attention.planning.blocks import MOST_FOR_SIZE, block_counts
-from dilated_attention.planning.plans import plans_table, seconds_text
+from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from tests.helpers.comm_volume import CommSizes, dense_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -32,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring_dilated": {"world_size": 4, "segment_lengths": (2048, 65536), "dilation_rates": (1, 16)},
     "ring_block_sparse": {"world_size": 4, "pattern": LocalWindow(256)},
 }
+MOST_POSITIONS = 2**31
 
 
 def plan(kind: str, num_positions: int = 65536, **options: Any) -> AttentionPlan:
@@ -56,29 +54,23 @@ def lines_of(name: str) -> list[dict[str, Any]]:
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("Tesla P100-PCIE-16GB", "P100 PCIe"),
-        ("t4", "T4"),
     ],
 )
 def test_gpus_are_found_by_the_names_people_and_drivers_give_them(name: str, found: str) -> None:
     assert find_gpu(name).name == found
 
 
-def test_every_gpu_is_found_by_its_own_name_and_has_figures_that_make_sense() -> None:
-    for name, gpu in GPUS.items():
-        assert find_gpu(name) is gpu
-        assert gpu.source and gpu.memory > 7 * 2**30
-        assert gpu.bandwidth and gpu.bandwidth > 2e11
-        assert gpu.peaks["float32"] > 5e12
-        # bfloat16 came with compute capability 8.0, fp8 with 8.9
-        assert ("bfloat16" in gpu.peaks) == (gpu.capability >= (8, 0)), name
-        assert ("fp8" in gpu.peaks) == (gpu.capability >= (8, 9)), name
-        # tensor cores: bfloat16 at float16's rate, fp8 at twice that
-        if "bfloat16" in gpu.peaks:
-            assert gpu.peaks["bfloat16"] == gpu.peaks["float16"]
-        if "fp8" in gpu.peaks:
-            assert gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)
-        # Pascal's fast float16 sums in float16, which no attention here does
-        assert "P100" not in name or gpu.peaks["float16"] == gpu.peaks["float32"]
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_is_found_by_its_own_name_and_has_figures_that_make_sense(name: str) -> None:
+    gpu = GPUS[name]
+    assert find_gpu(name) is gpu and gpu.source and gpu.memory > 7 * 2**30
+    assert gpu.bandwidth and gpu.bandwidth > 2e11 and gpu.peaks["float32"] > 5e12
+    # bfloat16 came with compute capability 8.0, at float16's rate; fp8 with 8.9, at twice that
+    assert ("bfloat16" in gpu.peaks) == (gpu.capability >= (8, 0)) and ("fp8" in gpu.peaks) == (gpu.capability >= (8, 9))
+    assert "bfloat16" not in gpu.peaks or gpu.peaks["bfloat16"] == gpu.peaks["float16"]
+    assert "fp8" not in gpu.peaks or gpu.peaks["fp8"] / gpu.peaks["float16"] == pytest.approx(2, rel=0.02)
+    # Pascal's fast float16 sums in float16, which no attention here does
+    assert "P100" not in name or gpu.peaks["float16"] == gpu.peaks["float32"]
 
 
 def test_a_gpu_of_unknown_name_is_refused_with_the_names_there_are() -> None:
@@ -102,8 +94,7 @@ def test_this_machines_gpu_has_the_memory_that_torch_sees(monkeypatch: pytest.Mo
 
 
 def test_pairs_and_flops_are_the_patterns_own() -> None:
-    found = plan("dilated", is_causal=True, batch_size=3)
-    pattern = DilatedPattern(**LONGNET)
+    found, pattern = plan("dilated", is_causal=True, batch_size=3), DilatedPattern(**LONGNET)
     assert found.pairs == 3 * pattern.pairs(65536, 8, is_causal=True)
     assert found.flops == tuple(3 * flops for flops in pattern.flops(65536, 8, 64, is_causal=True))
     assert found.dense_pairs == 3 * 8 * 65536 * 65537 // 2
@@ -131,32 +122,13 @@ def test_a_plan_is_whole_and_told_as_text_and_json(kind: str, training: bool) ->
     assert found.peak >= 4 * found.num_positions // found.world_size * 8 * 64 * 2
     assert found.seconds == sum(one.seconds for one in found.passes)
     assert all(one.seconds >= max(one.arithmetic, one.memory, one.host) > 0 and one.source for one in found.passes)
-    told = json.loads(json.dumps(found.as_dict()))
+    told, text = json.loads(json.dumps(found.as_dict())), str(found)
     assert told["memory"]["peak"] == found.peak and told["fits"] is found.fits and told["seconds"] == found.seconds
-    text = str(found)
     assert "estimate" in text and f"{found.num_positions:,} positions" in text and ("wire" in text) == (found.world_size > 1)
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(sorted(KINDS)),
-    length=st.integers(1, 2**22),
-    more=st.integers(1, 2**20),
-    training=st.booleans(),
-    is_causal=st.booleans(),
-    gpu=st.sampled_from(["H200", "V100", "4090"]),
-)
-def test_more_positions_need_no_less(kind: str, length: int, more: int, training: bool, is_causal: bool, gpu: str) -> None:
-    few, many = (plan(kind, n, training=training, is_causal=is_causal, gpu=gpu) for n in (max(4, length), max(4, length) + more))
-    assert many.pairs >= few.pairs and many.flops >= few.flops
-    # a few rows more may choose another exchange or other chunks, which has its own margin
-    assert many.peak >= 0.8 * few.peak
-    assert not few.passes or many.passes
-
-
-@settings(max_examples=25, deadline=None)
-@given(kind=st.sampled_from(sorted(KINDS)), training=st.booleans(), memory=st.integers(2**26, 2**42), heads=st.sampled_from([4, 8, 16]))
+@settings(max_examples=25)
+@given(kind=st.sampled_from(sorted(KINDS)), training=st.booleans(), memory=st.integers(2**20, 2**42), heads=st.sampled_from([4, 8, 16]))
 def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memory: int, heads: int) -> None:
     longest = plan(kind, training=training, memory=memory, num_heads=heads, find_longest=True).longest
     if longest:
@@ -166,40 +138,23 @@ def test_the_longest_fits_and_one_more_does_not(kind: str, training: bool, memor
         assert not plan(kind, max(4, longest + 1), training=training, memory=memory, num_heads=heads).fits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_at_any_length_has_none() -> None:
+    assert plan("dense", memory=1, find_longest=True).longest == 0
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "ring of 64"])
 def test_two_billion_positions_are_planned_in_a_moment(kind: str) -> None:
+    kind, ranks = kind.partition(" ")[0], {"world_size": 64} if kind.endswith("64") else {}
     # kernels' packages and traces of the first call are not what is timed
-    plan(kind)
+    plan(kind, **ranks)
     taken = []
-    for heads in (6, 12):
+    for heads in (8, 64):
         start = time.process_time()
-        found = plan(kind, MOST_POSITIONS, num_heads=heads, find_longest=True)
+        found = plan(kind, MOST_POSITIONS, num_heads=heads, find_longest=True, **ranks)
         taken.append(time.process_time() - start)
         assert found.num_positions == 2**31 and not found.fits
     # a second on a core of its own; what shares its caches with others takes up to twice that. Per position it would be hours
-    assert min(taken) < 4
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    "pattern",
-    [LocalWindow(1000), LocalWindow((8191, 0)), GlobalLocal(2048, 64), BigBird(2048, 64, 3, 0), with_sparsity(0.1),
-     with_sparsity(0.05, "local"), with_sparsity(0.1, "big_bird"), with_sparsity(0.02, "dilated")],
-    ids=repr,
-)  # fmt: skip
-def test_blocks_of_a_long_sequence_are_told_from_a_sample(pattern: Any, is_causal: bool) -> None:
-    n, heads = 2**17, 2
-    told, counted = (block_counts(pattern, n, heads, is_causal, most) for most in (MOST_FOR_SIZE, 2**40))
-    assert counted.is_exact and not told.is_exact and told.mask_kind == counted.mask_kind
-    assert counted.pairs == pattern.pairs(n, heads, is_causal=is_causal)
-    for name in ("pairs", "entries", "computed", "list_bytes"):
-        assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=0.1 if name == "list_bytes" else 0.03), name
-
-
-def test_rows_too_long_for_a_sample_grow_as_the_pattern_says() -> None:
-    pattern, n = with_sparsity(0.1), 2**25
-    told = block_counts(pattern, n, 1, True, MOST_FOR_SIZE)
-    assert told.pairs == pytest.approx(0.05 * n**2, rel=0.03) and told.entries == pytest.approx(0.05 * (n / 128) ** 2, rel=0.03)
+    assert min(taken) < (10 if ranks else 4)
 
 
 @pytest.mark.parametrize(
@@ -234,27 +189,26 @@ def test_a_function_of_pairs_is_asked_about_some(function: Any, heads_differ: bo
 def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str, is_causal: bool) -> None:
     n, size = 4096, 4
     found = plan("ring", n, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
-    # GPUs send shares of gradients in the inputs' dtype
-    sizes = CommSizes(8, 4, 64, 1, 2, 2)
     if exchange == "all_to_all":
-        ranks = [ring.heads_bytes(n, size, n // size, CommSizes(8, 4, 64, 1, 2, 4)) for rank in range(size)]
-    else:
-        ranks = [dense_bytes(n, size, rank, layout, sizes, is_causal=is_causal) for rank in range(size)]
-    assert found in ranks
-    assert found.forward_received == max(rank.forward_received for rank in ranks)
+        # q, k, v of two and one heads of others' rows, and out and lse of its own rows' other heads; gradients likewise
+        rows, away = n - n // size, n // size * (size - 1)
+        assert found.forward_received == rows * (2 + 2 * 1) * 64 * 2 + away * 2 * (64 * 2 + 4)
+        assert found.backward_received == rows * (2 + 2 * 1 + 2 * 2) * 64 * 2 + rows * 2 * 4 + away * (2 + 2 * 1) * 64 * 2
+        return
+    # GPUs send shares of gradients in the inputs' dtype
+    ranks = [dense_bytes(n, size, rank, layout, CommSizes(8, 4, 64, 1, 2, 2), is_causal=is_causal) for rank in range(size)]
+    assert found in ranks and found.forward_received == max(rank.forward_received for rank in ranks)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_long_ring_is_told_from_a_shorter_one(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"world_size": 4, "segment_lengths": (2048, 2**14, 2**15), "dilation_rates": (1, 4, 8), "training": training}
-    exact = plan("ring_dilated", 2**15, **options)
-    monkeypatch.setattr(ring, "_MOST_MASKED", 2**16)
-    ring.exchange_of.cache_clear()
-    told = plan("ring_dilated", 2**15, **options)
-    ring.exchange_of.cache_clear()
-    assert exact.exchange.is_exact and not told.exchange.is_exact and "about" in str(told)
-    assert told.exchange.bytes.backward_received == pytest.approx(exact.exchange.bytes.backward_received, rel=0.02)
-    assert told.peak == pytest.approx(exact.peak, rel=0.05)
+def test_a_long_ring_is_a_short_one_of_as_many_times_the_bytes(training: bool) -> None:
+    short, long = (
+        plan("ring_dilated", s * 2**15, segment_lengths=(s * 2048, s * 2**14, s * 2**15), dilation_rates=(1, 4, 8), training=training)
+        for s in (1, 64)
+    )
+    assert short.exchange.is_exact and not long.exchange.is_exact and "about" in str(long)
+    assert long.exchange.bytes.forward_received == pytest.approx(64 * short.exchange.bytes.forward_received, rel=0.02)
+    assert long.exchange.bytes.backward_received == pytest.approx(64 * short.exchange.bytes.backward_received, rel=0.02)
 
 
 def test_a_window_brings_a_rank_the_blocks_beside_it() -> None:
@@ -286,13 +240,10 @@ def test_times_of_dilated_attention_are_near_what_an_h200_took(row: dict[str, An
     ids=lambda r: f"{r['N']} {r['density']:.2f}",
 )
 def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
-    shape = {"num_positions": row["N"], "num_heads": row["H"], "head_dim": row["D"]}
-    # the forward was timed without gradients
     for index, name in enumerate(("forward", "backward")):
-        passes = {"training": bool(index), **shape}
-        sparse, dense = plan("block_sparse", pattern=with_sparsity(row["density"]), **passes), plan("dense", **passes)
-        assert sparse.passes[index].seconds * 1e3 == pytest.approx(row[name]["ours"]["ms"], rel=0.25)
-        assert dense.passes[index].seconds * 1e3 == pytest.approx(row[name]["dense"]["ms"], rel=0.25)
+        shape = {"num_positions": row["N"], "num_heads": row["H"], "head_dim": row["D"], "training": bool(index)}
+        for kind, of, options in (("block_sparse", "ours", {"pattern": with_sparsity(row["density"])}), ("dense", "dense", {})):
+            assert plan(kind, **shape, **options).passes[index].seconds * 1e3 == pytest.approx(row[name][of]["ms"], rel=0.25)
 
 
 @pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4/ring.jsonl") if re.search((r"dense-32/8-\d+-\w+ \w+ \| ours "
@@ -304,38 +255,49 @@ def test_times_of_four_h200s_are_near_what_they_took(row: dict[str, Any]) -> Non
     assert found.seconds == pytest.approx(row["seconds"], rel=0.25)
 
 
-def test_a_time_says_where_its_rate_comes_from() -> None:
-    def sources(**options: Any) -> str:
-        return " ".join(one.source for one in plan("dense", **options).passes)
+def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
+    compared = 0
+    for row in lines_of("2026-11-21-h200/short.jsonl"):
+        heads, dim = map(int, row["shape"].split("x"))
+        rates = {"dilation_rates": LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)}
+        for kind in ("dense", "dilated"):
+            measured, captured = row["ms"][f"{kind} both"], row["ms"][f"{kind} both graph"]
+            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
+            if measured >= 2 * captured:
+                shape = {"num_heads": heads, "head_dim": dim, "is_causal": row["causal"], **(rates if kind == "dilated" else {})}
+                estimate = 1e3 * sum(one.host for one in plan(kind, row["N"], **shape).passes)
+                assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
+                compared += 1
+    assert compared >= 6
 
-    assert "shipped table of NVIDIA H200" in sources() and "ratio of peaks" not in sources()
-    assert "ratio of peaks, 0.76" in sources(gpu="H100 PCIe")
-    assert "assumed, not measured" in sources(gpu="A100")
 
-
-def test_without_a_rate_there_is_no_time_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_says_where_its_rate_comes_from_and_none_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, text in (
+        ("H200", "shipped table of NVIDIA H200"),
+        ("H100 PCIe", "ratio of peaks, 0.76"),
+        ("A100", "assumed, not measured"),
+    ):
+        assert all(text in one.source for one in plan("dense", gpu=gpu).passes)
+    assert "ratio of peaks" not in str(plan("dense"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = plan("dense", gpu=None)
     assert found.device == "this machine's CPU" and found.dtype == "float32"
-    assert found.seconds is None and "nothing was measured on this CPU" in found.no_time
-    blocks, model = plan("block_sparse", gpu=None, pattern=LocalWindow(64)), plan_model("longnet-tiny", num_positions=4096, gpu="cpu")
-    for what, one in {"such a call": found, "block-sparse calls": blocks, "linear layers": model}.items():
-        text = str(one)
-        assert one.seconds is None and what in one.no_time and "the ratio of the FLOPs" in one.no_time
-        # no command that would measure something else; the figure is of tensors, and a process may take more
-        assert text.count(one.no_time) == 1 and "bench" not in text and "MALLOC_MMAP_THRESHOLD_" in text
-        assert plans_table([one, one]).count(one.no_time) == 1 and "MALLOC_MMAP_THRESHOLD_" in plans_table([one, one])
-    assert "MALLOC" not in str(plan("dense", gpu="H200"))
+    blocks, model = plan("block_sparse", gpu=None), plan_model("longnet-tiny", num_positions=4096, gpu="cpu", find_longest=False)
+    for one in (found, blocks, model):
+        assert one.seconds is None and "the ratio of the FLOPs" in one.no_time and str(one).count(one.no_time) == 1
+        # the figure is of tensors, and a process may take more
+        assert "MALLOC_MMAP_THRESHOLD_" in str(one)
+    assert "MALLOC" not in str(plan("dense"))
 
 
-MEASURED: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
-    "dense": ("dense", {}, 8, torch.float32),
-    "dilated": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.float32),
-    "dilated, bfloat16": ("dilated", {"pattern": DilatedPattern((256, 1024, 2048), (1, 4, 8))}, 8, torch.bfloat16),
-    "window": ("block_sparse", {"pattern": LocalWindow((256, 0))}, 8, torch.float32),
-    "window, bfloat16": ("block_sparse", {"pattern": LocalWindow(1024, block_size=64)}, 8, torch.bfloat16),
-    "shared keys": ("block_sparse", {"pattern": GlobalLocal(512, 128)}, 2, torch.float32),
-    "random": ("block_sparse", {"pattern": BigBird(256, 128, 3)}, 8, torch.float32),
+MEASURED: dict[str, tuple[Any, int, torch.dtype]] = {
+    "dense": (None, 8, torch.float32),
+    "dilated": (DilatedPattern((256, 1024, 2048), (1, 4, 8)), 8, torch.float32),
+    "dilated, bfloat16": (DilatedPattern((256, 1024, 2048), (1, 4, 8)), 8, torch.bfloat16),
+    "window": (LocalWindow((256, 0)), 8, torch.float32),
+    "window, bfloat16": (LocalWindow(1024, block_size=64), 8, torch.bfloat16),
+    "shared keys": (GlobalLocal(512, 128), 2, torch.float32),
+    "random": (BigBird(256, 128, 3), 8, torch.float32),
 }
 
 
@@ -343,24 +305,24 @@ MEASURED: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 @pytest.mark.parametrize("case", MEASURED)
 def test_planned_peaks_on_a_cpu_are_those_of_their_tensors(case: str, training: bool) -> None:
-    kind, options, kv_heads, dtype = MEASURED[case]
-    q, dout = (torch.randn(1, 2048, 8, 64, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(1, 2048, kv_heads, 64, dtype=dtype) for _ in range(2))
+    pattern, kv_heads, dtype = MEASURED[case]
+    q, dout, k, v = (torch.randn(1, 2048, heads, 64, dtype=dtype) for heads in (8, 8, kv_heads, kv_heads))
     inputs = [x.requires_grad_(training) for x in (q, k, v)]
+    is_dilated = isinstance(pattern, DilatedPattern)
 
     def call() -> None:
-        if kind == "block_sparse":
-            out = block_sparse_attention(*inputs, options["pattern"])
+        if pattern is None or is_dilated:
+            branches = pattern or DilatedPattern((2048,), (1,))
+            out = dilated_attention(*inputs, branches.segment_lengths, branches.dilation_rates)
         else:
-            pattern = options.get("pattern", DilatedPattern((2048,), (1,)))
-            out = dilated_attention(*inputs, pattern.segment_lengths, pattern.dilation_rates)
+            out = block_sparse_attention(*inputs, pattern)
         if training:
             out.backward(dout)
 
     peak = profile_memory(call, device="cpu").peak_allocated + sum(x.nbytes for x in [*inputs, *[dout] * training])
     planned = plan_attention(
-        kind, num_positions=2048, num_heads=8, num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training, gpu="cpu",
-        find_longest=False, **options,
+        "dense" if pattern is None else "dilated" if is_dilated else "block_sparse", num_positions=2048, num_heads=8,
+        num_kv_heads=kv_heads, head_dim=64, dtype=dtype, training=training, gpu="cpu", find_longest=False, pattern=pattern,
     )  # fmt: skip
     # products of 16-bit floats pack their operands on some CPUs
     assert planned.peak == pytest.approx(peak, rel=0.25 if dtype is torch.bfloat16 else 0.15)
@@ -398,46 +360,3 @@ def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str
         plan_attention(kind, **arguments)
     with pytest.raises(TypeError, match="takes a pattern"):
         plan_attention("block_sparse", num_positions=64, num_heads=8, head_dim=64)
-
-
-def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
-    from dilated_attention.planning.attention import _host
-    from dilated_attention.planning.problem import make_problem
-    from dilated_attention.planning.ring import NO_EXCHANGE
-
-    rates = {"12x64": (1, 2, 4, 6, 12), "16x128": (1, 2, 4, 8, 16)}
-    compared = 0
-    for row in lines_of("2026-11-21-h200/short.jsonl"):
-        heads, dim = map(int, row["shape"].split("x"))
-        for kind in ("dense", "dilated"):
-            measured, captured = row["ms"][f"{kind} both"], row["ms"][f"{kind} both graph"]
-            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
-            if measured < 2 * captured:
-                continue
-            branches = {"segment_lengths": LONGNET["segment_lengths"], "dilation_rates": rates[row["shape"]]} if kind == "dilated" else {}
-            problem = make_problem(
-                kind, num_positions=row["N"], num_heads=heads, head_dim=dim, is_causal=row["causal"], gpu=GPUS["H200 SXM"], **branches
-            )  # fmt: skip
-            estimate = 1e3 * sum(_host(problem, backward, NO_EXCHANGE) for backward in (False, True))
-            assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
-            compared += 1
-    assert compared >= 6
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [
-        (3.5e-5, "35 µs"),
-        (9.996e-4, "1 ms"),
-        (0.0123, "12.3 ms"),
-        (0.9997, "1 s"),
-        (6.19, "6.19 s"),
-        (119.0, "119 s"),
-        (371.0, "6.18 min"),
-        (48_000.0, "13.3 h"),
-        (300_000.0, "3.47 days"),
-        (1e9, "11,574 days"),
-    ],
-)
-def test_times_are_told_in_the_unit_that_people_use(seconds: float, told: str) -> None:
-    assert seconds_text(seconds) == told
