@@ -21,8 +21,8 @@ from dilated_attention.models import (
     SlideEncoderConfig,
     VisionConfig,
 )
+from dilated_attention.models.config import ATTENTION_FIELDS, RING_KINDS
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
-from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import geometric_branches
 from dilated_attention.pattern.checks import as_int, one_of, shown
 
@@ -73,7 +73,7 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
             ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
             ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``,
             ``SlideEncoder``, ``LongViT``. Another kind of ``attention`` drops the preset's segments, rates, offsets, tail and block
-            pattern.
+            pattern; so does a list of dicts, which layers take in turn (see ``LongNetConfig``).
 
     Returns:
         The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
@@ -86,6 +86,10 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     >>> create_model("longnet-tiny", mesh=mesh["cp"], layout="contiguous")
     >>> # segments 2048, 8192, 32768, 131072 with rates 1, 4, 16, 64
     >>> create_model("longnet-15m", context_length=131072)
+    >>> # three layers with a window, then one with dense attention, and so on
+    >>> window = {"attention": "block_sparse",
+    ...           "block_pattern": LocalWindow((1023, 0))}
+    >>> create_model("longnet-15m", attention=[window] * 3 + [{"attention": "dense"}])
     """
     one_of("preset", preset, tuple(MODEL_PRESETS))
     config: Any = MODEL_PRESETS[preset]
@@ -107,7 +111,7 @@ def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[
     """The overrides that ``context_length`` means, which others may not contradict."""
     stack = getattr(config, "encoder", config)
     attention = overrides.get("attention", stack.attention)
-    if not stack.segment_lengths or RING_KINDS.get(attention, attention) != "dilated":
+    if not stack.segment_lengths or not isinstance(attention, str) or RING_KINDS.get(attention, attention) != "dilated":
         raise ValueError(
             f"context_length is {shown(context_length)} and attention is {shown(attention)}, which has no branches that could follow it: "
             "leave context_length out"
@@ -121,10 +125,12 @@ def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[
 def _replaced(config: Any, changes: dict[str, Any]) -> Any:
     """Returns ``config`` with fields changed. Changing the kind of attention removes the fields of the former kind."""
     if isinstance(config, LongNetConfig) and "attention" in changes:
-        one_of("attention", changes["attention"], ATTENTION_KINDS)
-        if RING_KINDS.get(changes["attention"], changes["attention"]) != config.kind:
-            of_a_kind = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
-            changes = {field.name: field.default for field in fields(config) if field.name in of_a_kind} | changes
+        attention = changes["attention"]
+        is_mixed = isinstance(attention, (list, tuple))
+        if not is_mixed:
+            one_of("attention", attention, ATTENTION_KINDS)
+        if is_mixed or RING_KINDS.get(attention, attention) != config.kind:
+            changes = {field.name: field.default for field in fields(config) if field.name in ATTENTION_FIELDS} | changes
     return replace(config, **changes)
 
 

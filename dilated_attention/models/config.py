@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ TORCHSCALE_ENCODER: dict[str, Any] = {
 FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 # A, C, G, T, N; and the longest k-mers whose 5^k codes are a size (as_size)
 NUM_BASES, MAX_KMER = 5, 13
+# fields of a kind of attention, in which layers may differ
+ATTENTION_FIELDS = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
 # field → (the field, and its values, without which it means nothing)
 _ONLY_WITH = {
     "rotary_base": ("positions", ("rotary", "xpos")),
@@ -79,12 +82,14 @@ class ModelConfig:
         missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
         if missing:
             raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
-        pattern = values.get("block_pattern")
-        if isinstance(pattern, str) and OBJECT in pattern:
-            # in this process another pattern may have that name
-            raise ValueError(
-                f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
-            )
+        by_layer = values.get("attention")
+        for entry in (values, *(by_layer if isinstance(by_layer, list) else ())):
+            pattern = entry.get("block_pattern") if isinstance(entry, dict) else None
+            if isinstance(pattern, str) and OBJECT in pattern:
+                # in this process another pattern may have that name
+                raise ValueError(
+                    f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
+                )
         return cls(**values)
 
     def to_json(self) -> str:
@@ -123,6 +128,8 @@ def _plain(name: str, value: Any) -> Any:
         return value.spec()
     if isinstance(value, tuple):
         return [_plain(name, x) for x in value]
+    if isinstance(value, dict):
+        return {key: _plain(f"{name}'s {key}", x) for key, x in value.items()}
     return value
 
 
@@ -136,7 +143,9 @@ class LongNetConfig(ModelConfig):
         num_layers: M, the number of blocks.
         num_heads: H, the number of query heads.
         attention: ``"dilated"`` · ``"dense"`` · ``"block_sparse"``; and for a sequence shared between processes ``"ring_dilated"`` ·
-            ``"ring"`` (dense) · ``"ring_block_sparse"``, with the same weights.
+            ``"ring"`` (dense) · ``"ring_block_sparse"``, with the same weights. Or a list of dicts that layers take in turn: layer i has
+            entry i mod their number. An entry has the fields ``attention``, ``segment_lengths``, ``dilation_rates``, ``block_pattern``,
+            ``head_offsets``, ``tail`` and ``mixture_grad``, with their usual defaults, and the configuration has none of them beside it.
         segment_lengths: for dilated attention, w of each branch in positions.
         dilation_rates: r of each branch.
         block_pattern: for block-sparse attention, a ``BlockPattern`` or its ``spec()``. ``LocalWindow((1023, 0))`` is a sliding window.
@@ -173,7 +182,8 @@ class LongNetConfig(ModelConfig):
     embed_dim: int
     num_layers: int
     num_heads: int
-    attention: str = "dilated"
+    # a dict has no hash
+    attention: str | tuple[dict[str, Any], ...] = field(default="dilated", hash=False)
     segment_lengths: tuple[int, ...] = ()
     dilation_rates: tuple[int, ...] = ()
     block_pattern: BlockPattern | None = None
@@ -203,7 +213,8 @@ class LongNetConfig(ModelConfig):
     def __post_init__(self) -> None:
         self._convert(as_size, "embed_dim", "num_layers", "num_heads")
         self._convert(as_size, "vocab_size", "num_kv_heads", "ffn_dim", optional=True)
-        one_of("attention", self.attention, KINDS)
+        if not isinstance(self.attention, (list, tuple)):
+            one_of("attention", self.attention, KINDS)
         one_of("ffn", self.ffn, FEED_FORWARDS)
         one_of("norm", self.norm, ("layer_norm", "rms_norm"))
         one_of("positions", self.positions, ("rotary", "xpos", "none"))
@@ -251,24 +262,72 @@ class LongNetConfig(ModelConfig):
                     f"{name} is {shown(getattr(self, name))} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
                     f"use {chooser}={' or '.join(map(repr, owners))}"
                 )
+        if self.kind == "mixed":
+            self._convert(self._checked_entries, "attention")
         if self.kind == "block_sparse" and not isinstance(self.block_pattern, BlockPattern):
             raise (ValueError if self.block_pattern is None else TypeError)(
                 f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, "
                 "such as LocalWindow((1023, 0))"
             )
 
+    def _checked_entries(self, name: str, entries: Any) -> tuple[dict[str, Any], ...]:
+        """Returns the entries of ``attention`` with their values converted, and without those that are the default."""
+        if not 1 <= len(entries) <= self.num_layers:
+            raise ValueError(
+                f"attention has {len(entries)} entries and num_layers is {self.num_layers}; expected 1 to {self.num_layers}, which layers "
+                "take in turn"
+            )
+        checked = []
+        for i, entry in enumerate(entries):
+            if not isinstance(entry, dict):
+                raise TypeError(f"{name}[{i}] is {shown(entry)} ({type(entry).__name__}); expected a dict such as {{'attention': 'dense'}}")
+            if unknown := [key for key in entry if key not in ("attention", *ATTENTION_FIELDS)]:
+                raise ValueError(
+                    f"{name}[{i}] has {', '.join(map(shown, unknown))}; expected some of attention, {', '.join(ATTENTION_FIELDS)}: all "
+                    "others are the same in every layer"
+                )
+            one_of(f"{name}[{i}]['attention']", entry.get("attention", "dilated"), KINDS)
+            try:
+                layer = self._with(entry)
+            except (TypeError, ValueError) as error:
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}[{i}]: {error}") from error
+            usual = type(self).__dataclass_fields__
+            values = {key: getattr(layer, key) for key in ATTENTION_FIELDS}
+            checked.append({"attention": layer.attention} | {key: value for key, value in values.items() if value != usual[key].default})
+        return tuple(checked)
+
+    def _with(self, entry: dict[str, Any]) -> LongNetConfig:
+        return replace(self, **{"attention": "dilated"} | entry)
+
     @property
     def kind(self) -> str:
-        """``"dilated"``, ``"dense"`` or ``"block_sparse"``; for a ring, the kind of attention over the whole sequence."""
-        return RING_KINDS.get(self.attention, self.attention)
+        """``"dilated"``, ``"dense"`` or ``"block_sparse"``; for a ring, the kind of attention over the whole sequence. ``"mixed"`` if
+        ``attention`` lists entries that layers take in turn."""
+        return RING_KINDS.get(self.attention, self.attention) if isinstance(self.attention, str) else "mixed"
+
+    @property
+    def cycle(self) -> tuple[LongNetConfig, ...]:
+        """The configurations that layers take in turn, each with one attention: this one, unless ``attention`` is a list."""
+        return (self,) if isinstance(self.attention, str) else tuple(map(self._with, self.attention))
+
+    @property
+    def layers(self) -> tuple[LongNetConfig, ...]:
+        """The configuration of each layer, with one attention."""
+        return tuple(itertools.islice(itertools.cycle(self.cycle), self.num_layers))
 
     @property
     def is_ring(self) -> bool:
-        return self.attention in RING_KINDS
+        return any(one.attention in RING_KINDS for one in self.cycle)
 
     @property
     def pattern(self) -> DilatedPattern | BlockPattern:
-        """The attention pattern of every block; ``is_causal`` applies in addition."""
+        """The attention pattern of every block; ``is_causal`` applies in addition.
+
+        Raises:
+            ValueError: if layers differ; ``layers`` and ``cycle`` have each one's.
+        """
+        if self.kind == "mixed":
+            raise ValueError(f"attention is {shown(self.attention)}, by layer, and has no one pattern; ask config.layers[i].pattern")
         if self.kind == "dilated":
             return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_offsets, tail=self.tail)  # type: ignore[arg-type]
         if self.kind == "dense":

@@ -81,7 +81,7 @@ class LongNetStack(nn.Module):
         self.ring = ring
         self.checkpoint_activations = checkpoint_activations
         self.blocks = nn.ModuleList(
-            Block(config, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth in range(config.num_layers)
+            Block(layer, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth, layer in enumerate(config.layers)
         )
         self.norm = make_norm(config, device=device, dtype=dtype) if config.final_norm else None
         # dtypes and modes in which the kernels of a block are compiled or being compiled

@@ -1,0 +1,305 @@
+"""Which attention should a model be trained with? Trains one from nothing, all for the same time, and writes what came of it.
+
+    python examples/compare_attention.py --attention window-1024 --context 32768 --seconds 360 --lr 1e-3 --out runs/compare/window
+    python examples/compare_attention.py --attention dense --context 1m --data genomes a.fa.gz b.fa.gz --checkpoint --out runs/compare/dna
+    python examples/compare_attention.py --queue runs.json --gpus 4 --out runs/compare   # many: one a GPU, the next when one ends
+    python examples/compare_attention.py --table runs/compare --pictures docs/images     # what came of them
+
+``--data bytes`` is the text that this Python's packages ship, ``--data bytes FOLDER`` that of other packages, ``--data genomes FILE …`` two
+strains in a sequence. ``--queue`` reads a list of flags: ``[{"attention": "dense", "context": 32768, "lr": 1e-3}, …]``. The learning rate
+follows the share of ``--seconds`` that is over, and evaluations stop the clock. A run that is called again goes on where it was stopped; of
+one that has ended ``--out``.json holds settings, speed, memory and the held-out bits: over time, by position in the context, by how far
+back the 24 symbols before one stood last, and of a random string that stood once. Last line: ``done: … bits per byte``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _compare_data import Strains, Text, copy_distance
+from _pictures import can_draw
+from recipe import log, settings
+from recipe.main import run_safely
+from recipe.processes import Processes, precision
+from recipe.task import Task, generator_of
+from recipe.trainer import Trainer
+
+from dilated_attention import create_model
+from dilated_attention.models import LongNetLM
+from dilated_attention.pattern import BigBird, BlockPattern, DilatedBlocks, GlobalLocal, LocalWindow, TopBlocks, geometric_branches
+
+NAMES = (
+    "dense", "window-1024", "window-4096", "longnet-2", "longnet-4", "dilated-blocks", "bigbird", "topblocks", "mix-window-dense",
+    "mix-window-dilated", "dilated-offsets",
+)  # fmt: skip
+# of the needle test: bytes of the string, those of them that only say which it is, and bytes from one string to the next
+NEEDLE, CUE, APART = 32, 8, 40
+Entry = dict[str, Any]
+
+
+def blocks(pattern: BlockPattern) -> Entry:
+    return {"attention": "block_sparse", "block_pattern": pattern}
+
+
+def window(size: int) -> Entry:
+    return blocks(LocalWindow((size - 1, 0)))
+
+
+def longnet(context: int, growth: int) -> Entry:
+    segments, rates = geometric_branches(context, min(2048, max(1, context // 4)), growth)
+    return {"attention": "dilated", "segment_lengths": segments, "dilation_rates": rates}
+
+
+def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry]:
+    """The entries of ``create_model(attention=…)``, which layers take in turn."""
+    if size := re.fullmatch(r"window-(\d+)", name):
+        return [window(int(size[1]))]
+    if growth := re.fullmatch(r"longnet-(\d+)", name):
+        return [longnet(context, int(growth[1]))]
+    if name == "dilated-blocks":
+        # the first 128 keys, a window of 1,024, and at each rate 4, 16, … four blocks of 128 before it, until they reach the whole context
+        pattern: BlockPattern = GlobalLocal((1023, 0), 128)
+        for rate in geometric_branches(-(-context // 512), 1, 4)[1][1:]:
+            pattern = pattern | DilatedBlocks(rate, 8)
+        return [blocks(pattern)]
+    if name == "dilated-offsets":
+        # head h of layer l takes the positions ≡ h + l · heads, so that layers together take more of them than one has heads
+        entry = longnet(context, 4)
+        return [
+            entry | {"head_offsets": tuple(tuple((h + depth * heads) % rate for h in range(heads)) for rate in entry["dilation_rates"])}
+            for depth in range(layers)
+        ]
+    entries = {
+        "dense": [{"attention": "dense"}],
+        "bigbird": [blocks(BigBird((1023, 0), 128, 8))],
+        "topblocks": [blocks(TopBlocks(density=0.1))],
+        "mix-window-dense": [window(1024)] * 3 + [{"attention": "dense"}],
+        "mix-window-dilated": [window(1024), longnet(context, 4)],
+    }
+    if name not in entries:
+        raise ValueError(f"--attention is {name}; expected one of {', '.join(NAMES)}, or another number behind window- or longnet-")
+    return entries[name]
+
+
+def arguments() -> tuple[settings.Parser, argparse.Namespace]:
+    whole = settings.number(int, 1)
+    parser = settings.Parser(__doc__, free=("data", "cache", "queue", "gpus", "stop_after", "table", "pictures"))
+    settings.add_common(parser, out="runs/compare/run", lr=1e-3, minutes=6, processes=False)
+    parser.set_defaults(resume="auto")
+    parser.add_argument("--attention", default="dense", help=", ".join(NAMES))
+    parser.add_argument("--context", type=settings.number(int, 512), default=32768, help="bytes or bases of a sequence (default: 32768)")
+    parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes [FASTA …]")
+    parser.add_argument("--cache", type=Path, default=Path("runs/compare-bytes.pt"), help="where the text of packages is kept")
+    parser.add_argument("--tokens", type=whole, default=262_144, help="of a step (default: 262,144); at least one sequence")
+    parser.add_argument("--layers", type=whole, default=10)
+    parser.add_argument("--embed-dim", type=whole, default=512)
+    parser.add_argument("--heads", type=whole, default=8)
+    parser.add_argument("--checkpoint", action="store_true", help="keep only each block's input for the backward")
+    parser.add_argument("--evaluations", type=settings.number(int, 0), default=8, help="on the way")
+    parser.add_argument("--held-out", type=whole, default=524_288, help="tokens of each; four times as many at the end (default: 524,288)")
+    parser.add_argument("--queue", type=Path, help="a .json of runs; --out is the folder of them all")
+    parser.add_argument("--gpus", type=settings.number(int, 0), default=1, help="of --queue: runs at a time")
+    parser.add_argument("--stop-after", type=settings.number(float, 0, above=True), help="of --queue: seconds until all runs stop and save")
+    parser.add_argument("--table", type=Path, help="print a table of the results in this folder")
+    parser.add_argument("--pictures", type=Path, help="of --table: draw loss over time and by position into this folder")
+    return parser, settings.parse(parser)
+
+
+class Run:
+    """One run: its data, its model, and what is measured of it."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        kind, *paths = args.data
+        if kind not in ("bytes", "genomes") or (kind == "bytes" and len(paths) > 1):
+            raise ValueError(f"--data is {' '.join(args.data)}; expected bytes, bytes FOLDER, or genomes and FASTA files")
+        files = [Path(path) for path in paths]
+        self.data: Text | Strains
+        self.data = Text(files[0] if files else None, args.cache, device) if kind == "bytes" else Strains(files, args.context, device)
+        self.batch = max(1, args.tokens // args.context)
+        torch.manual_seed(args.seed)
+        self.model = self.build(device)
+
+    def build(self, device: torch.device | str) -> LongNetLM:
+        args, data = self.args, self.data
+        shape: dict[str, Any] = {"embed_dim": args.embed_dim, "num_layers": args.layers, "num_heads": args.heads}
+        tokens = {"vocab_size": data.vocab_size, "kmer": data.kmer, "tie_embeddings": data.kmer == 1, "rotary_base": 500_000.0}
+        entries = attention_of(args.attention, args.context, args.heads, args.layers)
+        options: dict[str, Any] = {"checkpoint_activations": args.checkpoint, "backend": args.backend, "device": device}
+        model = create_model("longnet-50m", attention=entries, **shape, **tokens, **options)
+        assert isinstance(model, LongNetLM)
+        return model
+
+    def loss(self, sequences: Sequence[int], _: float) -> torch.Tensor:
+        windows = torch.stack([self.data.random_window(self.args.context, generator_of(self.args.seed, i)) for i in sequences])
+        with precision(self.device):
+            return self.model(self.data.inputs(windows), targets=self.data.targets(windows))
+
+    def warm_up(self) -> None:
+        """A forward and backward whose gradients are dropped: kernels are compiled and chosen before the clock runs."""
+        self.loss(range(self.batch), 0.0).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def bits(self, windows: torch.Tensor) -> torch.Tensor:
+        """Bits of every target of windows (B, N + 1), (B, N); NaN where there is none."""
+        targets = self.data.targets(windows)
+        with torch.no_grad(), precision(self.device):
+            hidden = self.model.eval().hidden(self.data.inputs(windows))
+            parts = [torch.nn.functional.linear(x, self.model.output_weight) for x in hidden.flatten(0, 1).split(65_536)]
+        pairs = zip(parts, targets.flatten().split(65_536), strict=True)
+        nats = torch.cat([torch.nn.functional.cross_entropy(x.float(), y, reduction="none") for x, y in pairs])
+        return nats.view(targets.shape).masked_fill(targets == -100, math.nan) / math.log(2)
+
+    def windows(self, progress: float) -> list[torch.Tensor]:
+        count = max(1, self.args.held_out * (4 if progress == 1 else 1) // self.args.context)
+        return list(torch.stack(list(self.data.held_out(self.args.context, count))).split(self.batch))
+
+    def evaluate(self, progress: float) -> float:
+        return torch.cat([self.bits(windows) for windows in self.windows(progress)]).nanmean().item()
+
+    def figures(self) -> dict[str, Any]:
+        """Bits of the held-out windows: of all, by position and by distance of a copy, each [from, below, tokens, bits]."""
+        windows = self.windows(1.0)
+        bits = torch.cat([self.bits(x) for x in windows])
+        far = torch.stack([copy_distance(window, self.data.vocab_size) for x in windows for window in x])
+        position = torch.arange(1, bits.shape[1] + 1, device=self.device).expand_as(bits)
+        figures = {"bits": bits.nanmean().item(), "by_position": binned(position, bits), "by_copy": binned(far, bits)}
+        if isinstance(self.data, Text):
+            figures["needle"] = self.needle(torch.cat(windows))
+        return figures
+
+    def needle(self, windows: torch.Tensor) -> list[list[float]]:
+        """[distance, tokens, bits] of the last bytes of random strings near the end of a window that stand once at that distance before."""
+        n, first = self.args.context, min(512, self.args.context // 4)
+        distances = [first * 4**i for i in range(20) if first * 4**i <= n // 2]
+        distances.append(n - APART * (len(distances) + 2))
+        ends = [n + 1 - APART * (i + 1) + NEEDLE for i in range(len(distances))]
+        drawn = torch.randint(33, 127, (len(windows), len(distances), NEEDLE), generator=torch.Generator().manual_seed(1)).to(self.device)
+        changed = windows.clone()
+        for i, (distance, end) in enumerate(zip(distances, ends, strict=True)):
+            for place in (end, end - distance):
+                changed[:, place - NEEDLE : place] = drawn[:, i]
+        bits = torch.cat([self.bits(x) for x in changed.split(self.batch)])
+        scored = [bits[:, end - NEEDLE + CUE - 1 : end - 1] for end in ends]
+        return [[distance, x.numel(), x.mean().item()] for distance, x in zip(distances, scored, strict=True)]
+
+
+def binned(at: torch.Tensor, bits: torch.Tensor) -> list[list[float]]:
+    """[from, below, tokens, mean bits] of the positive places ``at``, by powers of 2; 0 to 1 are those at none."""
+    which = torch.where(at > 0, at.clamp(min=1).log2().floor().long() + 1, 0)[~bits.isnan()]
+    counts = torch.bincount(which).tolist()
+    sums = torch.bincount(which, weights=bits[~bits.isnan()].double()).tolist()
+    rows = enumerate(zip(counts, sums, strict=True))
+    return [[2 ** (i - 1) if i else 0, 2**i, count, total / count] for i, (count, total) in rows if count]
+
+
+def train(parser: settings.Parser, args: argparse.Namespace) -> int:
+    result = args.out.with_name(f"{args.out.name}.json")
+    with settings.wrong_usage(parser):
+        processes = Processes(1, "contiguous", False)
+        device = processes.device
+        run = Run(args, device)
+        model, tokens = run.model, run.batch * args.context
+        task = Task(
+            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, flops=None, unit=run.data.unit, data=run.data.data,
+            evaluations=args.evaluations, batch=run.batch,
+        )  # fmt: skip
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        vectors = [p for p in model.parameters() if p.ndim != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+        trainer = Trainer(args, processes, model, model, [optimizer], task)
+    print(f"{args.attention}: {model.num_parameters:,} parameters, {tokens:,} {run.data.unit}s a step; {run.data.source}", flush=True)
+    run.warm_up()
+    trainer.train()
+    if trainer.stopped_by:
+        return trainer.report_stop()
+    seconds, memory = trainer.done.seconds, trainer.peak_memory()
+    start = time.perf_counter()
+    figures = run.figures()
+    curve = [[x["seconds"], x["step"] * tokens, x["held_out/bits"]] for x in log.read(args.out) if "held_out/bits" in x]
+    found = {
+        "settings": json.loads(settings.save(args)) | {"data": args.data[0]},
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
+        "torch": torch.__version__, "source": run.data.source, "parameters": model.num_parameters, "steps": trainer.done.step,
+        "tokens": trainer.done.step * tokens, "seconds": seconds, "tokens_per_second": trainer.done.step * tokens / seconds,
+        "peak_gib": memory, "final_evaluation_seconds": time.perf_counter() - start,
+        "curve": [*curve, [seconds, trainer.done.step * tokens, figures["bits"]]], **figures,
+    }  # fmt: skip
+    result.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    print(f"done: {figures['bits']:.4f} bits per {run.data.unit}, {found['tokens_per_second']:,.0f} {run.data.unit}s/s; {result}")
+    return 0
+
+
+def name_of(flags: dict[str, Any]) -> str:
+    """The name of a run of a queue: all that it is, but for files."""
+    words = [str(value[0] if isinstance(value, list) else value) for value in flags.values()]
+    return re.sub(r"[^\w.+-]", "_", "-".join(words))
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """A run of a queue as words of a command line; of true there is only the flag, of false nothing."""
+    words = []
+    for key, value in flags.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [] if value is False else [f"--{key.replace('_', '-')}", *map(str, values)]
+    return words
+
+
+def work_off(args: argparse.Namespace) -> int:
+    """Starts the runs of a queue, one a GPU; those that have ended are left out, and those that were stopped go on."""
+    waiting = [(name_of(flags), flags) for flags in json.loads(args.queue.read_text(encoding="utf-8"))]
+    waiting = [(name, flags) for name, flags in waiting if not (args.out / f"{name}.json").exists()]
+    if any(flags.get("data", "bytes") in ("bytes", ["bytes"]) for _, flags in waiting):
+        # once, and not by each run
+        Text(None, args.cache, torch.device("cpu"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    start, failed, stopped = time.monotonic(), [], False
+    while waiting or running:
+        if args.stop_after and not stopped and time.monotonic() - start > args.stop_after:
+            stopped, waiting = True, []
+            for _, process in running.values():
+                process.send_signal(signal.SIGTERM)
+        for slot in range(max(1, args.gpus)):
+            if slot in running and (code := running[slot][1].poll()) is not None:
+                name, _ = running.pop(slot)
+                failed += [name] * (code not in (0, 128 + signal.SIGTERM))
+                print(f"{time.monotonic() - start:5.0f} s: {name} ended with {code}", flush=True)
+            if slot not in running and waiting:
+                name, flags = waiting.pop(0)
+                files = ["--out", str(args.out / name), "--cache", str(args.cache)]
+                command = [sys.executable, __file__, *words_of(flags), *files]
+                place = {"CUDA_VISIBLE_DEVICES": str(slot)} if args.gpus else {}
+                with (args.out / f"{name}.log").open("ab") as file:
+                    running[slot] = name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **place})
+        time.sleep(0.2)
+    print(f"done: {len(list(args.out.glob('*.json')))} results in {args.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser, args = arguments()
+    if args.table:
+        from _compare_table import pictures, table
+
+        print(table(args.table))
+        return pictures(args.table, args.pictures) if args.pictures and can_draw() else 0
+    return work_off(args) if args.queue else train(parser, args)
+
+
+if __name__ == "__main__":
+    sys.exit(run_safely(main))
