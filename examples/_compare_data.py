@@ -108,7 +108,7 @@ class Strains:
     read a hundred times in some minutes, and what a model knows by heart it need not look up. The last quarter of each is held out.
     """
 
-    unit, vocab_size, kmer, share = "base", len(BASES), 8, 0.75
+    unit, vocab_size, kmer, share = "base", len(BASES), 6, 0.75
 
     def __init__(self, files: list[Path], length: int, device: torch.device) -> None:
         genomes = [read_genome(path) for path in files or [find_fasta(None)]]
