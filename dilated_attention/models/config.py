@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ _ONLY_WITH = {
     "block_pattern": ("attention", ("block_sparse",)),
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
+T = TypeVar("T", int, float)
 
 
 def as_size(name: str, value: Any) -> int:
@@ -47,6 +48,12 @@ def as_size(name: str, value: Any) -> int:
     if number >= 2**31:
         raise ValueError(f"{name} is {number}; expected an integer below 2**31")
     return number
+
+
+def sum_over_layers(figures: Sequence[T], num_layers: int) -> T:
+    """Returns the sum of figures that layers take in turn."""
+    total: Any = sum(figure * len(range(i, num_layers, len(figures))) for i, figure in enumerate(figures))
+    return total  # type: ignore[no-any-return]
 
 
 class ModelConfig:
@@ -314,6 +321,15 @@ class LongNetConfig(ModelConfig):
     def layers(self) -> tuple[LongNetConfig, ...]:
         """The configuration of each layer, with one attention."""
         return tuple(itertools.islice(itertools.cycle(self.cycle), self.num_layers))
+
+    @property
+    def patterns(self) -> tuple[DilatedPattern | BlockPattern, ...]:
+        """The patterns of ``cycle``."""
+        return tuple(one.pattern for one in self.cycle)
+
+    def sum_of_layers(self, figure: Callable[[LongNetConfig], T]) -> T:
+        """Returns the sum of a figure over all layers, computed once for those that are alike."""
+        return sum_over_layers([figure(one) for one in self.cycle], self.num_layers)
 
     @property
     def is_ring(self) -> bool:

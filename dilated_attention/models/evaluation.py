@@ -101,7 +101,7 @@ def evaluate(
         )
     longest = max((len(record) for record in records), default=0)
     if context is None:
-        context = min(max(config.segment_lengths) if config.kind == "dilated" else _CONTEXT, max(longest, 1))
+        context = min(max((w for one in config.cycle for w in one.segment_lengths), default=_CONTEXT), max(longest, 1))
     context = as_int("context", context, minimum=1)
     stride = max(1, context // 2) if stride is None else as_int("stride", stride, minimum=1)
     if stride > context:

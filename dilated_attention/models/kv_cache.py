@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dilated_attention.engine.decode import dispatch
-from dilated_attention.engine.decode.keys import RowKeys, WindowKeys, row_keys
+from dilated_attention.engine.decode.keys import RowKeys, Runs, WindowKeys, row_keys
 from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.config import LongNetConfig, as_config, as_size
@@ -39,7 +39,7 @@ class KVCache:
     """Gives every request a contiguous stretch of equal length, used as a ring buffer once it is full.
 
     A stretch holds what rows can still read: min(max_length, max(w)) positions for dilated branches, left + 1 for a window plus the global
-    tokens before it, else max_length.
+    tokens before it, else max_length. Where layers differ, each layer's stretch is as long as its own attention needs.
 
     ``lengths`` are kept on the host, so no step waits for the device. ``positions`` (B,) says where a step writes each request's next
     token. A request that is not ``active`` takes part in steps without growing: its row is computed and ignored.
@@ -86,7 +86,9 @@ class KVCache:
         dispatch.check_name(backend)
         self.backend = backend
         heads = config.num_kv_heads or config.num_heads
-        self.row_keys: RowKeys = row_keys(config.pattern, config.num_heads, heads, self.max_length, self.device)
+        # layer i has entry i mod their number; equal patterns have one and the same
+        kinds = {pattern: row_keys(pattern, config.num_heads, heads, self.max_length, self.device) for pattern in config.patterns}
+        self.row_keys: list[RowKeys] = [kinds[pattern] for pattern in config.patterns]
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
@@ -94,23 +96,24 @@ class KVCache:
         self._chosen = range(self.num_requests)
         # of requests that are refused: the pass that has to end first; None after a prompt that was cut off
         self._open: dict[int, CachePass | None] = {}
-        # whether new positions reuse the slots of old ones
-        self.wraps = False
-        shape = (*self._slots(), heads, config.head_dim)
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)] for _ in range(2)
-        )
+        slots = self._slots()
+        shapes = [(*slots[layer % len(slots)], heads, config.head_dim) for layer in range(config.num_layers)]
+        self.keys, self.values = ([torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes] for _ in range(2))
 
-    def _slots(self) -> tuple[int, int]:
-        """Returns (requests or pages, positions of each)."""
-        self.capacity = min(self.max_length, self.row_keys.num_needed)
-        self.wraps = self.capacity < self.max_length
-        return self.num_requests, self.capacity
+    def _slots(self) -> list[tuple[int, int]]:
+        """Returns (requests or pages, positions of each) of the layers, which take them in turn."""
+        capacities = [min(self.max_length, keys.num_needed) for keys in self.row_keys]
+        self.capacity = max(capacities)
+        return [(self.num_requests, capacity) for capacity in capacities]
+
+    def wraps(self, keys: RowKeys) -> bool:
+        """Whether new positions of layers with these ``row_keys`` reuse the slots of old ones."""
+        return keys.num_needed < self.max_length
 
     def cached(self, layer: int, requests: range) -> Cached:
         """Returns the keys and values of a layer."""
-        some = slice(requests.start, requests.stop)
-        return Cached(self.keys[layer][some], self.values[layer][some], wraps=self.wraps, fixed=self.row_keys.fixed)
+        some, keys = slice(requests.start, requests.stop), self.row_keys[layer % len(self.row_keys)]
+        return Cached(self.keys[layer][some], self.values[layer][some], wraps=self.wraps(keys), fixed=keys.fixed)
 
     def reserve(self, request: int, length: int) -> None:
         """Makes room for positions below ``length``, unless there always is."""
@@ -152,7 +155,9 @@ class KVCache:
         for request in range(self.num_requests):
             if self.active[request]:
                 self._make_room(request, 1)
-        return self.row_keys.prepare(self._positions())
+        positions = self._positions()
+        # none of them decreases
+        return sum(keys.prepare(positions) for keys in dict.fromkeys(self.row_keys))
 
     def step(self) -> CachePass:
         """Returns a pass of one position for every request, after ``prepare_step``; on the device only, so a CUDA graph may capture it."""
@@ -221,7 +226,7 @@ class KVCache:
         )
 
     def _described(self) -> str:
-        return f"{self.num_requests} × {self.capacity:,} positions"
+        return f"{self.num_requests} × {' or '.join(f'{n:,}' for n in sorted({x.shape[1] for x in self.keys}))} positions"
 
     def _positions(self) -> list[int]:
         # a finished request keeps writing to its next position; no row reads that slot before it is written again
@@ -239,7 +244,7 @@ class KVCache:
 class PagedKVCache(KVCache):
     """KV cache in pages of a shared pool, for requests of unequal length.
 
-    Pages are assigned to requests as they grow and taken back once no future row can read them.
+    Pages are assigned to requests as they grow and taken back once no future row of any layer can read them.
 
     Args:
         config, max_length, device, dtype, backend: see ``KVCache``.
@@ -275,19 +280,24 @@ class PagedKVCache(KVCache):
         self._wanted = num_pages, as_int("chunk", chunk, minimum=1)
         super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
 
-    def _slots(self) -> tuple[int, int]:
+    def _slots(self) -> list[tuple[int, int]]:
         num_pages, chunk = self._wanted
         of_request = -(-self.max_length // self.page_size)
         if num_pages is None:
+            # a page holds its positions in all layers; where those differ, the first positions of one and the last of another are needed
+            needed = max(x.num_needed for x in self.row_keys) + max(x.fixed for x in self.row_keys) * (len(self.row_keys) > 1)
             # each of the at most two stretches begins and ends inside a page
-            steady = min(of_request, -(-self.row_keys.num_needed // self.page_size) + 2)
+            steady = min(of_request, -(-needed // self.page_size) + 2)
             num_pages = self.num_requests * steady + min(of_request - steady, -(-chunk // self.page_size) + 1)
         self.num_pages = as_size("num_pages", num_pages)
         self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
         self._free = list(range(self.num_pages, 0, -1))
         self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
         # page 0 belongs to no request: freed requests write there in steps
-        return self.num_pages + 1, self.page_size
+        return [(self.num_pages + 1, self.page_size)]
+
+    def wraps(self, keys: RowKeys) -> bool:
+        return False
 
     @property
     def pages_in_use(self) -> int:
@@ -315,7 +325,7 @@ class PagedKVCache(KVCache):
     def release(self, request: int) -> None:
         """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
         size, pages = self.page_size, self._pages[request]
-        needed = self.row_keys.needed(self.lengths[request])
+        needed = {stretch for keys in self.row_keys for stretch in keys.needed(self.lengths[request])}
         gone = pages.keys() - {page for low, high in needed for page in range(low // size, -(-high // size))}
         if gone:
             # a finished request still writes, and must not write into a page that belongs to another request by then
@@ -339,18 +349,21 @@ class CachePass:
         # requests that it ends for
         self.members: Iterable[int] = ()
         self._rotation: Tables | None = None
-        keys = cache.row_keys
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
             # keys in between that no row needs are zeros
-            self.needed, self.places, self.before = keys.before(start)
+            self.before = {keys: keys.before(start) for keys in cache.row_keys}
             return
         self.requests, self.positions = range(cache.num_requests), cache.positions
-        self.runs = keys.runs(self.positions)
-        is_window = isinstance(keys, WindowKeys) and self.runs.first.shape[2] == 1 and keys.max_keys == keys.span
-        if is_window and cache.wraps and self.runs.dense is None:
+        self.runs = {keys: self._runs(keys) for keys in dict.fromkeys(cache.row_keys)}
+
+    def _runs(self, keys: RowKeys) -> Runs:
+        runs = keys.runs(self.positions)
+        is_window = isinstance(keys, WindowKeys) and runs.first.shape[2] == 1 and keys.max_keys == keys.span
+        if is_window and self.cache.wraps(keys) and runs.dense is None:
             # a window that fills its stretch reads every slot, and softmax does not depend on their order
-            self.runs = replace(self.runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
+            return replace(runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
+        return runs
 
     def check(self) -> None:
         """Raises ValueError if the pass has ended, or its requests have been freed since it was begun."""
@@ -381,7 +394,7 @@ class CachePass:
                 f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "
                 f"make the cache with dtype={k.dtype}, device={str(k.device)!r}"
             )
-        cached = cache.cached(layer, self.requests)
+        cached, keys = cache.cached(layer, self.requests), cache.row_keys[layer % len(cache.row_keys)]
         if self.start is None and dispatch.has_kernels(k):
             from dilated_attention.engine.decode.triton import rotate_and_append
 
@@ -390,26 +403,27 @@ class CachePass:
             if tables is not None:
                 q, k = rotate(q, tables[0]), rotate(k, tables[1])
             if self.start is not None:
-                return self._attend_chunk(q, k, v, cached, self.start, attention)
+                return self._attend_chunk(q, k, v, cached, self.start, attention, keys)
             cached.write(self.positions[:, None], k, v)
             row = q[:, 0]
         scale = q.shape[3] ** -0.5 if attention.scale is None else attention.scale
-        return dispatch.decode(row, cached, self.runs, scale, cache.backend, attention.sinks)[0][:, None]
+        return dispatch.decode(row, cached, self.runs[keys], scale, cache.backend, attention.sinks)[0][:, None]
 
     def _attend_chunk(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: Cached, start: int, attention: Attention
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: Cached, start: int, attention: Attention, keys: RowKeys
     ) -> torch.Tensor:
         end = start + self.count
         both = [k, v]
-        if self.before:
-            both = [new.new_zeros(new.shape[0], self.before + self.count, *new.shape[2:]) for new in (k, v)]
-            for (low, high), place in zip(self.needed, self.places, strict=True):
+        needed, places, before = self.before[keys]
+        if before:
+            both = [new.new_zeros(new.shape[0], before + self.count, *new.shape[2:]) for new in (k, v)]
+            for (low, high), place in zip(needed, places, strict=True):
                 for whole, part in zip(both, cached.read(self._range(low, high).expand(k.shape[0], -1)), strict=True):
                     whole[:, place : place + high - low] = part
             for whole, new in zip(both, (k, v), strict=True):
-                whole[:, self.before :] = new
+                whole[:, before:] = new
         # a ring layer provides its single-process attention; a model shared between processes has been refused
-        out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=self.before)
+        out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=before)
         # where slots are reused, the last positions are stored and the fixed ones
         kept = [(start, end)]
         if cached.wraps:

@@ -58,20 +58,24 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
     if activation_bytes == 4:
         # a CPU's plain layers also save the inputs of linear layers and of the inner norm
         block += activation_bytes * (3 * embed + 2 * inner)
-    if config.mixture_grad == "detached" and keys == 2 * embed and len(config.dilation_rates) > 1:
+
+    def outputs(one: LongNetConfig) -> int:
         # on a GPU the branches' own outputs are saved, up to about 10^5 positions; beyond that they are recomputed
-        block += int(activation_bytes * embed * sum(1 / rate for rate in config.dilation_rates))
+        is_saved = one.mixture_grad == "detached" and keys == 2 * embed and len(one.dilation_rates) > 1
+        return int(activation_bytes * embed * sum(1 / rate for rate in one.dilation_rates)) * is_saved
+
     # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
     passing = activation_bytes * (3 * inner + 2 * embed)
     if checkpoint_activations:
-        kept, passing = config.num_layers * 4 * embed, passing + block
+        kept, passing = config.num_layers * 4 * embed, passing + block + max(map(outputs, config.cycle))
     else:
-        kept = config.num_layers * block
+        kept = config.num_layers * block + config.sum_of_layers(outputs)
     return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)
 
 
 def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
-    """Returns for how many of ``num_positions`` a ``KVCache`` keeps keys and values per request; None if decoding has no cache."""
+    """Returns for how many of ``num_positions`` a ``KVCache`` keeps keys and values per request; None if decoding has no cache. All layers
+    must be alike."""
     pattern = config.pattern
     if not config.is_causal or (isinstance(pattern, BlockPattern) and not pattern.is_prefix_stable):
         return None
@@ -81,9 +85,10 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
 
 def cache_bytes(config: LongNetConfig, num_positions: int, itemsize: int) -> int | None:
     """Returns the bytes of one sequence's cached keys and values in all blocks; None if decoding has no cache."""
-    kept = cache_rows(config, num_positions)
+    if None in [cache_rows(one, num_positions) for one in config.cycle]:
+        return None
     row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
-    return None if kept is None else config.num_layers * row * kept
+    return row * config.sum_of_layers(lambda one: cache_rows(one, num_positions) or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +106,10 @@ class Summary:
     activation_bytes: int = 2
 
     def keys_per_query(self, num_positions: int) -> float:
-        """Returns the mean number of keys per query and head, with multiplicity."""
-        pairs = self.config.pattern.pairs(num_positions, self.config.num_heads, is_causal=self.config.is_causal)
-        return pairs / (num_positions * self.config.num_heads)
+        """Returns the mean number of keys per query and head, with multiplicity; the mean over layers, too."""
+        heads, is_causal = self.config.num_heads, self.config.is_causal
+        pairs = self.config.sum_of_layers(lambda one: one.pattern.pairs(num_positions, heads, is_causal=is_causal))
+        return pairs / (num_positions * heads * self.config.num_layers)
 
     def training_flops(self, num_positions: int) -> float:
         """Returns the FLOPs of forward and backward per position: 6 per matrix parameter, and 12·E per key of a query and layer."""
@@ -147,10 +153,10 @@ class Summary:
     def __str__(self) -> str:
         config, told = self.config, self.as_dict()
         heads = f"{config.num_heads} heads of {config.head_dim}" + (f", {config.num_kv_heads} of keys" if config.num_kv_heads else "")
-        pattern = "every key" if config.kind == "dense" else config.pattern
+        kinds = [f"{one.attention}, {'every key' if one.kind == 'dense' else one.pattern}" for one in config.cycle]
         lines = [
             f"{self.name}: {config.num_layers} blocks of width {config.embed_dim}, {heads}, feed-forward {config.inner_dim}",
-            f"attention: {config.attention}, {pattern}{', causal' if config.is_causal else ''}",
+            f"attention: {'; '.join(kinds)}{', in turn' if len(kinds) > 1 else ''}{', causal' if config.is_causal else ''}",
             f"parameters: {self.num_parameters:,} ({self.num_parameters - self.embedding_parameters:,} without embeddings)",
             "",
             f"{'positions':>11}  {'keys/query':>11}  {'dense':>11}  {'TFLOP to train':>14}  {'memory':>9}  {'checkpointed':>12}  "
@@ -183,7 +189,9 @@ def summarise(
     """Makes the summary of a model whose parameters have these names and sizes."""
     if lengths is None:
         # a few orders of magnitude, around the model's segment lengths
-        lengths = tuple(sorted({1024, 8192, 65536, max((w for w in config.segment_lengths if w <= 2**20), default=2**17), 2**20}))
+        lengths = tuple(
+            sorted({1024, 8192, 65536, max((w for one in config.cycle for w in one.segment_lengths if w <= 2**20), default=2**17), 2**20})
+        )
     here, device = _this_machine()
     return Summary(
         name=name,

@@ -23,6 +23,7 @@ from dilated_attention.engine.ops.settings import settings_of
 from dilated_attention.factory import create_model
 from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.models import LongNetConfig, LongNetLM, Pretrained
+from dilated_attention.models.config import sum_over_layers
 from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import cache_bytes, embedding_parameters
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -32,7 +33,7 @@ from dilated_attention.planning.gpus import Gpu
 from dilated_attention.planning.memory import counts_of, memory_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
-from dilated_attention.planning.ring import Exchange, exchange_of
+from dilated_attention.planning.ring import exchange_of
 from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
@@ -120,13 +121,17 @@ def plan_model(
     fields = tuple((name, _frozen(value)) for name, value in sorted(overrides.items()))
     model = model_of(preset, fields)
     config = stack_of(model)
-    # one layer's attention
-    problem = make_problem(
-        kind_of(config.kind, world_size), num_positions=num_positions, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, batch_size=batch_size, dtype=dtype, world_size=world_size, is_causal=config.is_causal, training=training,
-        layout=None if world_size == 1 else "contiguous", pattern=None if config.kind == "dense" else config.pattern, gpu=gpu,
-        memory=memory,
+    # the attention of each layer
+    problems = tuple(
+        make_problem(
+            kind_of(one.kind, world_size), num_positions=num_positions, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, batch_size=batch_size, dtype=dtype, world_size=world_size, is_causal=config.is_causal,
+            training=training, layout=None if world_size == 1 else "contiguous", pattern=None if one.kind == "dense" else one.pattern,
+            gpu=gpu, memory=memory,
+        )
+        for one in config.cycle
     )  # fmt: skip
+    problem = problems[0]
     machine = problem.machine
     half = problem.dtype in (torch.float16, torch.bfloat16)
     casts = (training and half) if autocast is None else autocast
@@ -137,14 +142,20 @@ def plan_model(
         checkpoint_activations=checkpoint_activations, on_gpu=not machine.is_cpu,
     )  # fmt: skip
 
-    terms, moment = _peak_of_step(run, weight_shards, problem)
-    fits, longest = fit_of(problem, lambda other: sum(size for _, size in _peak_of_step(run, weight_shards, other)[0]), find_longest)
-    exchange = exchange_of(problem)
+    def bytes_needed(other: Problem) -> int:
+        of_length = tuple(one.of_length(other.num_positions) for one in problems)
+        return sum(size for _, size in _peak_of_step(run, weight_shards, of_length)[0])
+
+    terms, moment = _peak_of_step(run, weight_shards, problems)
+    fits, longest = fit_of(problem, bytes_needed, find_longest)
+    # that of the layer which receives most
+    exchange = max(map(exchange_of, problems), key=lambda one: one.bytes.forward_received)
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     looked_up = 0 if config.tie_embeddings else embedding_parameters(parameters)
     # 2 per matrix parameter and position, and 4·E per pair of a layer and head; the backward twice that
     flops = (6 if training else 2) * (sum(parameters.values()) - looked_up) * batch_size * num_positions
-    attended = (12 if training else 4) * config.embed_dim * config.num_layers * pairs_of(problem)[0] / config.num_heads
+    pairs = sum_over_layers([pairs_of(one)[0] for one in problems], config.num_layers)
+    attended = (12 if training else 4) * config.embed_dim * pairs / config.num_heads
     cached = _cache_of(run, problem)
     seconds: float | None = None
     if cached is not None:
@@ -152,11 +163,11 @@ def plan_model(
         source = ""
         why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
     else:
-        seconds, source, why_not = _step_seconds(run, problem, exchange, flops)
+        seconds, source, why_not = _step_seconds(run, problems, flops)
     per_token, token_source = None, ""
     if cached is not None and weight_shards == 1:
         weights = (sum(parameters.values()) - looked_up) * run.weight_dtype.itemsize
-        per_token, token_source = _decode_seconds(config.num_layers, problem, cached, weights)
+        per_token, token_source = _decode_seconds(config.num_layers, problems, cached, weights)
     return ModelPlan(
         preset=preset, num_positions=num_positions, batch_size=batch_size, training=training,
         dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
@@ -169,7 +180,7 @@ def plan_model(
 
 @functools.lru_cache(maxsize=16)
 def model_of(preset: str, overrides: tuple[tuple[str, Any], ...]) -> Pretrained:
-    return create_model(preset, **dict(overrides), device="meta")
+    return create_model(preset, **{name: _thawed(value) for name, value in overrides}, device="meta")
 
 
 def stack_of(model: Pretrained) -> LongNetConfig:
@@ -178,9 +189,11 @@ def stack_of(model: Pretrained) -> LongNetConfig:
     return config
 
 
-def _peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
+def _peak_of_step(run: Run, shards: int, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
     """Returns (terms at the highest point, when it occurs), for the process with the highest peak. FSDP shards weights, gradients and the
-    optimizer's moments over ``shards`` processes, and gathers blocks whole."""
+    optimizer's moments over ``shards`` processes, and gathers blocks whole. Where layers differ, each is taken to need what the one that
+    needs most does."""
+    problem = problems[0]
     size, rows = run.weight_dtype.itemsize, -(-problem.num_positions // problem.world_size)
     sizes = [parameter.numel() * size for parameter in run.model.parameters()]
     blocks = [sum(p.numel() for p in x.parameters()) for name, x in run.model.named_modules() if name.rpartition(".")[0].endswith("blocks")]
@@ -190,7 +203,8 @@ def _peak_of_step(run: Run, shards: int, problem: Problem) -> tuple[Terms, str]:
     always += [("two unsharded blocks", 2 * max(blocks, default=0) * size * (shards > 1))]
     cached = _cache_of(run, problem)
     at_a_time = rows if cached is None else min(rows, PREFILL)
-    inside, kept = _inside_attention(problem.of_length(at_a_time) if at_a_time < rows else problem), _kept_bytes(problem)
+    each = [_inside_attention(one.of_length(at_a_time) if at_a_time < rows else one) for one in problems]
+    inside, kept = {name: max(one[name] for one in each) for name in ("forward", "backward")}, max(map(_kept_bytes, problems))
     moments, num_forward = _moments_of(run, at_a_time)
     found: list[tuple[Terms, str]] = []
     loss_grads = 0
@@ -334,7 +348,7 @@ def _moments_of(run: Run, positions: int) -> tuple[list[_Moment], int]:
 
 @functools.lru_cache(maxsize=64)
 def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
-    overrides = dict(run.overrides) | {"checkpoint_activations": run.checkpoint_activations}
+    overrides = {name: _thawed(value) for name, value in run.overrides} | {"checkpoint_activations": run.checkpoint_activations}
     model: Any = create_model(run.preset, **overrides, dtype=run.weight_dtype, device="meta")
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
@@ -366,26 +380,33 @@ def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
     return tape.moments, num_forward
 
 
-def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) -> tuple[float | None, str, str]:
+def _step_seconds(run: Run, problems: tuple[Problem, ...], flops: float) -> tuple[float | None, str, str]:
     """Estimates a training step or a forward: attention, linear layers (``flops``) at a share of the peak, traffic at a share of the
     bandwidth. Returns (seconds, what they are based on, the reason where there are none)."""
+    problem = problems[0]
     gpu = problem.machine
     if gpu.is_cpu:
         # whatever was measured of attention alone
         return None, "", f"rates of linear layers on a CPU are not known; {ESTIMATE_BY_HAND}"
-    passes, why_not = passes_of(problem, exchange, (0, 0))
-    if not passes:
-        return None, "", why_not
+    found = {one: passes_of(one, exchange_of(one), (0, 0)) for one in problems}
+    for passes, why_not in found.values():
+        if not passes:
+            return None, "", why_not
     peak = gpu.peak(problem.dtype)
     if peak is None or gpu.bandwidth is None:
         return None, "", "rates of its linear layers were not measured"
     again = run.training and run.checkpoint_activations
-    layers = stack_of(run.model).num_layers
-    attention = layers * (sum(one.seconds for one in passes) + (passes[0].seconds if again else 0.0))
+
+    def seconds_of(one: Problem) -> float:
+        passes = found[one][0]
+        return sum(x.seconds for x in passes) + (passes[0].seconds if again else 0.0)
+
+    attention = sum_over_layers(list(map(seconds_of, problems)), stack_of(run.model).num_layers)
+    sources = "; ".join(dict.fromkeys(passes[0].source for passes, _ in found.values()))
     linear = flops * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     moved = _moments_of(run, -(-problem.num_positions // problem.world_size))[0][-1].moved / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
-        f"attention {seconds_text(attention)} ({passes[0].source}); "
+        f"attention {seconds_text(attention)} ({sources}); "
         f"linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
         f"what is read and written between {seconds_text(moved)}, at {_BANDWIDTH_SHARE:.0%} of the bandwidth; "
         "without the CPU's own time, which short sequences wait for"
@@ -393,17 +414,18 @@ def _step_seconds(run: Run, problem: Problem, exchange: Exchange, flops: float) 
     return attention + linear + moved, source, ""
 
 
-def _decode_seconds(blocks: int, problem: Problem, cached: int, weight_bytes: int) -> tuple[float | None, str]:
+def _decode_seconds(blocks: int, problems: tuple[Problem, ...], cached: int, weight_bytes: int) -> tuple[float | None, str]:
     """Returns (seconds of a step that adds one token to each of B sequences of N positions, what it is based on). ``cached``: bytes of all
     cached keys and values, the most that can be read.
 
     seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
     """
+    problem = problems[0]
     bandwidth = problem.machine.bandwidth
     if bandwidth is None:
         return None, ""
     row = 2 * problem.num_kv_heads * problem.head_dim * problem.itemsize
-    read = min(cached, problem.batch_size * blocks * row * _keys_of_row(problem))
+    read = min(cached, problem.batch_size * row * sum_over_layers(list(map(_keys_of_row, problems)), blocks))
     seconds = blocks * _DECODE_SECONDS + (weight_bytes + read) / (bandwidth * _READ_SHARE)
     return seconds, f"{_DECODE_SECONDS * 1e6:.0f} µs a block, as on an H200; weights and cached keys at {_READ_SHARE:.0%} of the bandwidth"
 
@@ -421,6 +443,19 @@ def _keys_of_row(problem: Problem) -> int:
     return -(-(pattern.pairs(N, H, is_causal=True) - pattern.pairs(N - rows, H, is_causal=True)) // (rows * Hk))
 
 
+class _Entry(tuple[tuple[str, Any], ...]):
+    """The items of a dict of overrides."""
+
+
 def _frozen(value: Any) -> Any:
-    """Converts lists to tuples, recursively."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    """Converts lists to tuples and dicts to entries, recursively, so that overrides have a hash."""
+    if isinstance(value, dict):
+        return _Entry((name, _frozen(x)) for name, x in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _thawed(value: Any) -> Any:
+    """Returns what was frozen, with tuples in place of lists."""
+    if isinstance(value, _Entry):
+        return {name: _thawed(x) for name, x in value}
+    return tuple(map(_thawed, value)) if isinstance(value, tuple) else value

@@ -124,6 +124,13 @@ def test_another_kind_of_attention_takes_the_former_kinds_fields_away() -> None:
     assert window(torch.zeros(1, 100, dtype=torch.int64)).shape == (1, 100, 256)
     with pytest.raises(ValueError, match="attention is 'sparse'"):
         create_model("longnet-tiny", attention="sparse")
+    mixed = create_model("longnet-tiny", attention=[{"attention": "dense"}, {"segment_lengths": [64], "dilation_rates": [2]}])
+    assert [layer.kind for layer in mixed.config.layers] == ["dense", "dilated", "dense"] and not mixed.config.segment_lengths
+    pairs = [layer.pattern.pairs(300, 4, is_causal=True) for layer in mixed.config.layers]
+    assert mixed.summary((300,)).keys_per_query(300) == pytest.approx(sum(pairs) / (3 * 300 * 4))
+    assert "attention: dense, every key; dilated, DilatedPattern" in str(mixed.summary())
+    with pytest.raises(ValueError, match="which has no branches that could follow it"):
+        create_model("longnet-tiny", context_length=4096, attention=[{"attention": "dense"}])
 
 
 def test_overrides_reach_the_encoder_within() -> None:

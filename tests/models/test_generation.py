@@ -31,6 +31,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": {"attention": "block_sparse", "block_pattern": WINDOW},
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64), "num_kv_heads": 2},
     "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
+    # each layer's stretch as long as it needs
+    "mixed": {"attention": [{"attention": "block_sparse", "block_pattern": WINDOW}, {"attention": "dilated", **DILATED}]},
+    "mixed blocks": {
+        "num_layers": 3,
+        "attention": [
+            {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64)},
+            {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
+            {"attention": "dense"},
+        ],
+    },
     # on one process
     "ring_dilated": {"attention": "ring_dilated", **DILATED},
     "ring": {"attention": "ring"},
@@ -180,6 +190,9 @@ def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
     assert all(part in str(cache) for part in ("3 × 24 positions", "float32: 18 KiB", "would be 750 KiB"))
     for name, length, capacity in (("longnet", 10, 10), ("window", 1000, 14), ("llama", 1000, 1000), ("global", 1000, 14 + 5)):
         assert KVCache(model(name).config, 1, length).capacity == capacity
+    mixed = KVCache(model("mixed").config, 1, 1000)
+    assert [x.shape[1] for x in mixed.keys] == [14, 24] and "1 × 14 or 24 positions" in str(mixed)
+    assert mixed.nbytes == model("mixed").summary().cache_bytes(1000, 4)
     assert 2 * KVCache(lm.config, 3, 1000, dtype=torch.bfloat16).nbytes == cache.nbytes
     pages = PagedKVCache(lm.config, 3, 400, page_size=4, num_pages=20)
     for i, length in enumerate((30, 1, 50)):
@@ -307,6 +320,10 @@ def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_to
         where = (whole[len(prompt) :] == stop).nonzero()
         assert torch.equal(found, whole[: len(prompt) + int(where[0]) + 1] if len(where) else whole)
     assert torch.equal(lm.generate(prompts[0].expand(2, -1), 30, temperature=0.0, stop_token=stop), ended[0].expand(2, -1))
+    mixed = model("mixed blocks").eval()
+    written = mixed.generate(prompts[0][None], 30, temperature=0.0)
+    with torch.no_grad():
+        assert torch.equal(written[0, 5:], mixed(written)[0, 4:-1].argmax(-1))
     for name in ("longnet", "llama"):
         with torch.autocast("cpu", torch.bfloat16):
             assert model(name).generate(TOKENS, 3, temperature=0.0).shape == (2, 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath
 from dilated_attention.pattern import LocalWindow, MaskFunction
+from dilated_attention.pattern.spec import OBJECT
 
 SHAPE: dict[str, Any] = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 4}
 DILATED: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 4)}
@@ -21,6 +23,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "dilated": DILATED,
     "dense": {"attention": "dense"},
     "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((11, 11))},
+    # three layers take two entries in turn
+    "mixed": {
+        "num_layers": 3,
+        "attention": (
+            {"attention": "block_sparse", "block_pattern": LocalWindow((11, 11))},
+            {"attention": "dilated", **DILATED, "head_offsets": ((0, 0, 0, 0), (3, 1, 2, 0))},
+        ),
+    },
 }
 STYLES: dict[str, dict[str, Any]] = {
     "magneto": {},
@@ -55,16 +65,17 @@ def reference(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
     config = model.config
     x = model.embedding.weight[tokens] * (config.embed_dim**0.5 if config.scale_embedding else 1.0)
     n, heads, dim = tokens.shape[1], config.num_heads, config.head_dim
-    m = config.pattern.dense_mask(n, n, heads).double()
-    if config.is_causal:
-        m = m * torch.ones(n, n).tril()
+    seen = torch.ones(n, n).tril() if config.is_causal else torch.ones(n, n)
     angles = torch.arange(n)[:, None] * 10000.0 ** -(torch.arange(0, dim, 2).double() / dim)
 
     def rotate(y: torch.Tensor) -> torch.Tensor:
         first, second = y.chunk(2, -1)
         return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
-    for block in model.decoder.blocks:
+    entries = [{}] if isinstance(config.attention, str) else config.attention
+    for depth, block in enumerate(model.decoder.blocks):
+        pattern = replace(config, **entries[depth % len(entries)]).pattern
+        m = pattern.dense_mask(n, n, heads).double() * seen
         inner, a = block.attention_norm(x), block.attention
         q, k, v = (linear(inner).unflatten(-1, (-1, dim)).transpose(1, 2) for linear in (a.q_proj, a.k_proj, a.v_proj))
         if config.qk_norm:
@@ -86,7 +97,7 @@ def reference(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_formula_of_the_parts_and_losses_those_of_logits(kind: str, style: str, is_causal: bool, tmp_path: Path) -> None:
-    config = LongNetConfig(**SHAPE, **KINDS[kind], **STYLES[style], is_causal=is_causal)
+    config = LongNetConfig(**SHAPE | KINDS[kind] | STYLES[style], is_causal=is_causal)
     torch.manual_seed(0)
     lm, tokens = LongNetLM(config, dtype=torch.float64).eval(), tokens_of(2, 37)
     logits = lm(tokens)
@@ -134,11 +145,15 @@ def test_a_model_with_weights_tied_by_hand_is_saved_whole(tmp_path: Path) -> Non
 
 def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
     for kind in KINDS.values():
-        config = LongNetConfig(**SHAPE, **kind)
+        config = LongNetConfig(**SHAPE | kind)
         config.save(tmp_path / "config.json")
         values = config.to_dict()
         assert LongNetConfig.from_dict(values) == LongNetConfig.load(tmp_path / "config.json") == config
         assert json.loads(json.dumps(values)) == values
+    # the last one is the mixed one; patterns are written as their specs
+    assert values["attention"][0]["block_pattern"] == LocalWindow((11, 11)).spec() and hash(config) == hash(LongNetConfig.from_dict(values))
+    with pytest.raises(ValueError, match="names a function or a tensor of one process"):
+        LongNetConfig.from_dict({**values, "attention": [{"attention": "block_sparse", "block_pattern": OBJECT}]})
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
     with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
@@ -161,6 +176,16 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
         ),
         ({"attention": "ring_block_sparse", **NO_BRANCHES}, "block_pattern is None"),
         ({"attention": "dense", **NO_BRANCHES, "tail": "zero_keys"}, "tail is 'zero_keys'"),
+        ({"attention": [], **NO_BRANCHES}, "attention has 0 entries and num_layers is 2; expected 1 to 2, which layers take in turn"),
+        ({"attention": [{}] * 3, **NO_BRANCHES}, "attention has 3 entries and num_layers is 2"),
+        ({"attention": [DILATED, DILATED]}, "segment_lengths is .* which has none; leave it out"),
+        ({"attention": [DILATED, {"attention": "sparse"}], **NO_BRANCHES}, r"attention\[1\]\['attention'\] is 'sparse'; expected"),
+        ({"attention": [DILATED, {}], **NO_BRANCHES}, r"attention\[1\]: attention is 'dilated' and segment_lengths is empty"),
+        (
+            {"attention": [DILATED | {"window": 8}], **NO_BRANCHES},
+            r"attention\[0\] has 'window'; expected some of attention, segment_lengths",
+        ),
+        ({"attention": [{"attention": "dense", "tail": "zero_keys"}], **NO_BRANCHES}, r"attention\[0\]: tail is 'zero_keys' and attention"),
         ({"norm": "batch_norm"}, "norm is 'batch_norm'"),
         ({"ffn": "tanh"}, "ffn is 'tanh'"),
         ({"positions": "alibi"}, "positions is 'alibi'"),
@@ -180,6 +205,17 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError if "bias" in changes else ValueError, match=text):
         config_of(**changes)
+
+
+def test_layers_that_differ_have_a_pattern_each() -> None:
+    config = LongNetConfig(**SHAPE | KINDS["mixed"])
+    window, dilated = config.patterns
+    assert [layer.pattern for layer in config.layers] == [window, dilated, window] and config.kind == "mixed"
+    assert [block.attention.attention.pattern for block in LongNetLM(config).decoder.blocks] == [window, dilated, window]
+    with pytest.raises(ValueError, match=r"has no one pattern; ask config\.layers\[i\]\.pattern"):
+        _ = config.pattern
+    with pytest.raises(TypeError, match=r"attention\[0\] is 'dense' \(str\); expected a dict such as"):
+        config_of(attention=["dense"], **NO_BRANCHES)
 
 
 def test_what_a_model_cannot_do_is_refused() -> None:

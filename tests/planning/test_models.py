@@ -49,6 +49,21 @@ def test_flops_are_those_of_the_weights_and_of_the_pairs() -> None:
         assert found.flops == pytest.approx(6 * weights * 4096 + attended, rel=0.05)
 
 
+def test_layers_that_differ_add_up() -> None:
+    """Each kind of attention for half of the layers: half of its pairs, time and cache, and the memory of the one that needs most."""
+    window, dense = ATTENTION["block_sparse"], ATTENTION["dense"]
+    for options in ({"training": True}, {"training": False}):
+        mixed, *alone = (tiny(4096, num_layers=4, **options, **x) for x in ({"attention": [window, dense]}, window, dense))
+        assert 2 * mixed.flops == pytest.approx(sum(x.flops for x in alone))
+        assert max(x.peak for x in alone) >= mixed.peak >= min(x.peak for x in alone)
+        if not options["training"]:
+            cached = [dict(x.terms)["keys and values of the cache"] for x in (mixed, *alone)]
+            assert 2 * cached[0] == cached[1] + cached[2]
+            assert 2 * mixed.decode_seconds == pytest.approx(sum(x.decode_seconds for x in alone), rel=0.3)
+        elif mixed.seconds is not None:
+            assert 2 * mixed.seconds == pytest.approx(sum(x.seconds for x in alone), rel=0.1)
+
+
 def test_checkpointing_sharding_and_sharing_a_sequence_save_memory() -> None:
     plain = tiny(2**18)
     assert tiny(2**18, checkpoint_activations=True).peak < 0.7 * plain.peak
