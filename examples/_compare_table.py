@@ -82,9 +82,11 @@ def pictures(folder: Path, into: Path) -> int:
             "copy": ("how far back the 24 symbols before stand last", lambda run: [(row[0], row[3]) for row in run["by_copy"] if row[0]]),
         }
         for name, (label, points) in curves.items():
+            if not any(map(points, best)):
+                continue
             figure = Figure(figsize=(7, 4.5), layout="constrained")
             axes = figure.subplots()
-            for i, run in enumerate(best):
+            for i, run in enumerate(run for run in best if points(run)):
                 axes.plot(*zip(*points(run), strict=True), ("o-", "s--", "^:")[i // 10 % 3], ms=3, lw=1, label=run["settings"]["attention"])
             if name == "time":
                 last = [run["curve"][-1][2] for run in best]

@@ -1,0 +1,220 @@
+"""examples/compare_attention.py: what it reads, cuts, measures and starts, each against its definition, and a whole run in small."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.models import BASES, LongNetConfig, LongNetLM, other_strand
+from tests.scripts.test_genome import example
+
+SMALL = [
+    *("--context", "512", "--tokens", "1024", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--held-out", "512"),
+    *("--steps", "3", "--evaluations", "1"),
+]
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("_compare_data", monkeypatch)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("compare_attention", monkeypatch)
+
+
+@pytest.fixture
+def here(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The script in this process, which has torch already: (exit code, stdout)."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["compare_attention.py", *map(str, arguments)])
+        return script.main(), capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """Packages of text, of which certifi's name says that it is held out."""
+    for name, word in (("alpha", "one"), ("beta", "two"), ("certifi", "three")):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        for i in range(3):
+            text = "".join(f"{word}_{i}_{j} = call_{word}({j})\n" for j in range(60))
+            (tmp_path / "packages" / name / f"m{i}.py").write_text(text)
+    # a copy, a folder of what is known of a package, and what is no text
+    (tmp_path / "packages" / "alpha" / "copy.py").write_bytes((tmp_path / "packages" / "beta" / "m0.py").read_bytes())
+    (tmp_path / "packages" / "certifi-1.0.dist-info").mkdir()
+    (tmp_path / "packages" / "certifi-1.0.dist-info" / "LICENSE.txt").write_text("licence of certifi")
+    (tmp_path / "packages" / "beta" / "x.bin").write_bytes(b"binary")
+    return tmp_path / "packages"
+
+
+def test_text_is_of_whole_packages_each_content_once(data: ModuleType, packages: Path) -> None:
+    text = data.Text(packages, Path("unused"), torch.device("cpu"))
+    train, held_out = (bytes(part.tolist()).decode() for part in text.parts)
+    assert train.startswith("\n# alpha/copy.py\ntwo_0_0") and "# beta/m0.py" not in train and "# beta/m1.py" in train
+    assert "three" in held_out and "licence of certifi" in held_out and "three" not in train and "binary" not in train + held_out
+    assert "one_" not in held_out and "two_" not in held_out
+    window = text.random_window(64, torch.Generator().manual_seed(0))
+    assert bytes(window.tolist()).decode() in train and len(window) == 65
+    ends = list(text.held_out(64, 3))
+    assert bytes(ends[0].tolist()).decode() == held_out[:65] and bytes(ends[-1].tolist()).decode() == held_out[-65:]
+    with pytest.raises(ValueError, match=r"bytes in a part and --context is 10,000,000; choose a smaller one"):
+        text.random_window(10**7, torch.Generator())
+
+
+def test_distances_of_copies_are_those_of_a_search(data: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(0)
+    part = torch.randint(4, (60,), generator=draw)
+    window = torch.cat([part, torch.randint(4, (30,), generator=draw), part, part[:40]])
+    for base in (5, 256):
+        found = data.copy_distance(window, base).tolist()
+        assert len(found) == len(window) - 1
+        text = "".join(map(str, window.tolist()))
+        for i, distance in enumerate(found):
+            start = i + 1 - data.ANCHOR
+            before = text.rfind(text[start : i + 1], 0, i) if start >= 0 else -1
+            assert distance == (start - before if before >= 0 else 0)
+    assert max(found) == 90
+
+
+def test_a_mutated_strain_is_mostly_the_first_ones(data: ModuleType) -> None:
+    one = torch.randint(4, (200_000,), generator=torch.Generator().manual_seed(0))
+    other = data.mutated(one, 1)
+    assert abs(len(other) - len(one)) < 2_000 and torch.equal(other, data.mutated(one, 1)) and not torch.equal(other, data.mutated(one, 2))
+    codes = [data.codes_of(x, 5) for x in (one, other)]
+    places = data.anchors(*codes)
+    # 24 bases without a change: 0.99^24, less what is turned around
+    assert 0.6 < len(places) / (len(one) / 512) < 0.85
+    for a, b in places:
+        assert torch.equal(one[a : a + data.ANCHOR], other[b : b + data.ANCHOR])
+    turned = data.anchors(data.codes_of(other_strand(one), 5), codes[1])
+    assert len(turned) > 1
+
+
+def test_a_sequence_is_a_place_of_two_strains(data: ModuleType, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    one = torch.randint(4, (40_000,), generator=draw)
+    for name, symbols in (("a", one), ("b", data.mutated(one, 3))):
+        (tmp_path / f"{name}.fa").write_text(f">{name}\n{BASES.decode(symbols)}\n")
+    files = [tmp_path / "a.fa", tmp_path / "b.fa"]
+    for paths in (files, files[:1]):
+        strains = data.Strains(paths, 4096, torch.device("cpu"))
+        assert len(strains.strains) == 2 and all(strains.places)
+        cut = strains.bounds[0][0][1]
+        assert cut == 30_000 and strains.bounds[0][1] == (cut, len(one))
+        for window in strains.held_out(4096, 4):
+            assert len(window) == 4097 and window[2048] == 4 and int((window == 4).sum()) == 1
+            distance = data.copy_distance(window, 5)[2100:]
+            assert float((distance > 1900).double().mean()) > 0.5
+        for seed in range(4):
+            window = strains.random_window(4096, torch.Generator().manual_seed(seed))
+            far = data.copy_distance(window, 5)[2400:]
+            assert len(window) == 4097 and set(window.tolist()) == {0, 1, 2, 3, 4} and float((far > 1700).double().mean()) > 0.4
+        assert strains.targets(window[None])[0, 2047] == -100 and strains.inputs(window[None]).max() < 5**strains.kmer
+    with pytest.raises(ValueError, match="are followed by 32,768 bases; choose a smaller --context"):
+        data.Strains(files, 65536, torch.device("cpu"))
+
+
+def test_every_name_is_a_model_that_reads(script: ModuleType) -> None:
+    for name in (*script.NAMES, "window-300", "longnet-3"):
+        entries = script.attention_of(name, 700, 2, 4)
+        config = LongNetConfig(vocab_size=9, embed_dim=16, num_layers=4, num_heads=2, attention=entries)
+        assert LongNetLM(config)(torch.zeros(1, 700, dtype=torch.int64)).shape == (1, 700, 9)
+    offsets = [entry["head_offsets"] for entry in script.attention_of("dilated-offsets", 2**15, 4, 3)]
+    # rates 1, 4, 16
+    assert offsets[1] == ((0, 0, 0, 0), (0, 1, 2, 3), (4, 5, 6, 7)) and offsets[0][2] == (0, 1, 2, 3)
+    kinds = [entry["attention"] for entry in script.attention_of("mix-window-dense", 2**15, 4, 8)]
+    assert kinds == ["block_sparse"] * 3 + ["dense"]
+    with pytest.raises(ValueError, match="--attention is far; expected one of dense, window-1024"):
+        script.attention_of("far", 700, 2, 4)
+
+
+def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int, str]], packages: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "a"
+    flags = ["--attention", "mix-window-dilated", "--data", "bytes", packages, "--out", out, *SMALL]
+    code, said = here(*flags)
+    found = json.loads((tmp_path / "runs" / "a.json").read_text())
+    assert code == 0 and said.splitlines()[-1].startswith(f"done: {found['bits']:.4f} bits per byte, ")
+    assert (found["steps"], found["tokens"], found["settings"]["attention"]) == (3, 3 * 1024, "mix-window-dilated")
+    assert [tokens for _, tokens, _ in found["curve"]] == [2048, 3072] and found["curve"][-1][2] == found["bits"]
+    # four windows: 2,048 targets, in bins that have all of them
+    for name in ("by_position", "by_copy"):
+        assert sum(row[2] for row in found[name]) == 2048
+        mean = sum(row[2] * row[3] for row in found[name]) / 2048
+        assert mean == pytest.approx(found["bits"], abs=1e-4)
+    assert [row[:2] for row in found["needle"]] == [[128, 4 * 24], [392, 4 * 24]]
+    # again: the same run has ended; with one more step it goes on
+    assert here(*flags)[0] == 0
+    again = json.loads((tmp_path / "runs" / "a.json").read_text())
+    assert again["bits"] == found["bits"] and again["steps"] == 3
+    assert here(*flags[:-4], "--steps", 4, "--evaluations", 1)[0] == 0
+    longer = json.loads((tmp_path / "runs" / "a.json").read_text())
+    assert longer["steps"] == 4 and longer["bits"] < found["bits"]
+    code, table = here("--table", tmp_path / "runs", "--pictures", tmp_path / "pictures")
+    assert code == 0 and f"| mix-window-dilated | 0.001 | 0 | {longer['bits']:.4f} | {longer['bits']:.4f} |" in table
+    # no 24 bytes of the held-out text stand twice in a window
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"compare-bytes-512-{x}.png" for x in ("position", "time")]
+
+
+def test_bins_and_equal_tokens_are_those_of_hand_counts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, bits = torch.tensor([0, 1, 2, 3, 4, 9, 3]), torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0, 7.0, math.nan])
+    assert script.binned(at, bits) == [[0, 1, 1, 1.0], [1, 2, 1, 2.0], [2, 4, 2, 4.0], [4, 8, 1, 6.0], [8, 16, 1, 7.0]]
+    found = example("_compare_table", monkeypatch)
+    run = {"curve": [[1, 100, 5.0], [2, 200, 3.0], [3, 300, 2.0]]}
+    assert [found.at_tokens(run, n) for n in (50, 100, 150, 300)] == [5.0, 5.0, 4.0, 2.0] and math.isnan(found.at_tokens(run, 400))
+    assert found.mean_beyond([[0, 1, 10, 9.0], [8, 16, 1, 2.0], [16, 32, 3, 4.0]], 8) == 3.5
+    with pytest.raises(ValueError, match="holds no results"):
+        found.results(Path("none"))
+
+
+def test_a_queue_starts_a_run_a_gpu_and_leaves_out_what_has_ended(
+    script: ModuleType, here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("dense", "window-8", "bigbird", "topblocks")
+    queue = tmp_path / "queue.json"
+    queue.write_text(json.dumps([{"attention": name, "data": ["genomes", "a.fa"], "lr": 0.01, "checkpoint": True} for name in names]))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "window-8-genomes-0.01-True.json").write_text("{}")
+    started: list[Any] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+            self.command, self.place, self.polls, self.code = command, env["CUDA_VISIBLE_DEVICES"], 0, None
+            assert len([one for one in started if one.code is None]) < 2
+            started.append(self)
+
+        def poll(self) -> int | None:
+            self.polls += 1
+            if self.polls > 2:
+                self.code = 1 if "bigbird" in self.command else 0
+            return self.code
+
+        def send_signal(self, kind: int) -> None:
+            assert kind == signal.SIGTERM
+            self.code = 128 + kind
+
+    monkeypatch.setattr(script.subprocess, "Popen", Process)
+    code, said = here("--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--cache", "text.pt")
+    assert code == 1 and "failed: bigbird-genomes-0.01-True" in said
+    assert [one.command[one.command.index("--attention") + 1] for one in started] == ["dense", "bigbird", "topblocks"]
+    assert started[0].command[2:] == [
+        "--attention", "dense", "--data", "genomes", "a.fa", "--lr", "0.01", "--checkpoint",
+        "--out", str(tmp_path / "runs" / "dense-genomes-0.01-True"), "--cache", "text.pt",
+    ]  # fmt: skip
+    assert [one.place for one in started[:2]] == ["0", "1"]
+    started.clear()
+    monkeypatch.setattr(Process, "poll", lambda self: self.code)
+    code, said = here("--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--stop-after", 0.3)
+    assert code == 0 and len(started) == 2 and "failed" not in said and f"ended with {128 + signal.SIGTERM}" in said
