@@ -219,3 +219,12 @@ def copy_distance(window: torch.Tensor, base: int) -> torch.Tensor:
     distance = torch.zeros_like(codes)
     distance[order[1:]] = torch.where(same, order[1:] - order[:-1], 0)
     return torch.nn.functional.pad(distance, (ANCHOR - 1, 0))
+
+
+def binned(at: torch.Tensor, bits: torch.Tensor) -> list[list[float]]:
+    """[from, below, tokens, mean bits] of the positive places ``at``, by powers of 2; 0 to 1 are those at none."""
+    which = torch.where(at > 0, at.clamp(min=1).log2().floor().long() + 1, 0)[~bits.isnan()]
+    counts = torch.bincount(which).tolist()
+    sums = torch.bincount(which, weights=bits[~bits.isnan()].double()).tolist()
+    rows = enumerate(zip(counts, sums, strict=True))
+    return [[2 ** (i - 1) if i else 0, 2**i, count, total / count] for i, (count, total) in rows if count]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _compare_data import Strains, Text, copy_distance
+from _compare_data import Strains, Text, binned, copy_distance
 from _pictures import can_draw
 from recipe import log, settings
 from recipe.main import run_safely
@@ -197,15 +197,6 @@ class Run:
         return [[distance, x.numel(), x.mean().item()] for distance, x in zip(distances, scored, strict=True)]
 
 
-def binned(at: torch.Tensor, bits: torch.Tensor) -> list[list[float]]:
-    """[from, below, tokens, mean bits] of the positive places ``at``, by powers of 2; 0 to 1 are those at none."""
-    which = torch.where(at > 0, at.clamp(min=1).log2().floor().long() + 1, 0)[~bits.isnan()]
-    counts = torch.bincount(which).tolist()
-    sums = torch.bincount(which, weights=bits[~bits.isnan()].double()).tolist()
-    rows = enumerate(zip(counts, sums, strict=True))
-    return [[2 ** (i - 1) if i else 0, 2**i, count, total / count] for i, (count, total) in rows if count]
-
-
 def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     result = args.out.with_name(f"{args.out.name}.json")
     with settings.wrong_usage(parser):
@@ -261,6 +252,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 
 def work_off(args: argparse.Namespace) -> int:
     """Starts the runs of a queue, one a GPU; those that have ended are left out, and those that were stopped go on."""
+    start, failed, stopped = time.monotonic(), [], False
     waiting = [(name_of(flags), flags) for flags in json.loads(args.queue.read_text(encoding="utf-8"))]
     waiting = [(name, flags) for name, flags in waiting if not (args.out / f"{name}.json").exists()]
     if any(flags.get("data", "bytes") in ("bytes", ["bytes"]) for _, flags in waiting):
@@ -268,15 +260,15 @@ def work_off(args: argparse.Namespace) -> int:
         Text(None, args.cache, torch.device("cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
-    start, failed, stopped = time.monotonic(), [], False
     while waiting or running:
         if args.stop_after and not stopped and time.monotonic() - start > args.stop_after:
             stopped, waiting = True, []
             for _, process in running.values():
                 process.send_signal(signal.SIGTERM)
         for slot in range(max(1, args.gpus)):
-            if slot in running and (code := running[slot][1].poll()) is not None:
-                name, _ = running.pop(slot)
+            name, process = running.get(slot, ("", None))
+            if process is not None and (code := process.poll()) is not None:
+                del running[slot]
                 failed += [name] * (code not in (0, 128 + signal.SIGTERM))
                 print(f"{time.monotonic() - start:5.0f} s: {name} ended with {code}", flush=True)
             if slot not in running and waiting:

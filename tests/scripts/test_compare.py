@@ -60,7 +60,9 @@ def packages(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
-def test_text_is_of_whole_packages_each_content_once(data: ModuleType, packages: Path) -> None:
+def test_text_is_of_whole_packages_each_content_once(
+    data: ModuleType, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = data.Text(packages, Path("unused"), torch.device("cpu"))
     train, held_out = (bytes(part.tolist()).decode() for part in text.parts)
     assert train.startswith("\n# alpha/copy.py\ntwo_0_0") and "# beta/m0.py" not in train and "# beta/m1.py" in train
@@ -70,6 +72,12 @@ def test_text_is_of_whole_packages_each_content_once(data: ModuleType, packages:
     assert bytes(window.tolist()).decode() in train and len(window) == 65
     ends = list(text.held_out(64, 3))
     assert bytes(ends[0].tolist()).decode() == held_out[:65] and bytes(ends[-1].tolist()).decode() == held_out[-65:]
+    # what this Python's packages ship is kept in a file for the next run
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: dict.fromkeys(("purelib", "stdlib"), str(packages)))
+    for _ in range(2):
+        same = data.Text(None, tmp_path / "runs" / "text.pt", torch.device("cpu"))
+        assert same.data == text.data and all(map(torch.equal, same.parts, text.parts))
+        monkeypatch.setattr(data.Text, "_read", None)
     with pytest.raises(ValueError, match=r"bytes in a part and --context is 10,000,000; choose a smaller one"):
         text.random_window(10**7, torch.Generator())
 
