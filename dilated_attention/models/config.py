@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.base import OBJECT
 from dilated_attention.pattern.checks import as_int, one_of, shown
-from dilated_attention.pattern.spec import OBJECT
 from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
