@@ -33,14 +33,12 @@ Run = tuple[int, int]
 
 def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
     """Returns the runs [first, last) of a process's rows that are at positions in [start, stop)."""
-    found = []
-    row = 0
-    for span in held:
-        places = range(*span)
-        first, last = (min(max(-(-(end - places.start) // places.step), 0), len(places)) for end in (start, stop))
-        if first < last:
-            found.append((row + first, row + last))
-        row += len(places)
+    found, row = [], 0
+    for first, last, step in held:
+        low, high = (row + len(range(first, min(end, last), step)) for end in (start, stop))
+        if low < high:
+            found.append((low, high))
+        row += len(range(first, last, step))
     return found
 
 
@@ -51,11 +49,11 @@ def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[Shar
     before = []
     for rank in range(size):
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
-        for start, stop, step in spans(bounds[-1], rank, size, layout):
+        for span in spans(bounds[-1], rank, size, layout):
             for slide, run in enumerate(itertools.pairwise(bounds), 1):
                 # a class token before a tile's own slide and before each earlier one
-                for first, last in rows_at([(start, stop, step)], *run):
-                    held.append((start + first * step + slide, start + (last - 1) * step + slide + 1, step))
+                for tiles in (range(*span)[first:last] for first, last in rows_at([span], *run)):
+                    held.append((tiles.start + slide, tiles.stop + slide, tiles.step))
         before.append(ShardSpec(tuple(held), (0, 1)))
     return before, [ShardSpec(spans(bounds[-1] + len(bounds) - 1, rank, size, layout), (0, 1)) for rank in range(size)]
 
