@@ -333,10 +333,10 @@ def check_trainer(trainer: Any) -> None:
     if not is_sft and (loss is not importlib.import_module("transformers").Trainer.compute_loss or where != "transformers.trainer"):
         raise ValueError(
             f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
-            "expected transformers' Trainer and the model's own loss, as by Trainer(model, args, trainer.data_collator, "
-            "trainer.train_dataset) with remove_unused_columns=False in args, SFTTrainer of a TRL with add_fused_lm_head, or a loop of your "
-            "own with context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole "
-            "sequences: train without context_parallel"
+            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
+            "with remove_unused_columns=False in args; or SFTTrainer of a TRL with add_fused_lm_head; or a loop of your own with "
+            "context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole sequences: "
+            "train without context_parallel"
         )
     against = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
