@@ -206,9 +206,9 @@ def anchors(one: torch.Tensor, other: torch.Tensor, step: int = 512) -> list[tup
     """Every ``step`` places of the codes ``one``, each with the place where ``other`` has the same code, if that is exactly one."""
     ordered, order = other.sort()
     wanted = one[::step].contiguous()
-    first, last = (torch.searchsorted(ordered, wanted, right=is_right) for is_right in (False, True))
-    is_one = last == first + 1
-    return list(zip((is_one.nonzero()[:, 0] * step).tolist(), order[first[is_one]].tolist(), strict=True))
+    low, high = (torch.searchsorted(ordered, wanted, right=is_right) for is_right in (False, True))
+    is_one = high == low + 1
+    return list(zip((is_one.nonzero()[:, 0] * step).tolist(), order[low[is_one]].tolist(), strict=True))
 
 
 def copy_distance(window: torch.Tensor, base: int) -> torch.Tensor:

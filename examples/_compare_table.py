@@ -17,14 +17,14 @@ def results(folder: Path) -> Results:
     """The runs of a folder that can be compared, the best first."""
     groups: Results = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and "curve" in found:
-            flags = found["settings"]
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(run, dict) and "curve" in run:
+            flags = run["settings"]
             length = next((f"{flags[name]:g} {name}" for name in ("steps", "seconds", "minutes") if name in flags), "")
-            groups[flags["data"], flags["context"], length].append(found)
+            groups[flags["data"], flags["context"], length].append(run)
     if not groups:
         raise ValueError(f"--table {folder} holds no results; give the folder in which --out's .json files are")
-    return {key: sorted(found, key=lambda run: float(run["bits"])) for key, found in sorted(groups.items())}
+    return {key: sorted(runs, key=lambda run: float(run["bits"])) for key, runs in sorted(groups.items())}
 
 
 def at_tokens(run: dict[str, Any], tokens: float) -> float:

@@ -183,8 +183,8 @@ class Run:
 
     def needle(self, windows: torch.Tensor) -> list[list[float]]:
         """[distance, tokens, bits] of the last bytes of random strings near the end of a window that stand once at that distance before."""
-        n, first = self.args.context, min(512, self.args.context // 4)
-        distances = [first * 4**i for i in range(20) if first * 4**i <= n // 2]
+        n, nearest = self.args.context, min(512, self.args.context // 4)
+        distances = [nearest * 4**i for i in range(20) if nearest * 4**i <= n // 2]
         distances.append(n - APART * (len(distances) + 2))
         ends = [n + 1 - APART * (i + 1) + NEEDLE for i in range(len(distances))]
         drawn = torch.randint(33, 127, (len(windows), len(distances), NEEDLE), generator=torch.Generator().manual_seed(1)).to(self.device)
@@ -222,7 +222,7 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     start = time.perf_counter()
     figures = run.figures()
     curve = [[x["seconds"], x["step"] * tokens, x["held_out/bits"]] for x in log.read(args.out) if "held_out/bits" in x]
-    found = {
+    outcome = {
         "settings": json.loads(settings.save(args)) | {"data": args.data[0]},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "source": run.data.source, "parameters": model.num_parameters, "steps": trainer.done.step,
@@ -230,8 +230,8 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         "peak_gib": memory, "final_evaluation_seconds": time.perf_counter() - start,
         "curve": [*curve, [seconds, trainer.done.step * tokens, figures["bits"]]], **figures,
     }  # fmt: skip
-    result.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    print(f"done: {figures['bits']:.4f} bits per {run.data.unit}, {found['tokens_per_second']:,.0f} {run.data.unit}s/s; {result}")
+    result.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
+    print(f"done: {figures['bits']:.4f} bits per {run.data.unit}, {outcome['tokens_per_second']:,.0f} {run.data.unit}s/s; {result}")
     return 0
 
 

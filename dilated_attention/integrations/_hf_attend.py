@@ -50,9 +50,8 @@ def attend(
 
     Raises ValueError if the layer asks for something that is not supported.
     """
-    refusals.refuse_unknown(name, kwargs)
     config = getattr(module, "config", None)
-    refusals.refuse_cross_attention(name, module, config)
+    refusals.refuse(name, module, config, kwargs)
     settings = settings_of(name, config)
     mask = _mask_of(name, settings, module, attention_mask, query, key.shape[2], is_causal)
     if module.training and torch.is_grad_enabled() and config is not None and mask.seq_len is None:
@@ -61,7 +60,14 @@ def attend(
     is_alone = is_tensor and attention_mask.ndim == 4
     if is_tensor and sliding_window is None:
         refusals.check_pairs(name, settings, mask)
-    window = _joint_window(mask, sliding_window, is_alone)
+    # the keys that both the mask and the layer allow; a mask that decides alone leaves of the layer's window only that it is dense
+    window = mask.window
+    if sliding_window is not None and is_alone:
+        window = window or (None, None)
+    elif sliding_window is not None:
+        size = int(sliding_window) - 1
+        left, right = (size if side is None else min(side, size) for side in window or (size, size))
+        window = left, 0 if mask.is_causal else right
     bounds = mask.cu_seqlens
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
@@ -72,20 +78,25 @@ def attend(
         refusals.warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
         # before packed rows become one
-        refusals.check_pattern(name, settings, mask, query.shape[0])
+        pattern: Any = settings.pattern
+        pattern.check_batch(query.shape[0])
+        if mask.query_offset and not pattern.is_prefix_stable:
+            raise ValueError(
+                f"attention {name!r}: {type(pattern).__name__} keeps other pairs in a longer sequence, so that cached keys are not those "
+                "of a full forward; expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
+            )
     dropout_p = float(dropout) if module.training else 0.0
-    is_plain = mask.padding is None and bounds is None and softcap is None and dropout_p == 0 and value.shape[3] == key.shape[3]
-    is_step = is_plain and query.shape[2] == 1 and mask.is_causal and not settings.is_shared
     # one new token from a cache: its kernels read only the keys needed, without gradients; compiled code would make a graph per position
+    is_step = query.shape[2] == 1 and mask.is_causal and mask.padding is None and bounds is None and not settings.is_shared
     if (
         is_step
-        and settings.options.get("backend", "auto") == "auto"
+        and (softcap, dropout_p, value.shape[3], settings.options.get("backend", "auto")) == (None, 0, key.shape[3], "auto")
         and not (torch.compiler.is_compiling() or needs_grad(query, key, value, s_aux))
     ):
         q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
-        pattern, left = (settings.pattern, None) if window is None else (None, window[0])
-        return decode_attention(q, k, v, positions, pattern, window=left, scale=scaling, sinks=s_aux), None
+        kept: dict[str, Any] = {"pattern": settings.pattern} if window is None else {"window": window[0]}
+        return decode_attention(q, k, v, positions, **kept, scale=scaling, sinks=s_aux), None
     q, k, v = query.transpose(1, 2), *(x[:, :, : mask.num_filled].transpose(1, 2) for x in (key, value))
     rows, value_dim = q.shape[:2], v.shape[3]
     if value_dim < q.shape[3]:
@@ -157,8 +168,12 @@ def _mask_of(
         if attention_mask is None:
             mask = KeyMask(num_keys, num_keys, num_keys - num_queries if causal else 0, 0, causal)
         elif isinstance(attention_mask, torch.Tensor):
-            if settings.is_shared:
-                refusals.check_part(name, attention_mask, causal)
+            size = place_in(group_of(name))[1] if settings.is_shared else 1
+            if size > 1 and attention_mask.ndim == 4 and (causal or attention_mask.shape[2] > 1):
+                raise ValueError(
+                    f"attention {name!r}: attention_mask {tuple(attention_mask.shape)} holds pairs of positions of one of {size} "
+                    "processes, which does not say what its queries see of the others; expected padding (B, N) in shard_inputs, or no mask"
+                )
             mask = mask_of_tensor(attention_mask, query.shape[0], num_queries, num_keys, causal, is_shared=settings.is_shared)
         else:
             raise TypeError(
@@ -172,15 +187,3 @@ def _mask_of(
             'Load a model with cross-attention, or one that is not causal and has a cache, with attn_implementation="sdpa"'
         )
     return mask
-
-
-def _joint_window(mask: KeyMask, sliding_window: int | None, is_alone: bool) -> tuple[int | None, int | None] | None:
-    """Returns the window of keys that both the mask and the layer allow; None for a layer that is not dense within a window. Where the mask
-    alone decides, the layer's window only says that it is dense."""
-    if sliding_window is None:
-        return mask.window
-    if is_alone:
-        return mask.window or (None, None)
-    size = int(sliding_window) - 1
-    left, right = (size, size) if mask.window is None else mask.window
-    return (size if left is None else min(left, size)), 0 if mask.is_causal else (size if right is None else min(right, size))

@@ -85,8 +85,8 @@ def _own_attention(what: Any) -> str:
 
 def key_mask(
     batch_size: int,
-    q_length: int | torch.Tensor | None = None,
-    kv_length: int | None = None,
+    q_length: Any = None,
+    kv_length: Any = None,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
@@ -112,29 +112,24 @@ def key_mask(
         return attention_mask
     if isinstance(q_length, torch.Tensor):
         # 4.57 passes cache_position here, as a positional argument
-        q_length, cache_position = None, q_length
-    assert kv_length is not None
-    num_keys = kv_length
-    if cache_position is None:
-        assert q_length is not None
-        num_queries = q_length
-    else:
-        num_queries = cache_position.shape[0]
+        cache_position = q_length
+    num_keys, num_queries = kv_length, q_length if cache_position is None else cache_position.shape[0]
     query_offset = 0
     # read from a tensor only if necessary, because a compiled model cannot do it
     if num_queries != num_keys:
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
-    bounds = None
-    # in compiled code, a module's functions have no __qualname__
+    bounds = window = None
+    # in compiled code, a module's functions have no __qualname__, and closures cannot be looked into
     kind = _CAUSAL if mask_function is None else mask_function.__name__
-    if kind in (_CAUSAL, _BOTH_WAYS):
-        is_causal, window = kind == _CAUSAL, None
-    else:
-        assert mask_function is not None
-        is_causal = "allow_is_bidirectional_skip" not in kwargs
-        if torch.compiler.is_compiling():
-            is_packed = _checked_by_flags(mask_function, use_vmap, local_size, config, num_keys + kv_offset, allow_is_causal_skip)
-            size = local_size
+    is_causal, is_compiling = kind == _CAUSAL, torch.compiler.is_compiling()
+    if mask_function is not None and kind not in (_CAUSAL, _BOTH_WAYS):
+        if is_compiling:
+            chunk = getattr(config, "attention_chunk_size", None)
+            if kind != "and_mask" or use_vmap:
+                raise _unknown(f"the mask function {kind!r}")
+            if local_size is not None and local_size == chunk:
+                raise _unknown(f"chunks of {chunk} positions, inside a compiled model,")
+            is_causal, size, is_packed = "allow_is_bidirectional_skip" not in kwargs, local_size, not allow_is_causal_skip
         else:
             parts = _parts_of(mask_function, num_keys + kv_offset)
             is_causal, is_packed = _CAUSAL in parts, _PACKED in parts
@@ -144,6 +139,15 @@ def key_mask(
         if is_packed and num_queries == num_keys > 1:
             bounds = _bounds(mask_function, batch_size, num_keys, device)
     num_filled = query_offset + num_queries if is_causal else num_keys
+    padding = None
+    if attention_mask is not None:
+        # as in transformers, positions beyond the mask are padding
+        missing = num_filled + kv_offset - attention_mask.shape[-1]
+        seen = attention_mask if missing <= 0 else torch.nn.functional.pad(attention_mask, (0, missing))
+        real = seen[:, kv_offset : kv_offset + num_filled].bool()
+        # read once per forward, so that layers without padding can use kernels that do not support it
+        if is_shared or is_compiling or not bool(real.all()):
+            padding = ~real
     return KeyMask(
         num_keys=num_keys,
         num_filled=num_filled,
@@ -151,9 +155,9 @@ def key_mask(
         key_offset=kv_offset,
         is_causal=is_causal,
         window=window,
-        padding=_padding(attention_mask, num_filled, kv_offset, is_shared),
+        padding=padding,
         cu_seqlens=bounds,
-        is_guess=bounds is not None and torch.compiler.is_compiling(),
+        is_guess=bounds is not None and is_compiling,
     )
 
 
@@ -179,18 +183,6 @@ def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
                     raise _unknown(f"two windows, of {parts[key]} and {setting} positions")
         return parts
     raise _unknown(f"chunks of {held['chunk_size']} positions" if name == _CHUNKS else f"the mask function {name!r}")
-
-
-def _checked_by_flags(
-    mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any, reach: int, allow_is_causal_skip: bool
-) -> bool:
-    """Whether documents may be packed, as far as compiled code can tell from an intersection: it cannot look into functions."""
-    if mask_function.__name__ != "and_mask" or use_vmap:
-        raise _unknown(f"the mask function {mask_function.__name__!r}")
-    chunk = getattr(config, "attention_chunk_size", None)
-    if local_size is not None and local_size == chunk:
-        raise _unknown(f"chunks of {chunk} positions, inside a compiled model,")
-    return not allow_is_causal_skip
 
 
 def _unknown(what: str) -> ValueError:
@@ -221,30 +213,15 @@ def document_starts(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | N
     """Returns where a document begins within a row, after another, (B, N) bool: at a position that is not above the one before, or at
     another value of ``seq_idx``, both (B, N) or (1, N), at least one given. Padding, False in ``real`` (B, N), says nothing and is passed
     over, and positions that leave numbers out go on."""
-    given = {is_new: x for is_new, x in ((torch.le, position_ids), (torch.ne, seq_idx)) if x is not None}
-    one = next(iter(given.values()))
-    real, *values = torch.broadcast_tensors(torch.ones_like(one, dtype=torch.bool) if real is None else real, *given.values())
+    told = [(is_new, x) for is_new, x in ((torch.le, position_ids), (torch.ne, seq_idx)) if x is not None]
+    real = torch.ones_like(told[0][1], dtype=torch.bool) if real is None else real
+    real, *values = torch.broadcast_tensors(real, *(x for _, x in told))
     # where the last token before each position is; -1 where there is none
     last = torch.where(real, torch.arange(real.shape[1], device=real.device), -1).cummax(1).values[:, :-1]
     starts = torch.zeros_like(real[:, 1:])
-    for is_new, x in zip(given, values, strict=True):
+    for (is_new, _), x in zip(told, values, strict=True):
         starts = starts | is_new(x[:, 1:], x.gather(1, last.clamp(min=0)))
     return torch.nn.functional.pad(starts & (last >= 0) & real[:, 1:], (1, 0))
-
-
-def _padding(attention_mask: torch.Tensor | None, num_filled: int, key_offset: int, is_kept: bool) -> torch.Tensor | None:
-    """Returns (B, num_filled) bool, True = padding, or None for no padding, from a mask of the positions seen so far."""
-    if attention_mask is None:
-        return None
-    missing = num_filled + key_offset - attention_mask.shape[-1]
-    if missing > 0:
-        # same as in transformers: positions beyond the mask are padding
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    real = attention_mask[:, key_offset : key_offset + num_filled].bool()
-    # read once per forward, so that layers without padding can use kernels that do not support it
-    if not is_kept and not torch.compiler.is_compiling() and bool(real.all()):
-        return None
-    return ~real
 
 
 def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int, is_causal: bool, *, is_shared: bool = False) -> KeyMask:
@@ -422,8 +399,10 @@ def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 def _bounds_of(whole: Mapping[str, Any], length: int) -> torch.Tensor | None:
     """Returns the bounds of packed documents, int32 (documents + 1,); None for one document a row."""
-    mask = whole.get("attention_mask")
-    key_mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    # positions of images have three dimensions, and repeat
+    key_mask, position_ids, seq_idx = (
+        x if isinstance(x, torch.Tensor) and x.ndim == 2 else None for x in map(whole.get, ("attention_mask", "position_ids", "seq_idx"))
+    )
     if key_mask is not None and bool(((key_mask != 0) & (key_mask != 1)).any()):
         raise ValueError(
             f"attention_mask {tuple(key_mask.shape)} holds other numbers than 0 and 1, of which transformers makes ones; expected 0 for "
@@ -431,14 +410,11 @@ def _bounds_of(whole: Mapping[str, Any], length: int) -> torch.Tensor | None:
         )
     if whole.get("cu_seq_lens_q") is not None or whole.get("cu_seq_lens_k") is not None:
         return packed_bounds(whole.get("cu_seq_lens_q"), whole.get("cu_seq_lens_k"))
-    # positions of images have three dimensions, and repeat
-    inputs = (whole.get("position_ids"), whole.get("seq_idx"))
-    position_ids, seq_idx = (x if isinstance(x, torch.Tensor) and x.ndim == 2 else None for x in inputs)
     if position_ids is None and seq_idx is None:
         return None
     real = None if key_mask is None else key_mask.bool()
     starts = document_starts(position_ids, seq_idx, real)
-    if mask is None and position_ids is not None:
+    if whole.get("attention_mask") is None and position_ids is not None:
         # as transformers finds documents where there is no mask: positions that leave numbers out begin one, too
         starts[:, 1:] |= position_ids.diff(dim=1) != 1
     if not bool(starts.any()):

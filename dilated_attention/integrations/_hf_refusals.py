@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.functional.arguments import place_in
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, Settings, group_of
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, Settings
 from dilated_attention.validation import refuse_where
 
 # arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
@@ -62,7 +61,8 @@ def ignore(arguments: Iterable[str]) -> None:
     WITHOUT_EFFECT.update(names)
 
 
-def refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
+def refuse(name: str, module: torch.nn.Module, config: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that may change attention, and cross-attention."""
     for argument, value in kwargs.items():
         if value is None or value is False or argument in WITHOUT_EFFECT:
             continue
@@ -75,15 +75,8 @@ def refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
             f"attention {name!r}: the layer is given {argument}, of which it is not known whether it changes attention; expected None. "
             f"If it does not, say so with register(ignored=({argument!r},))"
         )
-
-
-def refuse_cross_attention(name: str, module: torch.nn.Module, config: Any) -> None:
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or getattr(config, "add_cross_attention", False)
-        or "Cross" in type(module).__name__
-        or getattr(module, "is_cross_attention", False)
-    ):
+    is_cross = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
+    if is_cross or any(getattr(config, flag, False) for flag in ("is_encoder_decoder", "add_cross_attention")):
         raise ValueError(
             f"attention {name!r} in a model with cross-attention ({type(module).__name__}), "
             "whose queries and keys are positions of two sequences; "
@@ -104,27 +97,6 @@ def check_pairs(name: str, settings: Settings, mask: KeyMask) -> None:
         )
     if mask.num_filled < mask.num_keys or (mask.query_offset and torch.compiler.is_compiling()):
         raise ValueError(f"attention {name!r}: attention_mask does not say where in the cache the queries are; {way_out}")
-
-
-def check_part(name: str, attention_mask: torch.Tensor, is_causal: bool) -> None:
-    """Refuses a mask of pairs where a process holds only a part of them."""
-    size = place_in(group_of(name))[1]
-    if size > 1 and attention_mask.ndim == 4 and (is_causal or attention_mask.shape[2] > 1):
-        raise ValueError(
-            f"attention {name!r}: attention_mask {tuple(attention_mask.shape)} holds pairs of positions of one of {size} processes, which "
-            "does not say what its queries see of the others; expected padding (B, N) in shard_inputs, or no mask"
-        )
-
-
-def check_pattern(name: str, settings: Settings, mask: KeyMask, num_batch: int) -> None:
-    pattern: Any = settings.pattern
-    pattern.check_batch(num_batch)
-    if mask.query_offset == 0 or pattern.is_prefix_stable:
-        return
-    raise ValueError(
-        f"attention {name!r}: {type(pattern).__name__} keeps other pairs in a longer sequence, so that cached keys are not those "
-        "of a full forward; expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
-    )
 
 
 def check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_packed: bool) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.comm.group import group_name_of
-from dilated_attention.functional.arguments import branches_of, checked_settings
-from dilated_attention.functional.calls import checked_pattern
-from dilated_attention.functional.options import Options
+from dilated_attention.modules import BlockSparseAttention, DilatedAttention, RingAttention, RingDilatedAttention
 from dilated_attention.pattern import BlockPattern, DilatedPattern, LocalWindow, pattern_from_spec
 
 # the attribute of a model's config, a plain dict, with the settings of this model's layers
@@ -33,6 +31,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ring": _RING,
     "block_sparse": ("pattern", *_RUN),
 }
+# what says which pairs count, and a value for as long as it is not said; and the modules that check all of them
+_USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": LocalWindow(0)}}
+_MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
 # what attention within a window does not take of them
 OF_PATTERNS = (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", "pattern")
 
@@ -63,27 +64,26 @@ class Settings:
         new = {**self.options, **options}
         if isinstance(new.get("pattern"), str):
             new["pattern"] = pattern_from_spec(new["pattern"])
-        _check(new)
-        pattern = new.get("pattern")
-        if "segment_lengths" in new:
-            pattern = DilatedPattern(**{name: new[name] for name in (*_BRANCHES, *_OF_BRANCHES) if name in new})
-        return Settings(self.kind, new, pattern)
+        usual = _USUAL.get(self.kind, dict.fromkeys(_BRANCHES, (1,)))
+        is_said = bool(usual.keys() & new.keys())
+        given = {name: value for name, value in new.items() if name not in (*_PROCESSES, "seq_len")}
+        module: Any = _MODULES[self.kind](**{**(dict.fromkeys(usual, ()) if is_said else usual), **given})
+        return Settings(self.kind, new, module.pattern if is_said else None)
 
     def plain(self) -> dict[str, Any]:
         """Returns the options as JSON values; ValueError for a pattern that holds a Python function or a tensor, or a group or mesh."""
-        plain = dict(self.options)
         for name in _PROCESSES:
-            if name in plain:
+            if name in self.options:
                 raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
-        if "pattern" in plain:
-            if plain["pattern"].lives_here:
+        plain = dict(self.options)
+        if isinstance(self.pattern, BlockPattern):
+            if self.pattern.lives_here:
                 raise ValueError(
-                    f"pattern {plain['pattern']!r} holds a Python function or a tensor, which no config can save; "
+                    f"pattern {self.pattern!r} holds a Python function or a tensor, which no config can save; "
                     "give it to register(pattern=…)"
                 )
-            plain["pattern"] = plain["pattern"].spec()
-        found: dict[str, Any] = json.loads(json.dumps(plain))
-        return found
+            plain["pattern"] = self.pattern.spec()
+        return dict(json.loads(json.dumps(plain)))
 
 
 def refuse_others(options: Iterable[str], expected: Iterable[str], where: str) -> None:
@@ -95,19 +95,6 @@ def refuse_others(options: Iterable[str], expected: Iterable[str], where: str) -
 def everything() -> set[str]:
     """Returns the options of all kinds."""
     return {option for options in OPTIONS.values() for option in options}
-
-
-def _check(options: dict[str, Any]) -> None:
-    """Lets the functions check the options, as those of a call of one token of one process."""
-    given = {name: value for name, value in options.items() if name in Options._fields and name != "group"}
-    branches = branches_of(options.get("segment_lengths", ()), options.get("dilation_rates", ())) if set(_BRANCHES) & set(options) else None
-    rows = given.get("head_offsets", "")
-    token = torch.empty(1, 1, 1 if isinstance(rows, str) else len(rows[0]), 8, device="meta")
-    if given.get("ranks_per_node") is None:
-        # of the launcher
-        given["ranks_per_node"] = 1
-    pattern = checked_pattern(options["pattern"]) if "pattern" in options else None
-    checked_settings(token, token, token, Options(**given), branches, pattern, is_sharded=True)
 
 
 REGISTERED: dict[str, Settings] = {}
@@ -189,9 +176,10 @@ def _resolved(name: str, told: tuple[tuple[str, Any], ...]) -> str:
 def in_use(config: Any) -> dict[str, Any]:
     """Returns what was registered for the implementation of a config, without what no config can save."""
     settings = next((REGISTERED[each._attn_implementation] for each in configs_of(config) if each._attn_implementation in REGISTERED), None)
-    options = {} if settings is None else settings.options
-    cannot = {*_PROCESSES, *(("pattern",) if "pattern" in options and options["pattern"].lives_here else ())}
-    return {name: value for name, value in options.items() if name not in cannot}
+    if settings is None:
+        return {}
+    cannot = (*_PROCESSES, "pattern") if isinstance(settings.pattern, BlockPattern) and settings.pattern.lives_here else _PROCESSES
+    return {name: value for name, value in settings.options.items() if name not in cannot}
 
 
 def base_of(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import warnings
@@ -73,7 +74,22 @@ def read_weights(source: Any, part: str | None = None) -> dict[str, torch.Tensor
 
 
 def _named(source: Mapping[Any, Any], part: str | None) -> dict[str, torch.Tensor]:
-    source = _unwrap(source, part)
+    dicts = [name for name, value in source.items() if isinstance(value, Mapping)]
+    if part is None:
+        wrappers = [name for name in WRAPPERS if name in dicts]
+        if len(wrappers) > 1:
+            raise ValueError(f"this file has the weights of {' and '.join(wrappers)}; say which with part={wrappers[0]!r}")
+        beside = [str(name) for name, value in source.items() if isinstance(value, torch.Tensor)]
+        if wrappers and beside:
+            raise ValueError(
+                f"this file has weights under {wrappers[0]!r} and also others ({some(beside)}); pass the dict that is meant, or "
+                f"part={wrappers[0]!r}"
+            )
+        source = source[wrappers[0]] if wrappers else source
+    elif part in dicts:
+        source = source[part]
+    else:
+        raise ValueError(f"part is {part!r}; this file has {', '.join(map(repr, dicts)) or 'weights and no parts'}")
     weights: dict[str, torch.Tensor] = {}
     for name, value in source.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
@@ -90,24 +106,6 @@ def _named(source: Mapping[Any, Any], part: str | None) -> dict[str, torch.Tenso
     while all(name.startswith("module.") for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     return weights
-
-
-def _unwrap(source: Mapping[Any, Any], part: str | None) -> Mapping[Any, Any]:
-    dicts = [name for name, value in source.items() if isinstance(value, Mapping)]
-    if part is not None:
-        if part not in dicts:
-            raise ValueError(f"part is {part!r}; this file has {', '.join(map(repr, dicts)) or 'weights and no parts'}")
-        return source[part]
-    found = [name for name in WRAPPERS if name in dicts]
-    if len(found) > 1:
-        raise ValueError(f"this file has the weights of {' and '.join(found)}; say which with part={found[0]!r}")
-    beside = [name for name, value in source.items() if isinstance(value, torch.Tensor)]
-    if found and beside:
-        raise ValueError(
-            f"this file has weights under {found[0]!r} and also others ({some(map(str, beside))}); pass the dict that is meant, or "
-            f"part={found[0]!r}"
-        )
-    return source[found[0]] if found else source
 
 
 def _load_file(path: Path) -> Any:
@@ -295,29 +293,24 @@ def filled(
     like = next(iter(taken.values()))
     model.load_state_dict(taken | {name: value.to(like) for name, value in fresh.items()}, assign=True)
     model.requires_grad_()
-    # hooks go on a stack, not on each of its layers: layers without hooks need less memory
-    watched: list[nn.Module] = [module for module in model.modules() if isinstance(module, LongNetStack)] or [model]
-    for module in watched:
-        pattern = _pattern_of(module)
-        if isinstance(pattern, DilatedPattern) and any(w % r for w, r in pattern.branches):
-            module.register_forward_pre_hook(_warn_if_shifted, with_kwargs=True)
+    # the hook goes on a stack, not on each of its layers: layers without hooks need less memory
+    stack = next((module for module in model.modules() if isinstance(module, LongNetStack)), None)
+    pattern = model.attention.pattern if stack is None else stack.config.pattern
+    shifted = [(w, r) for w, r in pattern.branches if w % r] if isinstance(pattern, DilatedPattern) else []
+    if shifted:
+        (stack or model).register_forward_pre_hook(functools.partial(_warn_if_shifted, shifted), with_kwargs=True)
     return model.eval()
 
 
-def _pattern_of(module: Any) -> Any:
-    return module.config.pattern if isinstance(module, LongNetStack) else module.attention.pattern
-
-
-def _warn_if_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _warn_if_shifted(shifted: list[tuple[int, int]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warns of a (w, r) for which TorchScale shifts all segments after the first: r does not divide w, and N > w."""
     x, bounds = args[0] if args else kwargs.get("x", kwargs.get("query")), kwargs.get("cu_seqlens")
     if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or x.ndim != 3:
         return
-    shifted = [(w, r) for w, r in _pattern_of(module).branches if w % r and x.shape[1] > w]
-    if not shifted:
-        return
+    length = x.shape[1]
     # bounds are only read if the whole batch is long enough
-    length = x.shape[1] if bounds is None else int(bounds.diff().max())
+    if bounds is not None and any(length > w for w, _ in shifted):
+        length = int(bounds.diff().max())
     for w, r in shifted:
         if length > w:
             warnings.warn(

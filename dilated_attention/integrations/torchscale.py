@@ -373,21 +373,23 @@ def load_longvit(
     # the norm and head of a classifier are outside its backbone, those of the pretraining inside
     around = "" if outer == "model." else outer
     norm = next((name for name in ("fc_norm", "norm") if f"{around}{name}.weight" in weights), None)
-    head = weights.get(f"{around}head.weight") if norm == "fc_norm" else None
+    pooling = {None: "none", "norm": "norm_mean"}.get(norm, "mean_norm")
     fresh: dict[str, torch.Tensor] = {}
-    pooling: dict[str, Any] = {"pooling": "none" if norm is None else "mean_norm", "num_classes": None if head is None else head.shape[0]}
     if num_classes is not None:
         fresh = {"norm.weight": torch.ones(encoder.embed_dim), "norm.bias": torch.zeros(encoder.embed_dim)}
         fresh |= _head(num_classes, encoder.embed_dim)
-        pooling = {"pooling": "mean_norm", "num_classes": num_classes}
-    elif norm == "norm":
-        pooling = {"pooling": "norm_mean", "norm_eps": 1e-6}
+        pooling = "mean_norm"
+    elif norm == "fc_norm" and f"{around}head.weight" in weights:
+        num_classes = weights[f"{around}head.weight"].shape[0]
+    if norm_eps is None:
+        norm_eps = 1e-6 if pooling == "norm_mean" else 1e-5
     unused = [f"{around}{name}." for name in ("fc_norm", "norm", "head") if fresh]
     unused += ["head.mlp.", "head.last_layer."] if outer == "backbone." else []
     weights = {name: value for name, value in weights.items() if not name.startswith(tuple(unused))}
-    if norm_eps is not None:
-        pooling["norm_eps"] = norm_eps
-    config = VisionConfig(encoder=encoder, image_size=image_size, patch_size=patch, in_channels=channels, **pooling)
+    config = VisionConfig(
+        encoder=encoder, image_size=image_size, patch_size=patch, in_channels=channels, pooling=pooling, num_classes=num_classes,
+        norm_eps=norm_eps,
+    )  # fmt: skip
     rows: Rows = (
         (r"^encoder\.norm\.", "encoder.layer_norm."),
         (r"^encoder\.", f"{outer}encoder."),

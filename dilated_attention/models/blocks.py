@@ -34,9 +34,8 @@ def magneto_gain(num_layers: int) -> float:
 
 def make_norm(config: LongNetConfig, **factory: Any) -> nn.Module:
     """Makes a norm for the residual stream."""
-    if config.norm == "layer_norm":
-        return nn.LayerNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
-    return nn.RMSNorm(config.embed_dim, eps=config.layer_norm_eps, **factory)
+    kind = nn.LayerNorm if config.norm == "layer_norm" else nn.RMSNorm
+    return kind(config.embed_dim, eps=config.layer_norm_eps, **factory)
 
 
 class FeedForward(nn.Module):

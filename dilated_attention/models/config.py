@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.base import OBJECT
 from dilated_attention.pattern.checks import as_int, one_of, shown
-from dilated_attention.pattern.spec import OBJECT
 from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
@@ -233,10 +233,6 @@ class LongNetConfig(ModelConfig):
         self._convert(check_held, "layer_norm_eps")
         self._convert(check_probability, "dropout", "attention_dropout", "drop_path")
         self._convert(partial(as_int, minimum=1, maximum=MAX_KMER), "kmer")
-        self._check_kmer()
-        self._check_pattern()
-
-    def _check_kmer(self) -> None:
         if self.kmer > 1 and self.vocab_size != NUM_BASES:
             raise ValueError(
                 f"kmer is {self.kmer} and vocab_size is {self.vocab_size}; k-mers are of the bases A, C, G, T and N: use "
@@ -247,8 +243,6 @@ class LongNetConfig(ModelConfig):
                 f"kmer is {self.kmer} and tie_embeddings is True; an embedding of 5^{self.kmer} codes is no output layer for {NUM_BASES} "
                 "bases: use tie_embeddings=False"
             )
-
-    def _check_pattern(self) -> None:
         if isinstance(self.block_pattern, str):
             self._convert(lambda _, spec: pattern_from_spec(spec), "block_pattern")
         if self.kind == "dilated":

@@ -6,15 +6,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
-from dilated_attention.models.loss import CHUNK_BYTES
+from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
 from dilated_attention.models.text import UNKNOWN, kmers
 from dilated_attention.pattern.checks import as_int
 
@@ -119,10 +117,10 @@ def evaluate(
         windows += [(i, window) for window in of_record if known[window.scored : window.scored_end].any()]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
-    device = model.output_weight.device
+    weight = model.output_weight
+    device = weight.device
     # by the power of two of the inputs that a target could see: nats and targets
-    sums = torch.zeros(2, context.bit_length(), dtype=torch.float64, device=device)
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    sums, total = (torch.zeros(2, *shape, dtype=torch.float64, device=device) for shape in ((context.bit_length(),), ()))
     start = time.perf_counter()
     with eval_mode(model):
         for i, window in windows:
@@ -133,11 +131,14 @@ def evaluate(
                 inputs = inputs.where(~is_target, UNKNOWN)
             if config.kmer > 1:
                 inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
-            nats = _nats(model, inputs, targets)
+            hidden, rows = model.hidden(inputs[None])[0], max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+            # the logits of a chunk of positions exist at a time; 0 where a target is not scored
+            chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+            nats = torch.cat([cross_entropy(x, weight, wanted, reduction="none") for x, wanted in chunks]).double()
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
             scored = slice(window.scored - window.first - shift, window.scored_end - window.first - shift)
-            total += torch.stack([nats[scored].sum(), (targets[scored] != _NOT_SCORED).sum().double()])
+            total += torch.stack([nats[scored].sum(), (targets[scored] != _NOT_SCORED).sum()])
     nats_in_all, count = total.tolist()
     seconds = time.perf_counter() - start
     if not count:
@@ -164,19 +165,6 @@ def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterato
         first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
         yield _Window(first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end)
         scored, step = scored_end, stride
-
-
-def _nats(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """−log p of each target, float64 (n,); 0 where it is not scored. The logits of a chunk of positions exist at a time."""
-    weight: Any = model.output_weight
-    hidden = model.hidden(inputs[None])[0]
-    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    parts = []
-    for h, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = F.linear(h, weight)
-        wide = logits.to(accumulation_dtype(logits.dtype))
-        parts.append(F.cross_entropy(wide, wanted, ignore_index=_NOT_SCORED, reduction="none"))
-    return torch.cat(parts).double()
 
 
 def _buckets(sums: list[list[float]], context: int) -> Iterator[Bucket]:

@@ -167,12 +167,10 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk
     if tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
     check_ids("tokens", tokens, model.embedding)
-    *parts, last = tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1)
-    with cache.as_one():
-        for part in parts:
-            model.hidden(part, cache=cache)
-        cache_pass = model.decoder.begin(last.shape[0], last.shape[1], cache)
-        logits = F.linear(model.hidden(last, cache=cache_pass)[:, -1], model.output_weight)
+    for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
+        # begun before anything that can fail: a prompt that was cut off is refused, too
+        cache_pass = model.decoder.begin(part.shape[0], part.shape[1], cache)
+        logits = F.linear(model.hidden(part, cache=cache_pass)[:, -1], model.output_weight)
         cache_pass.end()
     return logits
 
@@ -204,11 +202,9 @@ def generate(
     new = torch.cat(list(steps), 1)
     if isinstance(prompts, torch.Tensor):
         return torch.cat([prompts, new.to(prompts.dtype)], 1)
-    if stop_token is None:
-        return [torch.cat([row, added.to(row.dtype)]) for row, added in zip(rows, new, strict=True)]
-    ends = (new % model.config.vocab_size == stop_token).long()
-    # of each up to the first that ends it
-    is_added = ends.cumsum(1) == ends
+    # of each up to the first that ends it; bases of codes
+    ends = (new % model.config.vocab_size == (-1 if stop_token is None else stop_token)).long()
+    is_added = ends.cumsum(1) - ends == 0
     return [torch.cat([row, added[chosen].to(row.dtype)]) for row, added, chosen in zip(rows, new, is_added, strict=True)]
 
 
@@ -277,16 +273,16 @@ def _steps(
             cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
             logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
         step = Stepper(model, cache, cuda_graph=cuda_graph)
-        sampling = sampling or Sampling()
-        waits = waits or weight.device.type == "cpu"
-        token, highest = sampling.pick(logits)
-        found, count = [highest], 1
-        # detect NaN weights at once
-        _check_finite(model, found)
-        ended = torch.zeros_like(token, dtype=torch.bool)
+        sampling, count = sampling or Sampling(), 0
+        unchecked: list[torch.Tensor] = []
+        ended = torch.zeros(len(rows), 1, dtype=torch.bool, device=weight.device)
         # of a k-mer model codes, from which the next codes follow
         last = torch.stack([row[-1:] for row in rows])
         while True:
+            token, highest = sampling.pick(logits)
+            count += 1
+            # the tokens of requests that have ended are not read
+            unchecked.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
             if stop_token is not None:
                 token = token.masked_fill(ended, stop_token)
                 ended = token == stop_token
@@ -296,20 +292,17 @@ def _steps(
                         cache.finish(request)
             last = token if model.config.kmer == 1 else following_codes(last, token, model.config.kmer)
             is_last = count == max_new_tokens or not any(cache.active)
-            if is_last:
-                _check_finite(model, found)
+            # NaN weights are told of at once
+            if waits or is_last or count == 1 or weight.device.type == "cpu":
+                _check_finite(model, unchecked, count - len(unchecked))
+                unchecked = []
             yield last
             if is_last:
                 return
-            token, highest = sampling.pick(step(last))
-            count += 1
-            # ignore requests that have ended: their tokens are not read
-            found.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
-            if waits:
-                _check_finite(model, found[-1:], count - 1)
+            logits = step(last)
 
 
-def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int = 0) -> None:
+def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int) -> None:
     """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device. ``before``: how many new tokens came
     before the first of these steps."""
     # (steps, requests)

@@ -8,12 +8,12 @@ as they enter the product: normalised and rotated by their absolute position.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from dilated_attention.engine.decode import dispatch
 from dilated_attention.engine.decode.keys import RowKeys, Runs, WindowKeys, row_keys
@@ -64,6 +64,11 @@ class KVCache:
     >>> print(cache)
     """
 
+    # of a pool of pages
+    page_size: int
+    num_pages: int
+    _free: list[int]
+
     def __init__(
         self,
         config: LongNetConfig,
@@ -94,32 +99,60 @@ class KVCache:
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
         # those that a pass is about, in ``of`` one
         self._chosen = range(self.num_requests)
-        # of requests that are refused: the pass that has to end first; None after a prompt that was cut off
-        self._open: dict[int, CachePass | None] = {}
-        slots = self._slots()
+        # of requests that are refused: the pass that has to end first
+        self._open: dict[int, CachePass] = {}
+        # (requests, pages of each) int32 if slots come from a pool of pages
+        self.table: torch.Tensor | None = None
+        self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
+        capacities = [min(self.max_length, keys.num_needed) for keys in self.row_keys]
+        self.capacity, slots = max(capacities), self._slots(capacities)
         shapes = [(*slots[layer % len(slots)], heads, config.head_dim) for layer in range(config.num_layers)]
         self.keys, self.values = ([torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes] for _ in range(2))
 
-    def _slots(self) -> list[tuple[int, int]]:
+    def _slots(self, capacities: list[int]) -> list[tuple[int, int]]:
         """Returns (requests or pages, positions of each) of the layers, which take them in turn."""
-        capacities = [min(self.max_length, keys.num_needed) for keys in self.row_keys]
-        self.capacity = max(capacities)
         return [(self.num_requests, capacity) for capacity in capacities]
 
     def wraps(self, keys: RowKeys) -> bool:
         """Whether new positions of layers with these ``row_keys`` reuse the slots of old ones."""
-        return keys.num_needed < self.max_length
+        return self.table is None and keys.num_needed < self.max_length
 
     def cached(self, layer: int, requests: range) -> Cached:
         """Returns the keys and values of a layer."""
-        some, keys = slice(requests.start, requests.stop), self.row_keys[layer % len(self.row_keys)]
-        return Cached(self.keys[layer][some], self.values[layer][some], wraps=self.wraps(keys), fixed=keys.fixed)
+        keys, values, some = self.keys[layer], self.values[layer], slice(requests.start, requests.stop)
+        needed = self.row_keys[layer % len(self.row_keys)]
+        if self.table is not None:
+            return Cached(keys, values, self.table[some])
+        return Cached(keys[some], values[some], wraps=self.wraps(needed), fixed=needed.fixed)
 
     def reserve(self, request: int, length: int) -> None:
-        """Makes room for positions below ``length``, unless there always is."""
+        """Assigns pages to positions below ``length``, where slots come from a pool of them."""
+        if self.table is None:
+            return
+        pages = self._pages[request]
+        span = range(self.lengths[request] // self.page_size, -(-length // self.page_size))
+        if all(page in pages for page in span):
+            return
+        self.release(request)
+        wanted = [page for page in span if page not in pages]
+        if len(wanted) > len(self._free):
+            raise RuntimeError(
+                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
+                f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
+            )
+        pages |= {page: self._free.pop() for page in wanted}
+        places = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
+        self.table[request, wanted[0] : wanted[-1] + 1] = places.to(self.device)
 
     def release(self, request: int) -> None:
-        """Releases what no future row of this request can read, unless its slots are reused anyway."""
+        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
+        pages = self._pages[request]
+        needed = {stretch for keys in self.row_keys for stretch in keys.needed(self.lengths[request]) if pages}
+        gone = pages.keys() - {page for low, high in needed for page in range(low // self.page_size, -(-high // self.page_size))}
+        if self.table is not None and gone:
+            # a finished request still writes, and must not write into a page that belongs to another request by then
+            self.table[request, list(gone)] = 0
+            self._free += [pages.pop(page) for page in gone]
 
     def of(self, request: int) -> KVCache:
         """Returns the cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
@@ -134,7 +167,7 @@ class KVCache:
             raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
         if num_tokens == 1 and len(chosen) == self.num_requests and any(self.active):
             self.prepare_step()
-            begun, chosen = self.step(), [i for i in chosen if self.active[i]]
+            begun, chosen = self.step(), self._growing()
         else:
             lengths = [self.lengths[i] for i in chosen]
             if len(set(lengths)) > 1:
@@ -152,9 +185,8 @@ class KVCache:
     def prepare_step(self) -> int:
         """Reserves room and prepares tables for one more position of every active request. Returns the generation of the tables; a CUDA
         graph captured with another generation must be discarded."""
-        for request in range(self.num_requests):
-            if self.active[request]:
-                self._make_room(request, 1)
+        for request in self._growing():
+            self._make_room(request, 1)
         positions = self._positions()
         # none of them decreases
         return sum(keys.prepare(positions) for keys in dict.fromkeys(self.row_keys))
@@ -179,7 +211,7 @@ class KVCache:
 
     def advance(self, requests: Sequence[int] | None = None, by: int = 1) -> None:
         """Increases the lengths of some requests, which become active, or of all active ones."""
-        requests = [i for i in range(self.num_requests) if self.active[i]] if requests is None else requests
+        requests = self._growing() if requests is None else requests
         for i in requests:
             self.lengths[i] += by
             self.active[i] = True
@@ -187,16 +219,6 @@ class KVCache:
             self.positions += by
         else:
             self._place()
-
-    @contextmanager
-    def as_one(self) -> Iterator[None]:
-        """Makes several passes one: if it fails after some of them, the requests are refused until they are freed."""
-        before = [(i, self.lengths[i]) for i in self._chosen]
-        try:
-            yield
-        except BaseException:
-            self._open.update((i, None) for i, length in before if length != self.lengths[i])
-            raise
 
     def finish(self, request: int) -> None:
         """Stops a request from growing; it keeps its positions until it is freed."""
@@ -218,15 +240,18 @@ class KVCache:
 
     def __str__(self) -> str:
         heads, dim = self.keys[0].shape[2:]
+        slots = f"{self.num_requests} × {' or '.join(f'{n:,}' for n in sorted({x.shape[1] for x in self.keys}))} positions"
+        if self.table is not None:
+            slots = f"{self.num_pages + 1:,} pages ({self.num_pages - len(self._free):,} in use) of {self.page_size} positions"
         dense = 2 * self.config.num_layers * heads * dim * self.dtype.itemsize * self.max_length * self.num_requests
         return (
-            f"KV cache: {self.config.num_layers} layers × 2 × {self._described()} × {heads} heads × {dim}, "
+            f"KV cache: {self.config.num_layers} layers × 2 × {slots} × {heads} heads × {dim}, "
             f"{str(self.dtype).removeprefix('torch.')}: {readable(self.nbytes)}; "
             f"all of {self.num_requests} × {self.max_length:,} positions, as dense attention keeps them, would be {readable(dense)}"
         )
 
-    def _described(self) -> str:
-        return f"{self.num_requests} × {' or '.join(f'{n:,}' for n in sorted({x.shape[1] for x in self.keys}))} positions"
+    def _growing(self) -> list[int]:
+        return [request for request in range(self.num_requests) if self.active[request]]
 
     def _positions(self) -> list[int]:
         # a finished request keeps writing to its next position; no row reads that slot before it is written again
@@ -280,7 +305,7 @@ class PagedKVCache(KVCache):
         self._wanted = num_pages, as_int("chunk", chunk, minimum=1)
         super().__init__(config, num_requests, max_length, device=device, dtype=dtype, backend=backend)
 
-    def _slots(self) -> list[tuple[int, int]]:
+    def _slots(self, capacities: list[int]) -> list[tuple[int, int]]:
         num_pages, chunk = self._wanted
         of_request = -(-self.max_length // self.page_size)
         if num_pages is None:
@@ -292,48 +317,12 @@ class PagedKVCache(KVCache):
         self.num_pages = as_size("num_pages", num_pages)
         self.table = torch.zeros(self.num_requests, of_request, dtype=torch.int32, device=self.device)
         self._free = list(range(self.num_pages, 0, -1))
-        self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
         # page 0 belongs to no request: freed requests write there in steps
         return [(self.num_pages + 1, self.page_size)]
-
-    def wraps(self, keys: RowKeys) -> bool:
-        return False
 
     @property
     def pages_in_use(self) -> int:
         return self.num_pages - len(self._free)
-
-    def cached(self, layer: int, requests: range) -> Cached:
-        return Cached(self.keys[layer], self.values[layer], self.table[requests.start : requests.stop])
-
-    def reserve(self, request: int, length: int) -> None:
-        pages = self._pages[request]
-        span = range(self.lengths[request] // self.page_size, -(-length // self.page_size))
-        if all(page in pages for page in span):
-            return
-        self.release(request)
-        wanted = [page for page in span if page not in pages]
-        if len(wanted) > len(self._free):
-            raise RuntimeError(
-                f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
-                f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
-            )
-        given = [self._free.pop() for _ in wanted]
-        self.table[request, wanted[0] : wanted[-1] + 1] = torch.tensor(given, dtype=torch.int32).to(self.device)
-        pages.update(zip(wanted, given, strict=True))
-
-    def release(self, request: int) -> None:
-        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
-        size, pages = self.page_size, self._pages[request]
-        needed = {stretch for keys in self.row_keys for stretch in keys.needed(self.lengths[request])}
-        gone = pages.keys() - {page for low, high in needed for page in range(low // size, -(-high // size))}
-        if gone:
-            # a finished request still writes, and must not write into a page that belongs to another request by then
-            self.table[request, list(gone)] = 0
-            self._free += [pages.pop(page) for page in gone]
-
-    def _described(self) -> str:
-        return f"{self.num_pages + 1:,} pages ({self.pages_in_use:,} in use) of {self.page_size} positions"
 
 
 class CachePass:
@@ -348,7 +337,7 @@ class CachePass:
         self.cache, self.count, self.start = cache, count, start
         # requests that it ends for
         self.members: Iterable[int] = ()
-        self._rotation: Tables | None = None
+        self._rotation: Any = None
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
             # keys in between that no row needs are zeros
@@ -376,8 +365,7 @@ class CachePass:
             self._rotation = module.rotation(self.positions, None, self.cache.max_length, dtype)
             if self.start is None:
                 # each batch entry has its own position
-                (q_cos, q_sin), (k_cos, k_sin) = self._rotation
-                self._rotation = (q_cos[:, None], q_sin[:, None]), (k_cos[:, None], k_sin[:, None])
+                self._rotation = [[x[:, None] for x in table] for table in self._rotation]
         return self._rotation
 
     def attend(
@@ -416,12 +404,11 @@ class CachePass:
         both = [k, v]
         needed, places, before = self.before[keys]
         if before:
-            both = [new.new_zeros(new.shape[0], before + self.count, *new.shape[2:]) for new in (k, v)]
+            both = [F.pad(new, (0, 0, 0, 0, before, 0)) for new in both]
             for (low, high), place in zip(needed, places, strict=True):
-                for whole, part in zip(both, cached.read(self._range(low, high).expand(k.shape[0], -1)), strict=True):
+                parts = cached.read(self._range(low, high).expand(k.shape[0], -1))
+                for whole, part in zip(both, parts, strict=True):
                     whole[:, place : place + high - low] = part
-            for whole, new in zip(both, (k, v), strict=True):
-                whole[:, before:] = new
         # a ring layer provides its single-process attention; a model shared between processes has been refused
         out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=before)
         # where slots are reused, the last positions are stored and the fixed ones

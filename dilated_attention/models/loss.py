@@ -85,14 +85,12 @@ def sharded_cross_entropy(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if chunk is None:
         chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    vocabulary, padded = weight.shape[0], _aligned(weight)
-    dtype = accumulation_dtype(hidden.dtype)
     # nothing inside is random, so the random state need not be saved and restored
-    in_parts = partial(checkpoint, _sum, use_reentrant=False, preserve_rng_state=False)
-    run = _sum if hidden.shape[0] <= chunk else in_parts
-    total = hidden.new_zeros((), dtype=dtype)
+    in_parts = partial(checkpoint, cross_entropy, use_reentrant=False, preserve_rng_state=False)
+    run = cross_entropy if hidden.shape[0] <= chunk else in_parts
+    total, padded = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype)), _aligned(weight)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        total = total + run(rows, padded, wanted, vocabulary, ignore_index, dtype)
+        total = total + run(rows, padded, wanted, weight.shape[0], ignore_index=ignore_index, reduction="sum")
     return sharded_mean(total, (targets != ignore_index).sum(), group=group, mesh=mesh)
 
 
@@ -108,12 +106,12 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
     return F.pad(weight, (0, 0, 0, missing))
 
 
-def _sum(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int, ignore_index: int, dtype: torch.dtype
+def cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int | None = None, **options: Any
 ) -> torch.Tensor:
-    """Of the first ``vocabulary`` rows of the weight."""
+    """torch's, of the logits of the first ``vocabulary`` rows of the weight, in float32 or float64."""
     logits = F.linear(hidden, weight)[:, :vocabulary]
-    return F.cross_entropy(logits.to(dtype), targets.long(), ignore_index=ignore_index, reduction="sum")
+    return F.cross_entropy(logits.to(accumulation_dtype(logits.dtype)), targets.long(), **options)
 
 
 def sharded_mean(total: torch.Tensor, count: torch.Tensor, *, group: Any = None, mesh: Any = None) -> torch.Tensor:

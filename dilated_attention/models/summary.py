@@ -192,21 +192,19 @@ def summarise(
         lengths = tuple(
             sorted({1024, 8192, 65536, max((w for one in config.cycle for w in one.segment_lengths if w <= 2**20), default=2**17), 2**20})
         )
-    here, device = _this_machine()
+    device = "a device"
+    if memory is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory, device = properties.total_memory, properties.name
+    elif memory is None:
+        memory, device = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's CPU"
     return Summary(
         name=name,
         config=config,
         num_parameters=sum(parameters.values()),
         embedding_parameters=embedding_parameters(parameters),
         lengths=tuple(as_int("positions", n, minimum=1) for n in lengths),
-        memory=here if memory is None else as_int("memory", memory, minimum=1),
-        device=device if memory is None else "a device",
-        activation_bytes=2 if memory is not None or torch.cuda.is_available() else 4,
+        memory=as_int("memory", memory, minimum=1),
+        device=device,
+        activation_bytes=4 if device == "this machine's CPU" else 2,
     )
-
-
-def _this_machine() -> tuple[int, str]:
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.total_memory, properties.name
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's CPU"

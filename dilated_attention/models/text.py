@@ -223,10 +223,8 @@ def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: b
     """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes;
     never for an embedding that is not of this library or torch, as it may accept others. ``is_shard``: neighbours here may lie apart."""
     if isinstance(embedding, KmerEmbedding):
-        if not has_values(tokens, waits=True) or not tokens.numel():
-            return
         # a GPU is waited for once in the life of a model: bases in place of codes end in no error there
-        if not has_values(tokens, waits=waits or embedding.is_new):
+        if not tokens.numel() or not has_values(tokens, waits=waits or embedding.is_new):
             return
         embedding.is_new, waits = False, True
         way_out = f"tokens of this model are codes of {embedding.k} bases: use model.encode(text or bases)"

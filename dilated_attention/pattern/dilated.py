@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from dilated_attention.pattern.checks import (
     sizes_of_mask,
 )
 
-Number = TypeVar("Number", int, Tensor)
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 NOT_IN_BRANCH = -1
 # positions and pairs of segments that are examined to count shared pairs, which takes minutes
@@ -63,8 +62,8 @@ class DilatedPattern(Pattern):
     tail: str = "mask"
 
     def __post_init__(self) -> None:
-        lengths = as_int_tuple("segment_lengths", self.segment_lengths)
-        rates = as_int_tuple("dilation_rates", self.dilation_rates)
+        lengths = as_int_tuple("segment_lengths", self.segment_lengths, minimum=1, maximum=MAX_LENGTH)
+        rates = as_int_tuple("dilation_rates", self.dilation_rates, minimum=1)
         if not lengths:
             raise ValueError("segment_lengths is empty; at least one branch is needed, e.g. segment_lengths=[2048], dilation_rates=[1]")
         if len(lengths) != len(rates):
@@ -75,14 +74,6 @@ class DilatedPattern(Pattern):
         if len(lengths) > MAX_BRANCHES:
             raise ValueError(f"segment_lengths has {len(lengths):,} entries; expected at most {MAX_BRANCHES:,}, one for each branch")
         for branch, (length, rate) in enumerate(zip(lengths, rates, strict=True)):
-            if length < 1:
-                raise ValueError(f"segment_lengths[{branch}] is {shown(length)}; a segment holds at least 1 position: use a length ≥ 1")
-            if length > MAX_LENGTH:
-                raise ValueError(
-                    f"segment_lengths[{branch}] is {shown(length)}; expected at most 2**62: any length from N on is the whole sequence"
-                )
-            if rate < 1:
-                raise ValueError(f"dilation_rates[{branch}] is {shown(rate)}; rate 1 takes every position: use a rate ≥ 1")
             if rate > length:
                 raise ValueError(
                     f"dilation_rates[{branch}] is {shown(rate)}, larger than segment_lengths[{branch}] = {length}, so some heads would "
@@ -95,19 +86,15 @@ class DilatedPattern(Pattern):
         object.__setattr__(self, "head_offsets", self._checked_offsets(self.head_offsets))
 
     def _checked_offsets(self, offsets: Any) -> str | tuple[tuple[int, ...], ...]:
-        allowed = "'cyclic', 'blocked', 'zero', or one list of H integers per branch"
-        if isinstance(offsets, str):
+        if isinstance(offsets, str) or not isinstance(offsets, Sequence):
             one_of("head_offsets", offsets, ("cyclic", "blocked", "zero"), also="or one list of H integers per branch")
-            if self.branch_heads == "split" and offsets != "cyclic":
-                raise ValueError(
-                    f"head_offsets={offsets!r} has no effect with branch_heads='split', where the offset is the branch index mod r; "
-                    "leave head_offsets at its default"
-                )
+        if self.branch_heads == "split" and offsets != "cyclic":
+            raise ValueError(
+                f"head_offsets={shown(offsets)} has no effect with branch_heads='split', where the offset is the branch index mod r; "
+                "leave head_offsets at its default"
+            )
+        if isinstance(offsets, str):
             return offsets
-        if not isinstance(offsets, Sequence):
-            raise TypeError(f"head_offsets is {shown(offsets)} ({type(offsets).__name__}); expected {allowed}")
-        if self.branch_heads == "split":
-            raise ValueError("head_offsets given as lists has no effect with branch_heads='split'; leave head_offsets at its default")
         if len(offsets) != len(self.segment_lengths):
             raise ValueError(
                 f"head_offsets has {len(offsets)} lists for {len(self.segment_lengths)} branches; give one list of H integers per branch"
@@ -207,15 +194,19 @@ class DilatedPattern(Pattern):
         """Returns ``pairs`` for each branch separately."""
         n = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         check_bool("is_causal", is_causal)
+
+        def of_segment(rows: int) -> int:
+            return rows * (rows + 1) // 2 if is_causal else rows * rows
+
         totals = []
-        for (length, rate), row_of_offsets in zip(self.branches, self.offsets(num_heads), strict=True):
+        for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             full, rest = divmod(n, length)
-            total = 0
-            for offset, count in Counter(row_of_offsets).items():
-                if offset != NOT_IN_BRANCH:
-                    of_head = full * _square(taken(length, rate, offset), is_causal) + _square(taken(rest, rate, offset), is_causal)
-                    total += count * of_head
-            totals.append(total)
+            of_heads = (
+                count * (full * of_segment(taken(length, rate, offset)) + of_segment(taken(rest, rate, offset)))
+                for offset, count in Counter(offsets).items()
+                if offset != NOT_IN_BRANCH
+            )
+            totals.append(sum(of_heads))
         return tuple(totals)
 
     def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
@@ -289,7 +280,3 @@ def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, 
                 itself = is_causal and int((own >= 0).sum()) > i
                 counts[i] += num_equal_heads * size * (int(sizes[shared > i].sum()) + itself)
     return counts[0] // (1 + is_causal), counts[1] // (1 + is_causal)
-
-
-def _square(rows: Number, is_causal: bool) -> Number:
-    return rows * (rows + 1) // 2 if is_causal else rows * rows

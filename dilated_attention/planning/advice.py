@@ -135,30 +135,34 @@ def recommend(
     # the dtype of full speed: float16 is slow before Volta
     capability = (hardware.device_type == "cuda" and hardware.capability) or (0, 0)
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
-    case = SimpleNamespace(
-        name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype,
-        base=attention or ("dense" if length < _LONG else "dilated"), **asked,
+    # what is asked, and what is chosen: one process that trains, unless a use case decides otherwise
+    x = SimpleNamespace(
+        name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype, kv_heads=None, **asked,
+        base=attention or ("dense" if length < _LONG else "dilated"), training=True, count=1, data=1, context=1, layers=0, memory=None,
+        fits=None, checkpointed=None,
     )  # fmt: skip
     choose = {"torchscale": _training, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
-    x = choose.get(use_case, _layer if parameters is None else _training)(case)
-    x.layout = "zigzag" if x.base == "dense" and case.causal else "contiguous"
-    x.keys = x.pattern.pairs(length, x.heads, is_causal=case.causal) / (length * x.heads)
-    x.dense_keys = (length + 1) / 2 if case.causal else float(length)
+    choose.get(use_case, _layer if parameters is None else _training)(x)
+    x.layout = "zigzag" if x.base == "dense" and x.causal else "contiguous"
+    x.keys = x.pattern.pairs(length, x.heads, is_causal=x.causal) / (length * x.heads)
+    x.dense_keys = (length + 1) / 2 if x.causal else float(length)
     x.kind, is_dilated = kind_of(x.base, x.context), x.base == "dilated"
-    asks = {"block_size": 128, "block_masks": "bits"} if x.base == "block_sparse" else {"pattern": x.pattern, "num_positions": length}
-    rows = max(1, round(x.pattern.pairs(length, 1, is_causal=case.causal) / length)) if x.base == "block_sparse" else 0
+    asks: dict[str, Any] = {"pattern": x.pattern, "num_positions": length}
+    if x.base == "block_sparse":
+        mean = round(x.pattern.pairs(length, 1, is_causal=x.causal) / length)
+        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, mean)}
     x.backends = explain_backend(
-        hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=case.causal,
-        needs_grad=x.training, length=rows, **asks,
+        hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=x.causal,
+        needs_grad=x.training, **asks,
     )  # fmt: skip
-    time = _estimate(case, x)
-    *setup, code = _code(case, x)
+    time = _estimate(x)
+    *setup, code = _code(x)
     return Recommendation(
         use_case=use_case, request={"name": use_case, "length": length, **asked, "machine": machine.name, "memory": machine.memory},
-        machine=f"{length:,} positions on {f'{case.gpus} × ' if case.gpus > 1 else ''}{machine.name}", kind=x.kind,
+        machine=f"{length:,} positions on {f'{x.gpus} × ' if x.gpus > 1 else ''}{machine.name}", kind=x.kind,
         segment_lengths=x.pattern.segment_lengths if is_dilated else (), dilation_rates=x.pattern.dilation_rates if is_dilated else (),
         keys_per_query=x.keys, dense_keys_per_query=x.dense_keys, forward=x.backends.forward, backward=x.backends.backward,
-        settings=tuple(itertools.starmap(Setting, _settings(case, x, time))), memory=x.memory, fits=x.fits, setup=tuple(setup), code=code,
+        settings=tuple(itertools.starmap(Setting, _settings(x, time))), memory=x.memory, fits=x.fits, setup=tuple(setup), code=code,
     )  # fmt: skip
 
 
@@ -184,35 +188,33 @@ def branches(length: int, num_heads: int, longest: int | None = None) -> Dilated
     return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
 
 
-def _pattern(case: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
+def _pattern(x: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence."""
     if base == "block_sparse":
-        pattern = GlobalLocal((_WINDOW, 0 if case.causal else _WINDOW), _GLOBAL)
+        pattern = GlobalLocal((_WINDOW, 0 if x.causal else _WINDOW), _GLOBAL)
         return pattern, {"pattern": pattern}
-    chosen = branches(case.length, heads, longest) if base == "dilated" else DilatedPattern((case.length,), (1,))
+    chosen = branches(x.length, heads, longest) if base == "dilated" else DilatedPattern((x.length,), (1,))
     return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
 
 
-def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
+def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
     """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters. Heads have 128 from a billion parameters on,
     four query heads share a key head. The figures are those of one and two blocks, as building all of a large model takes seconds, even
     empty ones."""
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
-    wanted, layers = case.parameters or _PARAMETERS, config.num_layers
-    embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
+    wanted, layers, heads = x.parameters or _PARAMETERS, config.num_layers, config.num_heads
     shape: dict[str, Any] = {}
-    heads = case.heads or (usual if case.head_dim is None else max(1, round(embed / case.head_dim)))
-    if is_preset := {case.parameters, case.heads, case.head_dim} == {None}:
-        heads = config.num_heads
-    else:
-        head_dim = case.head_dim or max(32, min(256, round(embed / heads / 32) * 32))
+    if not (is_preset := {x.parameters, x.heads, x.head_dim} == {None}):
+        embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
+        heads = x.heads or (usual if x.head_dim is None else max(1, round(embed / x.head_dim)))
+        head_dim = x.head_dim or max(32, min(256, round(embed / heads / 32) * 32))
         kv_heads = heads // 4 if heads % 4 == 0 else None
         shape = {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
         # with 128,256 tokens the embedding alone would be most of a small model
         shape |= {"vocab_size": 32768} if wanted < 1e9 else {}
-    pattern, made_by = _pattern(case, base, heads, longest)
+    pattern, made_by = _pattern(x, base, heads, longest)
     overrides: dict[str, Any] = made_by if base == "dilated" else {"attention": base}
-    overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if case.causal else {"is_causal": False}) | shape
+    overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if x.causal else {"is_causal": False}) | shape
     made = [model_of(_PRESET, tuple(sorted((overrides | {"num_layers": count}).items()))) for count in (1, 2)]
     one, two = (model.num_parameters for model in made)
     outside, block = 2 * one - two, two - one
@@ -222,29 +224,20 @@ def _model(case: Any, base: str, longest: int | None = None) -> tuple[dict[str, 
     return overrides, summarise(_PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
 
 
-def _chosen(**fields: Any) -> Any:
-    """What a use case decides; not what is chosen: no memory is estimated, no GPUs share anything."""
-    x = SimpleNamespace(training=True, count=1, data=1, context=1, kv_heads=None, layers=0, memory=None, fits=None, checkpointed=None)
-    vars(x).update(fields)
-    return x
-
-
-def _of_model(preset: str, overrides: dict[str, Any], summary: Summary, **fields: Any) -> Any:
+def _take_model(x: Any, preset: str, overrides: dict[str, Any], summary: Summary) -> None:
     config, number = summary.config, summary.num_parameters
-    return _chosen(
-        base=config.kind, pattern=config.pattern, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        arguments=_arguments(preset, overrides), number=number,
-        parameters=f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million", **fields,
-    )  # fmt: skip
+    x.base, x.pattern, x.heads, x.kv_heads, x.head_dim = config.kind, config.pattern, config.num_heads, config.num_kv_heads, config.head_dim
+    x.number, x.arguments = number, _arguments(preset, overrides)
+    x.size = f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
-def _most_context(case: Any) -> int:
+def _most_context(x: Any) -> int:
     """Returns the number of processes that can share one sequence with enough work left for each."""
-    most = min(case.gpus, max(1, case.length // _TOKENS_PER_GPU), MOST["world_size"])
-    return next(c for c in range(most, 0, -1) if case.gpus % c == 0)
+    most = min(x.gpus, max(1, x.length // _TOKENS_PER_GPU), MOST["world_size"])
+    return next(c for c in range(most, 0, -1) if x.gpus % c == 0)
 
 
-def _training(case: Any) -> Any:
+def _training(x: Any) -> None:
     """Chooses the first distribution that fits, or the last one tried if none fits.
 
     ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
@@ -252,88 +245,83 @@ def _training(case: Any) -> Any:
     the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
     A distribution whose footprint, by a formula, is far too large is not traced.
     """
-    gpus, most = case.gpus, _most_context(case)
+    gpus, most = x.gpus, _most_context(x)
     # segments, offsets, tail and gradient are those that the weights were trained with
-    is_slides = case.name == "torchscale"
-    preset, what = (_GIGAPATH, "slide") if is_slides else (_PRESET, "model")
-    overrides, summary = ({}, model_of(_GIGAPATH, ()).summary()) if is_slides else _model(case, case.base)
-    contexts = [c for c in range(min(gpus // math.gcd(case.batch, gpus), most), most + 1) if gpus % c == 0]
+    is_slides = x.name == "torchscale"
+    preset, x.what = (_GIGAPATH, "slide") if is_slides else (_PRESET, "model")
+    overrides, summary = ({}, model_of(_GIGAPATH, ()).summary()) if is_slides else _model(x, x.base)
+    contexts = [c for c in range(min(gpus // math.gcd(x.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
         (checkpointed, context, count)
         for checkpointed, context in itertools.product((False, True), contexts)
-        for count in dict.fromkeys((max(1, case.batch * context // gpus), 1))
+        for count in dict.fromkeys((max(1, x.batch * context // gpus), 1))
     ]
     for checkpointed, context, count in tried:
         needs = footprint(summary.config, summary.num_parameters, checkpoint_activations=checkpointed)
-        activations = needs.total(-(-count * case.length // context)) - needs.fixed
+        activations = needs.total(-(-count * x.length // context)) - needs.fixed
         is_last = (checkpointed, context, count) == tried[-1]
         # footprints are within a quarter of the plans
-        if is_last or needs.fixed // gpus + activations <= 1.5 * case.machine.memory:
+        if is_last or needs.fixed // gpus + activations <= 1.5 * x.machine.memory:
             plan = plan_model(
-                preset, num_positions=case.length, weight_shards=gpus, dtype=case.dtype, gpu=case.machine, world_size=context,
+                preset, num_positions=x.length, weight_shards=gpus, dtype=x.dtype, gpu=x.machine, world_size=context,
                 batch_size=count, checkpoint_activations=checkpointed, find_longest=is_last, **overrides,
             )  # fmt: skip
             if plan.fits:
                 break
-    return _of_model(
-        preset, overrides, summary, what=what, count=plan.batch_size, data=gpus // plan.world_size, context=plan.world_size,
-        memory=plan.peak, fits=plan.fits, longest=plan.longest, checkpointed=plan.checkpoint_activations,
-        layers=0 if is_slides else plan.layers,
-    )  # fmt: skip
+    _take_model(x, preset, overrides, summary)
+    x.count, x.context, x.data, x.layers = plan.batch_size, plan.world_size, gpus // plan.world_size, 0 if is_slides else plan.layers
+    x.memory, x.fits, x.longest, x.checkpointed = plan.peak, plan.fits, plan.longest, plan.checkpoint_activations
 
 
-def _layer(case: Any) -> Any:
+def _layer(x: Any) -> None:
     """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
-    base, is_transformers = case.base, case.name == "huggingface"
-    heads, head_dim = case.heads or (32 if is_transformers else 16), case.head_dim or (128 if is_transformers else 64)
-    context = 1 if is_transformers and base == "block_sparse" else _most_context(case)
-    pattern, arguments = _pattern(case, base, heads)
-    x = _chosen(base=base, pattern=pattern, heads=heads, head_dim=head_dim, data=case.gpus // context, context=context)
+    base, is_transformers = x.base, x.name == "huggingface"
+    x.heads, x.head_dim = x.heads or (32 if is_transformers else 16), x.head_dim or (128 if is_transformers else 64)
+    x.context = 1 if is_transformers and base == "block_sparse" else _most_context(x)
+    x.data, is_shared = x.gpus // x.context, x.context > 1
+    x.pattern, arguments = _pattern(x, base, x.heads)
     if is_transformers:
-        x.name = "ring_dilated" if context > 1 else "sdpa" if base == "dense" else base
-        x.what, x.arguments = "sdpa" if x.name == "sdpa" else "transformers", _arguments(x.name, arguments)
-        return x
-    name, of_layer = f"multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}", {"embed_dim": heads * head_dim}
-    arguments = of_layer | {"num_heads": heads} | arguments
-    if context > 1:
-        name, arguments = ("ring", {}) if base == "dense" else (f"ring_{name}", arguments)
-    x.what, x.layers, x.count, x.arguments = "layer", 1, max(1, case.batch // x.data), _arguments(name, arguments)
-    return x
+        x.implementation = "ring_dilated" if is_shared else "sdpa" if base == "dense" else base
+        x.what, x.arguments = "sdpa" if x.implementation == "sdpa" else "transformers", _arguments(x.implementation, arguments)
+        return
+    name = f"{'ring_' * is_shared}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
+    arguments = {"embed_dim": x.heads * x.head_dim, "num_heads": x.heads} | arguments
+    if is_shared and base == "dense":
+        name, arguments = "ring", {}
+    x.what, x.layers, x.count, x.arguments = "layer", 1, max(1, x.batch // x.data), _arguments(name, arguments)
 
 
-def _decoding(case: Any) -> Any:
+def _decoding(x: Any) -> None:
     """Chooses the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
-    requests = -(-case.users // case.gpus) if case.name == "serving" else 1
-    itemsize, usable, base, longest = case.dtype.itemsize, int(USABLE * case.machine.memory), case.base, case.length
+    x.what, x.training, x.count = "decoding", False, -(-x.users // x.gpus) if x.name == "serving" else 1
+    itemsize, usable, base, longest = x.dtype.itemsize, int(USABLE * x.machine.memory), x.base, x.length
     while True:
-        overrides, summary = _model(case, base, longest)
-        each = summary.cache_bytes(case.length, itemsize)
+        overrides, summary = _model(x, base, longest)
+        each = summary.cache_bytes(x.length, itemsize)
         assert each is not None, "a causal model of these patterns has a cache"
         weights = itemsize * summary.num_parameters
-        needed = weights + requests * each
+        x.memory = weights + x.count * each
+        x.fits = x.memory <= usable
         # nothing can be shortened if the segments were given or the weights alone do not fit
-        if needed <= usable or case.attention is not None or base != "dilated" or weights > usable:
+        if x.fits or x.attention is not None or base != "dilated" or weights > usable:
             break
         longest //= 4
         base = "dilated" if longest >= _LONG else "block_sparse"
-    x = _of_model(
-        _PRESET, overrides, summary, what="decoding", training=False, count=requests, memory=needed, fits=needed <= usable,
-        cache=readable(each), fitting=max(0, usable - weights) // each, rows=cache_rows(summary.config, case.length),
-    )  # fmt: skip
+    _take_model(x, _PRESET, overrides, summary)
+    x.cache, x.fitting, x.rows = readable(each), max(0, usable - weights) // each, cache_rows(summary.config, x.length)
     x.decoder = explain_decode(
-        hardware=case.hardware, dtype=case.dtype, dense=base == "dense", head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads
+        hardware=x.hardware, dtype=x.dtype, dense=base == "dense", head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads
     ).chosen
-    return x
 
 
-def _estimate(case: Any, x: Any) -> tuple[str, ...]:
+def _estimate(x: Any) -> tuple[str, ...]:
     """Adds memory of one layer's attention and returns the setting of its time; nothing for a GPU whose figures are unknown."""
-    if not x.layers or (case.machine.is_cpu and case.hardware.device_type == "cuda"):
+    if not x.layers or (x.machine.is_cpu and x.hardware.device_type == "cuda"):
         return ()
     plan = plan_attention(
-        x.kind, num_positions=case.length, num_heads=x.heads, num_kv_heads=x.kv_heads, head_dim=x.head_dim, batch_size=x.count,
-        dtype=case.dtype, world_size=x.context, layout=x.layout if x.context > 1 else None, is_causal=case.causal,
-        pattern=None if x.base == "dense" else x.pattern, gpu=case.machine, find_longest=False,
+        x.kind, num_positions=x.length, num_heads=x.heads, num_kv_heads=x.kv_heads, head_dim=x.head_dim, batch_size=x.count,
+        dtype=x.dtype, world_size=x.context, layout=x.layout if x.context > 1 else None, is_causal=x.causal,
+        pattern=None if x.base == "dense" else x.pattern, gpu=x.machine, find_longest=False,
     )  # fmt: skip
     if x.memory is None:
         x.memory, x.fits = plan.peak, plan.fits
@@ -344,14 +332,14 @@ def _estimate(case: Any, x: Any) -> tuple[str, ...]:
     return "attention time", f"{seconds_text(plan.seconds)} forward + backward{layers}", source
 
 
-def _why_kind(case: Any, x: Any) -> tuple[str, str]:
+def _why_kind(x: Any) -> tuple[str, str]:
     """Returns (reason, source) of the kind of attention."""
     near = f"every query attends to all near keys, and to few far ones: {x.keys / x.dense_keys:.2%} of dense attention's pairs"
-    if case.name == "torchscale":
+    if x.name == "torchscale":
         return "what the weights were trained with, all in the preset", _SAME
-    if case.attention is not None:
+    if x.attention is not None:
         return "requested; a model keeps the attention that it was trained with", _HF
-    if x.base == "dense" and case.length <= 4096:
+    if x.base == "dense" and x.length <= 4096:
         return (
             "at 4,096 positions LongNet's branches contain most of its pairs: on an H200 cuDNN's dense attention took 0.62 of their time "
             "forward and 0.70 forward + backward"
@@ -366,16 +354,16 @@ def _why_kind(case: Any, x: Any) -> tuple[str, str]:
     if not x.training:
         more = "a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
         return f"{near}; {more}", _DECODING
-    if case.length < 32768:
+    if x.length < 32768:
         more = "at 8,192 positions dense forward + backward took 1.24 to 2.02 times as long by torch's kernels on an H200"
         return f"{near}; {more}, 0.98 by FlashAttention-4", _SHORT
     return f"{near}; on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward", _BACK
 
 
-def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _settings(x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yields the fields of each ``Setting``."""
-    base, length, is_slides, is_decoding = x.base, case.length, case.name == "torchscale", x.what == "decoding"
-    yield "kind", x.kind, *_why_kind(case, x)
+    base, length, is_slides, is_decoding = x.base, x.length, x.name == "torchscale", x.what == "decoding"
+    yield "kind", x.kind, *_why_kind(x)
     if base != "dense" and not is_slides:
         reason = "how well a model learns with these keys is not measured here: train it and dense attention on your data where both can"
         yield "accuracy", "measure it on your model", reason, "docs/block_sparse.md, What it does not do"
@@ -396,10 +384,10 @@ def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, .
     else:
         basis = " · ".join(dict.fromkeys(filter(None, (x.backends.forward_basis, x.backends.backward_basis))))
         extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in (forward, backward) if name in _EXTRAS))
-        install = f', with every kernel package installed: pip install "dilated-attention[{extras}]"' if extras and not case.here else ""
+        install = f', with every kernel package installed: pip install "dilated-attention[{extras}]"' if extras and not x.here else ""
         chosen = f"forward {forward}" + (f", backward {backward}" if x.training else "")
         yield "backend", chosen, f'what backend="auto" chooses: {basis}{install}'
-    name = str(case.dtype).removeprefix("torch.")
+    name = str(x.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
     yield "dtype", name, why.get(name, "no fast 16-bit products here")
     if x.what == "sdpa":
@@ -410,15 +398,15 @@ def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, .
         yield "padding", "on the right", "padding on the left shifts segments", source
     if x.fits is not None:
         if is_decoding:
-            reason = f"weights of {x.parameters} parameters and the cache of {x.count} requests, of which {x.fitting} would fit"
+            reason = f"weights of {x.size} parameters and the cache of {x.count} requests, of which {x.fitting} would fit"
         elif x.what == "layer":
             reason = "of one layer's attention: q, k, v, result, gradients and what its calls need in addition"
         else:
-            reason = f"{x.parameters} parameters with AdamW, {x.count} sequences at a time, by plan_model"
+            reason = f"{x.size} parameters with AdamW, {x.count} sequences at a time, by plan_model"
             most = f"a sequence of {x.longest:,} positions would fit" if x.longest else _NOTHING_FITS
             reason += "" if x.fits else f"; {most}"
         value = f"{readable(x.memory)} per device, {'fits' if x.fits else 'does not fit'}"
-        yield "memory", value, f"{reason}; {case.machine.name} has {readable(case.machine.memory)}"
+        yield "memory", value, f"{reason}; {x.machine.name} has {readable(x.machine.memory)}"
     if time:
         yield time
     if x.checkpointed is not None:
@@ -429,26 +417,26 @@ def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, .
         reason = "reads them with weights_only, without TorchScale; outputs were within 5.3e-7 of the original's in float32"
         yield "weights", 'load_torchscale("slide_encoder.pth")', reason, _SAME
     if is_decoding:
-        value = "PagedKVCache: model.generate([prompt, …])" if case.name == "serving" else "KVCache: model.generate(prompt, …)"
+        value = "PagedKVCache: model.generate([prompt, …])" if x.name == "serving" else "KVCache: model.generate(prompt, …)"
         reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
         yield "KV cache", value, reason, "docs/decoding.md, What a row reads"
-    if case.gpus > 1 and is_decoding:
-        yield "mesh", f"{case.gpus} processes, each with its own requests", "a sequence is continued by one process"
-    elif case.gpus > 1:
+    if x.gpus > 1 and is_decoding:
+        yield "mesh", f"{x.gpus} processes, each with its own requests", "a sequence is continued by one process"
+    elif x.gpus > 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if x.context > 1:
             reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {_SHARED[base][0]}"
-        elif length < _TOKENS_PER_GPU * x.data and case.batch < x.data:
-            reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {case.gpus} sequences per step"
+        elif length < _TOKENS_PER_GPU * x.data and x.batch < x.data:
+            reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {x.gpus} sequences per step"
         sharded = x.what in ("model", "slide") and x.number > 10**9
-        reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {case.gpus}"
+        reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {x.gpus}"
         yield "mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING
     if x.context > 1:
         yield "layout", f'"{x.layout}"', _SHARED[base][1], "docs/ring.md, How it works"
-    if case.name == "serving":
+    if x.name == "serving":
         reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
         yield "batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING
-    elif is_slides and case.hardware.device_type == "cuda":
+    elif is_slides and x.hardware.device_type == "cuda":
         yield "batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE
     elif not is_slides and not is_decoding:
         reason, source = "one long sequence fills a GPU. Accumulate gradients for a larger batch", "docs/genome.md, What is trained"
@@ -460,7 +448,7 @@ def _settings(case: Any, x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, .
         yield "head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for"
 
 
-def _code(case: Any, x: Any) -> list[str]:
+def _code(x: Any) -> list[str]:
     """Returns the lines to paste."""
     lines, processes, make = [], x.data * x.context, "attention" if x.what == "layer" else "model"
     if x.what == "transformers":
@@ -470,14 +458,14 @@ def _code(case: Any, x: Any) -> list[str]:
     if x.base == "block_sparse":
         lines.append("from dilated_attention.pattern import GlobalLocal")
     if processes > 1 and x.what != "sdpa":
-        mesh = f'mesh = dist.init_device_mesh("{case.hardware.device_type}", ({x.data}, {x.context}), mesh_dim_names=("dp", "cp"))'
+        mesh = f'mesh = dist.init_device_mesh("{x.hardware.device_type}", ({x.data}, {x.context}), mesh_dim_names=("dp", "cp"))'
         lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={processes}", mesh]
     options = x.arguments + (", checkpoint_activations=True" if x.checkpointed else "")
     options += f', mesh=mesh["cp"], layout="{x.layout}"' if x.context > 1 else ""
     if x.what not in ("sdpa", "transformers"):
         return [*lines, f"{make} = create_{make}({options})"]
     lines += [f"register({options})"] if x.what == "transformers" else []
-    return [*lines, f'model.set_attn_implementation("{x.name}")']
+    return [*lines, f'model.set_attn_implementation("{x.implementation}")']
 
 
 def _arguments(name: str, arguments: dict[str, Any]) -> str:

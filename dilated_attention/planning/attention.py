@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, rates, registry
-from dilated_attention.distributed.exchange import cost
+from dilated_attention.backends import BackendUnavailable, rates
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -29,7 +28,7 @@ from dilated_attention.planning.gpus import GPUS, Gpu
 from dilated_attention.planning.memory import counts_of, memory_of
 from dilated_attention.planning.plans import AttentionPlan, Pass
 from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
-from dilated_attention.planning.ring import Exchange, exchange_of, local_rows
+from dilated_attention.planning.ring import Exchange, exchange_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
@@ -50,7 +49,9 @@ _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE = 0.45
-# share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
+# least seconds of an exchange, and the share of a link's rate in one direction that one reaches: 300 of 450 GB/s between H200s
+# (docs/ring.md)
+_LATENCY = 40e-6
 _LINK_SHARE = 2 / 3
 # what a reader can do where no rate is known
 ESTIMATE_BY_HAND = "time a shorter one, and take the ratio of the FLOPs"
@@ -112,21 +113,25 @@ def plan_attention(
         dtype=dtype, world_size=world_size, layout=layout, exchange=exchange, is_causal=is_causal, training=training,
         segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=gpu, memory=memory,
     )  # fmt: skip
-    N, H, B, machine = problem.num_positions, problem.num_heads, problem.batch_size, problem.machine
+    N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
     pairs, exact = pairs_of(problem)
-    flops = 4 * problem.head_dim * pairs, (10 * problem.head_dim * pairs if problem.training else 0)
-    least = least_bytes(problem)
-    found = exchange_of(problem)
-    passes, reasons_against = passes_of(problem, found, least)
+    least, found = least_bytes(problem), exchange_of(problem)
+    passes, why_no_time = passes_of(problem, found, least)
     fits, longest = fit_of(problem, _bytes_needed, find_longest)
-    same = ("kind", "num_heads", "num_kv_heads", "head_dim", "world_size", "layout", "is_causal", "training")
+    same = ("kind", "num_heads", "num_kv_heads", "head_dim", "layout", "is_causal")
     return AttentionPlan(
-        **{name: getattr(problem, name) for name in same}, num_positions=N, batch_size=B, dtype=str(problem.dtype).removeprefix("torch."),
-        pattern="every key" if problem.computes == "dense" else repr(problem.pattern), pairs=pairs, pairs_exact=exact,
-        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N), flops=flops, least_bytes=least, memory=memory_of(problem),
-        exchange=found, passes=passes, no_time=reasons_against, device=machine.name, device_memory=machine.memory,
-        device_source=machine.source, fits=fits, longest=longest,
+        **shared_fields(problem), **{name: getattr(problem, name) for name in same}, exchange=found, no_time=why_no_time, fits=fits,
+        longest=longest, pattern="every key" if problem.computes == "dense" else repr(problem.pattern), pairs=pairs, pairs_exact=exact,
+        dense_pairs=B * H * (N * (N + 1) // 2 if problem.is_causal else N * N), least_bytes=least, memory=memory_of(problem), passes=passes,
+        flops=(4 * problem.head_dim * pairs, 10 * problem.head_dim * pairs * problem.training), device_source=problem.machine.source,
     )  # fmt: skip
+
+
+def shared_fields(problem: Problem) -> dict[str, Any]:
+    """Returns the fields of a ``Plan`` that say what was asked for."""
+    same = {name: getattr(problem, name) for name in ("num_positions", "batch_size", "world_size", "training")}
+    machine = problem.machine
+    return same | {"dtype": str(problem.dtype).removeprefix("torch."), "device": machine.name, "device_memory": machine.memory}
 
 
 def pairs_of(problem: Problem) -> tuple[int, bool]:
@@ -140,8 +145,7 @@ def pairs_of(problem: Problem) -> tuple[int, bool]:
 
 def least_bytes(problem: Problem) -> tuple[int, int]:
     """(forward, backward) bytes that one process must read and write once: q, k, v → out, lse; and these and dout → dq, dk, dv."""
-    rows = problem.batch_size * -(-problem.num_positions // problem.world_size)
-    element = problem.head_dim * problem.itemsize
+    rows, element = problem.batch_size * problem.rows, problem.head_dim * problem.dtype.itemsize
     q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
@@ -197,82 +201,63 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         if gpu.link is None:
             raise _NoRate("the rate of the links between its processes is not known")
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
-        links = received / (gpu.link * _LINK_SHARE)
-        # the first step has to wait for its keys
-        waits = exchange.name in ("all_gather", "blocks") and problem.computes != "dilated"
-        exposed = cost.LATENCY + (links / max(1, exchange.steps) if waits else 0.0)
+        links, exposed = received / (gpu.link * _LINK_SHARE), _LATENCY
         if exchange.name == "all_to_all":
             links, exposed = 0.0, exposed + links
+        elif problem.computes != "dilated":
+            # the first step has to wait for its keys
+            exposed += links / max(1, exchange.steps)
     # contiguous parts of causal dense attention give the last rank the most pairs
-    is_uneven = W > 1 and problem.is_causal and problem.layout == "contiguous" and problem.computes == "dense"
+    is_uneven = problem.is_causal and problem.layout == "contiguous" and problem.computes == "dense"
     return Pass(
         arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
         memory=least_bytes / gpu.bandwidth if gpu.bandwidth else 0.0,
-        host=_host(problem, backward, exchange),
-        links=links,
-        exposed=exposed,
-        backend=" and ".join(dict.fromkeys(backends)),
-        rate=sum(flops) / seconds if seconds else 0.0,
-        source="; ".join(dict.fromkeys(sources)),
-    )
+        host=_host(problem, backward, exchange), links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
+        rate=sum(flops) / seconds if seconds else 0.0, source="; ".join(dict.fromkeys(sources)),
+    )  # fmt: skip
 
 
 def _work(problem: Problem, backward: bool) -> list[tuple[int, Rate]]:
     """Returns (pairs of one sequence, the rate at which they are computed) of each part of a call."""
     N, H, is_causal, pattern = problem.num_positions, problem.num_heads, problem.is_causal, problem.pattern
-    if problem.computes == "block_sparse":
-        computed = counts_of(problem).computed
-        return [(computed, _rate_of(problem, max(1, computed // (N * H)), backward))]
-    assert isinstance(pattern, DilatedPattern)
+    if isinstance(pattern, BlockPattern):
+        counts = counts_of(problem)
+        return [(counts.computed, _rate_of(problem, max(1, counts.computed // (N * H)), backward, counts.mask_kind))]
     pairs = pattern.branch_pairs(N, H, is_causal=is_causal)
-    rows = (-(-min(w, N) // r) for w, r in pattern.branches)
-    return [(n, _rate_of(problem, count, backward)) for n, count in zip(pairs, rows, strict=True)]
+    return [(n, _rate_of(problem, -(-min(w, N) // r), backward)) for n, (w, r) in zip(pairs, pattern.branches, strict=True)]
 
 
-def _rate_of(problem: Problem, length: int, backward: bool) -> Rate:
+def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "none") -> Rate:
     """Returns the FLOP/s of the backend chosen for problems of this many rows."""
-    blocks = counts_of(problem).mask_kind if problem.computes == "block_sparse" else None
-    request = problem.request(backward=backward, length=length, blocks=blocks)
+    gpu, dtype, is_dense = problem.machine, str(problem.dtype).removeprefix("torch."), problem.computes != "block_sparse"
     try:
-        backend = registry.select(request).name
+        backend, request = problem.backend(backward=backward, length=length, block_masks=block_masks)
     except BackendUnavailable as error:
         raise _NoRate(str(error).splitlines()[0]) from error
-    kept = _SUSTAINED if blocks is None and problem.device_type == "cuda" else 1.0
-    table, tflops = rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
+    peak, table, tflops = gpu.peak(dtype), rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
     if table is not None and tflops is not None:
-        scale, where = _scale(problem, table.device)
-        return (backend, tflops * 1e12 * scale * kept, f"the shipped table of {table.device}, {table.date}{where}")
-    if (gpu := problem.machine).is_cpu:
+        measured = GPUS["H200 SXM"].peak(dtype) if "H200" in table.device else None
+        scale = peak / measured if peak and measured else 1.0
+        source = f"the shipped table of {table.device}, {table.date}" + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
+        return backend, tflops * 1e12 * scale * (_SUSTAINED if is_dense and not gpu.is_cpu else 1.0), source
+    if gpu.is_cpu:
         # tables of a CPU hold dense problems, of which dense and dilated calls consist
-        what = (
-            "rates of block-sparse calls on a CPU are not known" if request.blocks else "nothing was measured on this CPU for such a call"
-        )
+        what = "nothing was measured on this CPU for such a call" if is_dense else "rates of block-sparse calls on a CPU are not known"
         raise _NoRate(f"{what}; {ESTIMATE_BY_HAND}")
-    peak = gpu.peak(problem.dtype)
     if peak is None:
         others = ", ".join(name for name in gpu.peaks if name != "fp8")
-        dtype = str(problem.dtype).removeprefix("torch.")
         reason = f"no peak rate of {gpu.name} in {dtype} is known, and nothing was measured on it"
         raise _NoRate(reason + (f"; known are {others}" if others else ""))
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
-    return (backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s")
-
-
-def _scale(problem: Problem, measured_on: str) -> tuple[float, str]:
-    """Returns the peak relative to that of the measured GPU, and a description of this scaling."""
-    mine, theirs = problem.machine.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
-    if "H200" not in measured_on or mine is None or theirs is None or mine == theirs:
-        return 1.0, ""
-    return mine / theirs, f", times the ratio of peaks, {mine / theirs:.2f}"
+    return backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s"
 
 
 def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
     """Returns the CPU's time for the call and its launches."""
-    if problem.device_type == "cpu":
+    if problem.machine.is_cpu:
         return 0.0
-    call = _CALL[backward] + (_RECORDED if problem.training and not backward else 0.0)
-    if problem.computes == "block_sparse":
-        return call + max(1, exchange.steps) * _LAUNCH[backward]
-    assert isinstance(problem.pattern, DilatedPattern)
-    shape = whole_shape(problem.num_heads, problem.num_kv_heads, local_rows(problem), problem.is_causal)
-    return call + (len(problems_of(problem.pattern, shape).problems) + exchange.steps) * _LAUNCH[backward]
+    launches, pattern = max(1, exchange.steps), problem.pattern
+    if isinstance(pattern, DilatedPattern):
+        shape = whole_shape(problem.num_heads, problem.num_kv_heads, problem.rows, problem.is_causal)
+        launches = exchange.steps + len(problems_of(pattern, shape).problems)
+    return _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]

@@ -79,35 +79,33 @@ def _asks_pairs(pattern: BlockPattern) -> bool:
 def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
     """Counts of the first row of blocks, which may hold global tokens, and of some others all over the sequence, by some of their queries.
     Of a function of pairs a block counts as kept if any of these queries keeps a key of it, and as kept whole if all keep every key."""
-    pattern.check(num_positions, num_heads)
-    whole, asks = pattern.at(num_positions), _asks_pairs(pattern)
-    whole = whole.causal() if is_causal else whole
-    q_block, k_block, num_rows = whole.q_block, whole.k_block, whole.grid(num_positions).num_rows
-    groups = num_heads if whole.per_head else 1
-    # heads that draw their blocks keep equally many
-    heads = tuple(range(groups if asks or isinstance(whole, Intersection | PerHead | Union) else 1))
+    whole, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    groups, asks, q_block, k_block = len(heads), _asks_pairs(pattern), whole.q_block, whole.k_block
+    num_rows = whole.grid(num_positions).num_rows
+    if not (asks or isinstance(whole, Intersection | PerHead | Union)):
+        # heads that draw their blocks keep equally many
+        heads = heads[:1]
     generator = torch.Generator().manual_seed(0)
     # at least two rows, of which the later ones of a causal pattern are longer
     count = max(2, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))))
     # one row of each part of the sequence, at another place in each part: equal distances would meet one phase of what repeats itself
     rows = {1 + int((i + (0.5 + i * _GOLDEN) % 1) / count * (num_rows - 1)): (num_rows - 1) / count for i in range(count)} | {0: 1.0}
-    pairs = entries = partial = 0.0
+    totals = torch.zeros(3, dtype=torch.float64)
     for row, weight in rows.items():
-        grid = whole.grid(num_positions, (row, row + 1))
-        queries = row * q_block + torch.randint(min(q_block, num_positions - row * q_block), (_SAMPLED_QUERIES, 1), generator=generator)
+        grid, of_row = whole.grid(num_positions, (row, row + 1)), min(q_block, num_positions - row * q_block)
+        queries = row * q_block + torch.randint(of_row, (_SAMPLED_QUERIES, 1), generator=generator)
         group, _, column = whole.columns(grid, heads)
         head, keys = head_of(group, heads), column[:, None, None] * k_block + torch.arange(k_block)
         exists = keys < num_positions
         kept = whole.allowed(queries, keys, head[:, None, None], num_positions) & exists
-        of_block, every = kept.sum((1, 2)), exists.sum((1, 2)) * _SAMPLED_QUERIES
-        is_kept, is_full = of_block > 0, of_block == every
+        of_block = kept.sum((1, 2))
+        is_kept, is_full = of_block > 0, of_block == exists.sum((1, 2)) * _SAMPLED_QUERIES
         if not asks:
             state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
             is_kept, is_full = state > 0, state == FULL
-        pairs += weight * int(of_block.sum()) * min(q_block, num_positions - row * q_block) / _SAMPLED_QUERIES
-        entries += weight * int(is_kept.sum())
-        partial += weight * int((is_kept & ~is_full).sum())
-    pairs, entries, partial = (int(x * groups / len(heads)) for x in (pairs, entries, partial))
+        sampled = of_block.sum().double() * of_row / _SAMPLED_QUERIES, is_kept.sum(), (is_kept & ~is_full).sum()
+        totals += weight * torch.stack(sampled)
+    pairs, entries, partial = (int(x) for x in (totals * groups / len(heads)).tolist())
     kind = "none"
     if partial and asks:
         # a short sequence, whose pairs are all asked about

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.ops.prepare import saved_elements
 from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import settings_of
@@ -28,9 +27,9 @@ from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import cache_bytes, embedding_parameters
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of
+from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
 from dilated_attention.planning.gpus import Gpu
-from dilated_attention.planning.memory import counts_of, memory_of
+from dilated_attention.planning.memory import counts_of, memory_of, sizes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
 from dilated_attention.planning.ring import exchange_of
@@ -150,31 +149,25 @@ def plan_model(
     fits, longest = fit_of(problem, bytes_needed, find_longest)
     # that of the layer which receives most
     exchange = max(map(exchange_of, problems), key=lambda one: one.bytes.forward_received)
-    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    looked_up = 0 if config.tie_embeddings else embedding_parameters(parameters)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    parameters, cached = sum(sizes.values()), _cache_of(run, problem)
+    # a lookup costs nothing, but a tied embedding is also the matrix of the output layer
+    multiplied = parameters - (0 if config.tie_embeddings else embedding_parameters(sizes))
     # 2 per matrix parameter and position, and 4·E per pair of a layer and head; the backward twice that
-    flops = (6 if training else 2) * (sum(parameters.values()) - looked_up) * batch_size * num_positions
+    flops = (6 if training else 2) * multiplied * batch_size * num_positions
     pairs = sum_over_layers([pairs_of(one)[0] for one in problems], config.num_layers)
     attended = (12 if training else 4) * config.embed_dim * pairs / config.num_heads
-    cached = _cache_of(run, problem)
-    seconds: float | None = None
-    if cached is not None:
-        # the GPU's time alone is far too short where chunks wait for the CPU
-        source = ""
-        why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
-    else:
-        seconds, source, why_not = _step_seconds(run, problems, flops)
-    per_token, token_source = None, ""
+    # the GPU's time alone is far too short where chunks wait for the CPU
+    why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
+    times = _step_seconds(run, problems, flops) if cached is None else (None, "", why_not)
+    decode: tuple[float | None, str] = (None, "")
     if cached is not None and weight_shards == 1:
-        weights = (sum(parameters.values()) - looked_up) * run.weight_dtype.itemsize
-        per_token, token_source = _decode_seconds(config.num_layers, problems, cached, weights)
+        decode = _decode_seconds(config.num_layers, problems, cached, multiplied * run.weight_dtype.itemsize)
     return ModelPlan(
-        preset=preset, num_positions=num_positions, batch_size=batch_size, training=training,
-        dtype=str(problem.dtype).removeprefix("torch."), autocast=casts, world_size=world_size, weight_shards=weight_shards,
-        checkpoint_activations=checkpoint_activations, parameters=sum(parameters.values()), layers=config.num_layers, terms=terms,
-        moment=moment, flops=flops + attended, exchange=exchange, seconds=seconds, time_source=source, no_time=why_not,
-        device=machine.name, device_memory=machine.memory, fits=fits, longest=longest, decode_seconds=per_token,
-        decode_source=token_source,
+        **shared_fields(problem), preset=preset, autocast=casts, weight_shards=weight_shards, parameters=parameters,
+        checkpoint_activations=checkpoint_activations, layers=config.num_layers, terms=terms, moment=moment, flops=flops + attended,
+        exchange=exchange, seconds=times[0], time_source=times[1], no_time=times[2], fits=fits, longest=longest, decode_seconds=decode[0],
+        decode_source=decode[1],
     )  # fmt: skip
 
 
@@ -194,7 +187,7 @@ def _peak_of_step(run: Run, shards: int, problems: tuple[Problem, ...]) -> tuple
     optimizer's moments over ``shards`` processes, and gathers blocks whole. Where layers differ, each is taken to need what the one that
     needs most does."""
     problem = problems[0]
-    size, rows = run.weight_dtype.itemsize, -(-problem.num_positions // problem.world_size)
+    size, rows = run.weight_dtype.itemsize, problem.rows
     sizes = [parameter.numel() * size for parameter in run.model.parameters()]
     blocks = [sum(p.numel() for p in x.parameters()) for name, x in run.model.named_modules() if name.rpartition(".")[0].endswith("blocks")]
     total, workspace = sum(sizes), (32 if problem.machine.capability >= (9, 0) else 8) * 2**20 * run.on_gpu
@@ -206,16 +199,16 @@ def _peak_of_step(run: Run, shards: int, problems: tuple[Problem, ...]) -> tuple
     each = [_inside_attention(one.of_length(at_a_time) if at_a_time < rows else one) for one in problems]
     inside, kept = {name: max(one[name] for one in each) for name in ("forward", "backward")}, max(map(_kept_bytes, problems))
     moments, num_forward = _moments_of(run, at_a_time)
-    found: list[tuple[Terms, str]] = []
+    candidates: list[tuple[Terms, str]] = []
     loss_grads = 0
     if run.training:
         # torch's AdamW computes the roots of all parameters' second moments at once on a GPU, of one at a time on a CPU
         temporaries = total // shards if run.on_gpu else 2 * max(sizes)
-        found.append(((("gradients", total // shards), ("optimizer's temporaries", temporaries)), "in the optimizer's step"))
+        candidates.append(((("gradients", total // shards), ("optimizer's temporaries", temporaries)), "in the optimizer's step"))
         # at the loss, no gradient of the stack has been computed yet
         end, (loss, loss_grads) = moments[num_forward - 1], _loss_of(run, rows)
         activations = "activations", end.alive + kept * end.kept
-        found.append(((activations, ("logits and their gradients, a chunk at a time", loss)), "at the loss"))
+        candidates.append(((activations, ("logits and their gradients, a chunk at a time", loss)), "at the loss"))
         always.append(("optimizer's moments", -(-2 * total // shards)))
     for index, x in enumerate(moments):
         is_backward = index >= num_forward
@@ -223,8 +216,8 @@ def _peak_of_step(run: Run, shards: int, problems: tuple[Problem, ...]) -> tuple
             ("gradients", x.grads // shards + loss_grads * is_backward), ("activations", x.alive + kept * x.kept - x.grads),
             ("inside attention", inside.get(x.attention, 0)),
         )  # fmt: skip
-        found.append((parts, "in the backward" if is_backward else "in the forward"))
-    highest, moment = max(found, key=lambda one: sum(size for _, size in one[0]))
+        candidates.append((parts, "in the backward" if is_backward else "in the forward"))
+    highest, moment = max(candidates, key=lambda one: sum(size for _, size in one[0]))
     return tuple(term for term in (*always, ("keys and values of the cache", cached or 0), *highest) if term[1]), moment
 
 
@@ -233,10 +226,11 @@ def _loss_of(run: Run, rows: int) -> tuple[int, int]:
     if not isinstance(run.model, LongNetLM):
         return 0, 0
     vocabulary, embed = run.model.output_weight.shape
-    rows, size, grads = rows * run.batch_size, run.weight_dtype.itemsize, vocabulary * embed * run.weight_dtype.itemsize
+    e, size = run.dtype.itemsize, run.weight_dtype.itemsize
+    rows, grads = rows * run.batch_size, vocabulary * embed * size
     # a chunk as computed, in float32, and its softmax or gradient; hidden states and their gradients; the weight's cast and gradient
-    chunk = min(rows, max(1, CHUNK_BYTES // (4 * vocabulary))) * vocabulary * (8 + run.dtype.itemsize * (run.dtype.itemsize < 4))
-    return chunk + 2 * rows * embed * size + grads + vocabulary * embed * run.dtype.itemsize * run.casts, grads
+    chunk = min(rows, max(1, CHUNK_BYTES // (4 * vocabulary))) * vocabulary * (8 + e * (e < 4))
+    return chunk + 2 * rows * embed * size + grads + vocabulary * embed * e * run.casts, grads
 
 
 def _cache_of(run: Run, problem: Problem) -> int | None:
@@ -249,19 +243,19 @@ def _cache_of(run: Run, problem: Problem) -> int | None:
 
 def _inside_attention(problem: Problem) -> dict[str, int]:
     """Returns the bytes, forward and backward, that attention allocates in addition to its inputs and results, which the trace counts."""
-    found, rows = memory_of(problem), problem.batch_size * -(-problem.num_positions // problem.world_size)
-    inputs = rows * (problem.num_heads + problem.num_kv_heads) * problem.head_dim * problem.itemsize
-    lse = rows * problem.num_heads * accumulation_dtype(problem.dtype).itemsize
+    estimate, (Q, K, R, e, a) = memory_of(problem), sizes_of(problem)
     # q, k, v and out; with gradients twice that
-    return {"forward": max(0, found.forward_peak - 2 * inputs - lse), "backward": max(0, found.backward_peak - 4 * inputs - lse)}
+    peaks = {"forward": estimate.forward_peak - 2 * (Q + K) * e, "backward": estimate.backward_peak - 4 * (Q + K) * e}
+    return {name: max(0, peak - R * a) for name, peak in peaks.items()}
 
 
 def _kept_bytes(problem: Problem) -> int:
     """Returns the bytes of branch outputs that a call with detached mixing saves on a GPU (engine/ops/prepare.py)."""
-    if problem.device_type != "cuda" or problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
+    if problem.machine.is_cpu or problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
         return 0
     q, k = ((problem.batch_size, problem.num_positions, heads, problem.head_dim) for heads in (problem.num_heads, problem.num_kv_heads))
-    return problem.itemsize * int(saved_elements(problem.pattern, q, k, problem.itemsize))
+    e = problem.dtype.itemsize
+    return e * int(saved_elements(problem.pattern, q, k, e))
 
 
 class _Moment(NamedTuple):
@@ -388,8 +382,8 @@ def _step_seconds(run: Run, problems: tuple[Problem, ...], flops: float) -> tupl
     if gpu.is_cpu:
         # whatever was measured of attention alone
         return None, "", f"rates of linear layers on a CPU are not known; {ESTIMATE_BY_HAND}"
-    found = {one: passes_of(one, exchange_of(one), (0, 0)) for one in problems}
-    for passes, why_not in found.values():
+    estimates = {one: passes_of(one, exchange_of(one), (0, 0)) for one in problems}
+    for passes, why_not in estimates.values():
         if not passes:
             return None, "", why_not
     peak = gpu.peak(problem.dtype)
@@ -398,13 +392,13 @@ def _step_seconds(run: Run, problems: tuple[Problem, ...], flops: float) -> tupl
     again = run.training and run.checkpoint_activations
 
     def seconds_of(one: Problem) -> float:
-        passes = found[one][0]
+        passes = estimates[one][0]
         return sum(x.seconds for x in passes) + (passes[0].seconds if again else 0.0)
 
     attention = sum_over_layers(list(map(seconds_of, problems)), stack_of(run.model).num_layers)
-    sources = "; ".join(dict.fromkeys(passes[0].source for passes, _ in found.values()))
+    sources = "; ".join(dict.fromkeys(passes[0].source for passes, _ in estimates.values()))
     linear = flops * (4 / 3 if again else 1) / problem.world_size / (peak * _LINEAR_SHARE)
-    moved = _moments_of(run, -(-problem.num_positions // problem.world_size))[0][-1].moved / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    moved = _moments_of(run, problem.rows)[0][-1].moved / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({sources}); "
         f"linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "
@@ -420,20 +414,18 @@ def _decode_seconds(blocks: int, problems: tuple[Problem, ...], cached: int, wei
 
     seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
     """
-    problem = problems[0]
-    bandwidth = problem.machine.bandwidth
+    bandwidth = problems[0].machine.bandwidth
     if bandwidth is None:
         return None, ""
-    row = 2 * problem.num_kv_heads * problem.head_dim * problem.itemsize
-    read = min(cached, problem.batch_size * row * sum_over_layers(list(map(_keys_of_row, problems)), blocks))
+    row = 2 * problems[0].num_kv_heads * problems[0].head_dim * problems[0].dtype.itemsize
+    read = min(cached, problems[0].batch_size * row * sum_over_layers(list(map(_keys_of_row, problems)), blocks))
     seconds = blocks * _DECODE_SECONDS + (weight_bytes + read) / (bandwidth * _READ_SHARE)
     return seconds, f"{_DECODE_SECONDS * 1e6:.0f} µs a block, as on an H200; weights and cached keys at {_READ_SHARE:.0%} of the bandwidth"
 
 
 def _keys_of_row(problem: Problem) -> int:
     """Returns how many positions' keys a row after N positions reads; heads that share keys are taken to read different ones."""
-    N, H, Hk = problem.num_positions, problem.num_heads, problem.num_kv_heads
-    pattern = problem.pattern
+    N, H, Hk, pattern = problem.num_positions, problem.num_heads, problem.num_kv_heads, problem.pattern
     if problem.computes == "dense":
         return N
     if isinstance(pattern, BlockPattern):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dilated_attention.backends import AttentionRequest, Hardware, detect
+from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
@@ -62,24 +61,23 @@ class Problem:
         return KINDS[self.kind]
 
     @property
-    def device_type(self) -> str:
-        return "cpu" if self.machine.is_cpu else "cuda"
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
+    def rows(self) -> int:
+        """Returns the number of positions of the rank that holds the most."""
+        # two ranges of a zigzag end in the shorter ones
+        return -(-self.num_positions // self.world_size)
 
     def of_length(self, num_positions: int) -> Problem:
         return replace(self, num_positions=num_positions)
 
-    def request(self, *, backward: bool, length: int, blocks: str | None = None) -> AttentionRequest:
-        """Returns the request to a backend; ``blocks`` is the kind of masks in lists of blocks."""
+    def backend(self, *, backward: bool, length: int, block_masks: str = "none") -> tuple[str, AttentionRequest]:
+        """Returns the backend chosen for problems of this many rows, or for lists with this kind of masks; raises BackendUnavailable."""
         pattern = self.pattern
-        return AttentionRequest(
+        request = AttentionRequest(
             hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            causal=self.is_causal, needs_grad=backward, length=length,
-            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None, block_masks=blocks or "none",
+            causal=self.is_causal, needs_grad=backward, length=length, block_masks=block_masks,
+            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None,
         )  # fmt: skip
+        return registry.select(request).name, request
 
 
 def make_problem(
@@ -106,28 +104,27 @@ def make_problem(
     one_of("kind", kind, tuple(KINDS))
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "num_heads": num_heads, "batch_size": batch_size, "world_size": world_size}
-    checked = {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
-    checked["head_dim"], _, kv_heads = check_counts(head_dim, num_heads, num_kv_heads, most=MAX_HEAD_DIM)
-    if math.prod(checked.values()) // checked["world_size"] > MOST_ELEMENTS:
+    sizes = {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
+    sizes["head_dim"], _, sizes["num_kv_heads"] = check_counts(head_dim, num_heads, num_kv_heads, most=MAX_HEAD_DIM)
+    if num_positions * num_heads * batch_size * head_dim > MOST_ELEMENTS:
         raise ValueError(
-            f"batch_size × num_positions × num_heads × head_dim is {checked['batch_size']:,} × {checked['num_positions']:,} × "
-            f"{checked['num_heads']:,} × {checked['head_dim']}; expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
+            f"batch_size × num_positions × num_heads × head_dim is {batch_size:,} × {num_positions:,} × {num_heads:,} × {head_dim}; "
+            f"expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
         )
-    for name, flag in (("is_causal", is_causal), ("training", training)):
-        check_bool(name, flag)
-    if kind not in RINGS and world_size != 1:
-        raise ValueError(f"world_size is {world_size} and kind is {kind!r}, which one process computes; take one of {', '.join(RINGS)}")
-    if exchange != "auto" and kind not in RINGS[:2]:
-        raise ValueError(f"exchange is {shown(exchange)} and kind is {kind!r}, which has none; leave it at 'auto'")
-    if layout is not None and kind not in RINGS:
-        raise ValueError(f"layout is {shown(layout)} and kind is {kind!r}, which one process computes; leave it out")
-    chosen = layout or ("zigzag" if kind == "ring" else "contiguous")
-    one_of("layout", chosen, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
+    check_bool("is_causal", is_causal)
+    check_bool("training", training)
+    for name, value, usual, takers in (
+        ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", RINGS[:2])
+    ):  # fmt: skip
+        if value != usual and kind not in takers:
+            why, kinds = "has none" if kind in RINGS else "one process computes", ", ".join(takers)
+            raise ValueError(f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {kinds}, or leave it out")
+    layout = layout or ("zigzag" if kind == "ring" else "contiguous")
+    one_of("layout", layout, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
     return Problem(
-        kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, checked["num_heads"]), num_kv_heads=kv_heads,
-        dtype=_dtype(dtype, machine), layout=chosen, exchange=exchange, is_causal=is_causal, training=training, machine=machine,
-        hardware=_hardware(machine), **checked,
+        kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, num_heads), dtype=_dtype(dtype, machine),
+        layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=_hardware(machine), **sizes,
     )  # fmt: skip
 
 
@@ -142,30 +139,25 @@ def _dtype(dtype: Any, machine: Gpu) -> torch.dtype:
 
 
 def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
-    computes = KINDS[kind]
-    branches = segment_lengths is not None or dilation_rates is not None
-    if computes == "dense":
-        if branches or pattern is not None:
-            raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
-        return WHOLE
+    computes, branches = KINDS[kind], (segment_lengths, dilation_rates) != (None, None)
+    if computes == "dense" and (branches or pattern is not None):
+        raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
     if branches and pattern is not None:
         raise ValueError("segment_lengths or dilation_rates are given and pattern, too; give only one of them")
+    if computes == "block_sparse" and not isinstance(pattern, BlockPattern):
+        raise TypeError(
+            f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
+        )
     if computes == "dilated":
-        if pattern is None:
-            if segment_lengths is None or dilation_rates is None:
-                raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
-            pattern = DilatedPattern(segment_lengths, dilation_rates)
+        if pattern is None and (segment_lengths is None or dilation_rates is None):
+            raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
+        pattern = DilatedPattern(segment_lengths, dilation_rates) if pattern is None else pattern
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern is a {type(pattern).__name__}; kind {kind!r} takes a DilatedPattern")
         pattern.offsets(num_heads)
         if pattern.num_branches > MOST_BRANCHES:
             raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
-        return pattern
-    if branches or not isinstance(pattern, BlockPattern):
-        raise TypeError(
-            f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
-        )
-    return pattern
+    return WHOLE if computes == "dense" else pattern
 
 
 def _hardware(machine: Gpu) -> Hardware:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import plan as block_plan
-from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.comm.call_consistency import device_memory
+from dilated_attention.distributed.exchange import setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
-from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import AHEAD
-from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import joined, spans
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import num_blocks
 from dilated_attention.planning.problem import Problem
 
-# the most positions, of all heads and ranks, that are marked one by one to count what ranks need, and the most blocks that are listed
-_MOST_MASKED, _MOST_LISTED = 2**20, 2**16
+# the most blocks that are listed
+_MOST_LISTED = 2**16
 
 
 @dataclass(frozen=True)
@@ -63,121 +63,86 @@ NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0
 def exchange_of(problem: Problem) -> Exchange:
     if problem.world_size == 1:
         return NO_EXCHANGE
-    return _of_blocks(problem) if isinstance(problem.pattern, BlockPattern) else _of_branches(problem, problem.pattern)
+    # in whole GiB, as in ``device_memory``
+    memory = device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
+    if isinstance(problem.pattern, BlockPattern):
+        return _of_blocks(problem, problem.pattern, memory)
+    return _of_branches(problem, problem.pattern, memory)
 
 
-def local_rows(problem: Problem) -> int:
-    """Returns the number of positions of the rank that holds the most."""
-    # two ranges of a zigzag end in the shorter ones
-    return -(-problem.num_positions // problem.world_size)
-
-
-def _memory_of_ranks(problem: Problem) -> int:
-    # in whole GiB, as in ``cost.device_memory``
-    return cost.device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
-
-
-def _of_branches(problem: Problem, pattern: DilatedPattern) -> Exchange:
+def _of_branches(problem: Problem, pattern: DilatedPattern, memory: int) -> Exchange:
     W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
-    B, D, e, wide = problem.batch_size, problem.head_dim, problem.itemsize, accumulation_dtype(problem.dtype).itemsize
+    B, D, e, wide = problem.batch_size, problem.head_dim, problem.dtype.itemsize, accumulation_dtype(problem.dtype).itemsize
     is_dense = problem.computes == "dense"
-    question = cost.ExchangeRequest(
-        size=W, layout=problem.layout, seq_len=N, batch=B, num_heads=H, num_kv_heads=Hk, head_dim=D, itemsize=e,
-        is_causal=problem.is_causal, is_dense=is_dense, branch_heads=pattern.branch_heads, needs_grad=problem.training,
-        memory=_memory_of_ranks(problem),
-    )  # fmt: skip
-    name = cost.exchange_estimates(question)[0].exchange if problem.exchange in ("auto", "ring") else problem.exchange
+    name = setup.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
     if name == "all_to_all":
-        if reason := why_no_heads(H, Hk, W, pattern.branch_heads):
+        if reason := setup.why_no_heads(H, Hk, W, pattern.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
-        return Exchange(name=name, bytes=heads_bytes(N, W, N // W, (H, Hk, D, B, e, wide)), steps=1, held=(0, 0))
-    # what crosses ranks keeps its proportions where all lengths are divided alike
-    scale = 1
-    while W * N * (1 if is_dense else Hk) // scale > _MOST_MASKED and all(w >= 2 * scale * r for w, r in pattern.branches if w * W > N):
-        scale *= 2
-    short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=tuple(max(r, w // scale) for w, r in pattern.branches))
-    sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, problem.is_causal)
+        # q, k, v of others' rows for some heads, and out and lse of its rows' other heads back; in a backward also dout, out, lse, and the
+        # gradients back, those of a key/value head from each rank that shares it
+        heads, kv_heads, element, rows = H // W, max(1, Hk // W), D * e, B * (N - N // W)
+        forward = rows * ((heads + 2 * kv_heads) * element + heads * (element + wide))
+        backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * wide if Hk < W else element))
+        return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
+    sharding = setup.make_sharding_plan(N, W, problem.layout, name, H, Hk, problem.is_causal)
     shards = tuple(sharding.ranges(rank) for rank in range(W))
-    ring_problem = RingProblem(short, ((0, N // scale),), shards, H, Hk, problem.is_causal)
-    # [reader][holder] (row, key/value head) units that a rank needs of another
-    seen = torch.zeros((W, W), dtype=torch.int64)
-    for reader in range(W):
-        mask = needed_keys(ring_problem, reader, torch.device("cpu"))
-        counts = [sum(int(mask[:, a:b].sum()) for a, b in ranges) for ranges in shards]
-        seen[reader] = torch.tensor(counts) * (Hk // mask.shape[0])
-    row = 2 * B * D * e * scale
+    ring_problem = RingProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
+    row = 2 * B * D * e
     crossing = crossing_of(ring_problem, row * Hk)
     exchanged, home = (ring_problem, None) if crossing is None else (crossing.problem, crossing.home)
-    if home is not None and scale > 1:
-        home = replace(home, segment_lengths=tuple(w * scale for w in home.segment_lengths))
+    seen = _units([needed_keys(exchanged, rank) for rank in range(W)], exchanged.shards, Hk)
     spanned = [key_span(exchanged, rank) for rank in range(W)]
     lengths = torch.tensor([span.end - span.start for span in spanned]) * (seen.sum(1) > 0)
-    packed = 0 if is_dense else seen.sum(0) + seen.sum(1)
-    found = _gathered(name, seen, lengths * Hk + packed, 2 * lengths * Hk + seen.sum(0), row, cost.head_steps(question))
+    sizes = {"batch": B, "num_heads": H, "num_kv_heads": Hk, "head_dim": D, "itemsize": e}
+    if is_dense:
+        steps = setup.dense_steps(N, W, is_causal=problem.is_causal, needs_grad=problem.training, memory=memory, **sizes)
+    else:
+        steps = setup.head_steps("dilated", Hk, 0, exchanged.seq_len * Hk * row * (1 + problem.training), 0, memory)
+    found = _gathered(name, seen, lengths * Hk, row, len(steps) if pattern.branch_heads == "all" else 1)
     if problem.layout == "striped":
         # rows are put in order and back: all but one in W move to another rank
-        moved, inputs, out = local_rows(problem) * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + wide)
+        moved, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + wide)
         more = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
-        found = replace(found, bytes=Bytes(*(x + y for x, y in zip(astuple(found.bytes), more, strict=True))))
-    return replace(found, is_exact=is_dense or scale == 1, rows=int(lengths.max()) * scale, home=home if seen.any() else pattern)
+        found = replace(found, bytes=Bytes(*map(sum, zip(astuple(found.bytes), more, strict=True))))
+    return replace(found, rows=int(lengths.max()), home=home if seen.any() else pattern)
 
 
-def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, row: int, steps: int) -> Exchange:
-    """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, of which a rank holds ``keys``, and in a backward also
-    ``shares``: a backward exchanges keys again, and gradients the other way. Keys and gradients of two steps are in memory at a time."""
+def _units(needed: list[Needed], shards: tuple[tuple[Range, ...], ...], kv_heads: int) -> torch.Tensor:
+    """Returns [reader][holder] the (row, key/value head) units that a rank needs of another."""
+    return torch.tensor([[x.count(shard) * (kv_heads // x.heads) for shard in shards] for x in needed])
+
+
+def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, row: int, steps: int) -> Exchange:
+    """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, into a memory of ``keys`` units: a backward exchanges
+    keys again, and gradients the other way. What is sent and received, keys and gradients of two steps are in memory at a time."""
     received, sent = max(zip((seen.sum(1) * row).tolist(), (seen.sum(0) * row).tolist(), strict=True))
-    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys, keys + shares))
+    moved = seen.sum(0) + seen.sum(1)
+    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys + moved, 3 * keys + moved + seen.sum(0)))
     return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
 
 
-def _of_blocks(problem: Problem) -> Exchange:
+def _of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange:
     """Returns the exchange from the ranks' lists; of a long sequence linearly from two shorter ones: the edges of a window stay constant,
     and whatever is spread over the sequence grows with it."""
-    pattern, W, N, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_kv_heads
-    assert isinstance(pattern, BlockPattern)
-    if num_blocks(pattern, N, problem.num_heads) > _MOST_LISTED and (longest := 8 * max(pattern.q_block, pattern.k_block) * W) < N:
-        while num_blocks(pattern, 2 * longest, problem.num_heads) <= _MOST_LISTED:
+    W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
+    if num_blocks(pattern, N, H) > _MOST_LISTED and (longest := 8 * max(pattern.q_block, pattern.k_block) * W) < N:
+        while num_blocks(pattern, 2 * longest, H) <= _MOST_LISTED:
             longest *= 2
         one, two = (exchange_of(problem.of_length(n)) for n in (longest // 2, longest))
-        known = [(*astuple(x.bytes), *x.held) for x in (one, two)]
-        *moved, forward, backward = (max(b, b + (b - a) * (N - longest) * 2 // longest) for a, b in zip(*known, strict=True))
+        both = zip((*astuple(one.bytes), *one.held), (*astuple(two.bytes), *two.held), strict=True)
+        *moved, forward, backward = (max(b, b + (b - a) * (N - longest) * 2 // longest) for a, b in both)
         return replace(two, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     shards = tuple(joined((start, stop) for start, stop, _ in spans(N, rank, W, problem.layout)) for rank in range(W))
-    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, problem.num_heads, Hk, problem.is_causal)
-    needs, columns = block_plan.needs_of(ring_problem, torch.device("cpu")), block_plan.columns_of(ring_problem)
-    load = block_plan.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.itemsize)
-    steps, _ = block_plan.choose_steps(load, _memory_of_ranks(problem))
-    # rows (holder, block)
-    counts = torch.stack([columns.of_position[held].bincount(minlength=len(columns.starts)) for held in columns.positions])
-    # what one head needs counts for all heads of its step
-    ends = itertools.accumulate(steps)
-    of_steps = [needs.of_heads((end - heads, end)).long() @ counts.T * heads for heads, end in zip(steps, ends, strict=True)]
-    seen = torch.stack(of_steps).sum(0).fill_diagonal_(0)
+    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
+    needs = block_plan.needs_of(ring_problem, torch.device("cpu"))
+    sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
+    steps = block_plan.block_steps(ring_problem, needs, sizes, memory, needs_grad=problem.training)
+    seen = torch.zeros((W, W), dtype=torch.int64)
+    for kv_heads in setup.heads_of(steps):
+        # what one head needs counts for all heads of its step
+        needed = [block_plan.needed_keys(ring_problem, needs, rank, kv_heads) for rank in range(W)]
+        seen += _units(needed, shards, kv_heads[1] - kv_heads[0])
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_plan.key_span(ring_problem, needs, rank) for rank in range(W))])
-    keys = lengths * (seen.sum(1) > 0) * Hk
-    row = 2 * problem.batch_size * problem.head_dim * problem.itemsize
-    return _gathered("blocks", seen, keys, 2 * keys + seen.sum(0), row, len(steps))
-
-
-def heads_bytes(seq_len: int, size: int, held: int, sizes: tuple[int, ...], *, lse_grad: bool = False) -> Bytes:
-    """Returns the bytes of an all_to_all, forward: q, k, v of others' rows for some heads, and out and lse of its rows' other heads back.
-
-    ``held``: positions of the rank; ``sizes``: numbers of heads, of key/value heads, head dim, batch size, and bytes of an element and of
-    an element of a sum; ``lse_grad``: the call returned lse, whose gradient is exchanged, too, as zeros where a rank has none.
-    """
-    num_heads, num_kv_heads, head_dim, batch, itemsize, sum_itemsize = sizes
-    heads, kv_heads, element = num_heads // size, max(1, num_kv_heads // size), head_dim * itemsize
-    # bytes per row of one rank that another rank computes
-    inputs, outputs = (heads + 2 * kv_heads) * element, heads * (element + sum_itemsize)
-    # dout, out, lse, and the gradient of lse
-    more = heads * (2 * element + (1 + lse_grad) * sum_itemsize)
-    # ranks that share a key/value head each return a contribution to its gradients
-    back = heads * element + 2 * kv_heads * (head_dim * sum_itemsize if num_kv_heads < size else element)
-    away, here = held * (size - 1) * batch, (seq_len - held) * batch
-    return Bytes(
-        away * inputs + here * outputs,
-        here * inputs + away * outputs,
-        away * (inputs + more) + here * back,
-        here * (inputs + more) + away * back,
-    )
+    row = 2 * problem.batch_size * problem.head_dim * problem.dtype.itemsize
+    return _gathered("blocks", seen, lengths * (seen.sum(1) > 0) * Hk, row, len(steps))

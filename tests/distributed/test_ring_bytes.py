@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.block_exchange.plan import even_steps
 from dilated_attention.distributed.comm.p2p import traffic
+from dilated_attention.distributed.exchange.setup import even_steps
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
-from dilated_attention.planning.ring import Bytes, heads_bytes
+from dilated_attention.planning.ring import Bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
-from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes
+from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes, heads_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
 from tests.helpers.ring_chosen import spread_of

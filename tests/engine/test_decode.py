@@ -189,7 +189,9 @@ UNSTABLE = [
 PREFIXES = (1, 63, 64, 65, 100, 127, 128, 129, 192, 250, 321)
 
 
-@pytest.mark.parametrize("pattern", [*STABLE, *UNSTABLE, TopBlocks(2, **SMALL), Document((300, 100), **SMALL)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [*STABLE, *UNSTABLE, TopBlocks(2, **SMALL), Document((300, 100), **SMALL)], ids=lambda x: type(x).__name__
+)
 def test_patterns_are_those_of_every_prefix_or_refused(pattern: BlockPattern) -> None:
     assert pattern.is_prefix_stable == (pattern in STABLE)
     if pattern in [*STABLE, *UNSTABLE]:

@@ -14,8 +14,8 @@ that rank r's queries see, a rank receives
                        what one head needs counts for all heads of its step
     blocks, dilated    the rows of either, in one softmax; a row that both need counts once
 
-A backward receives the keys and values again, and sends a contribution to dK and dV, as large, for each. Those of all_to_all are in
-``dilated_attention/planning/ring.py``.
+A backward receives the keys and values again, and sends a contribution to dK and dV, as large, for each. Those of all_to_all:
+``heads_bytes``.
 """
 
 from __future__ import annotations
@@ -127,6 +127,29 @@ def block_bytes(
         return found if branches is None else found | _of_branches(seq_len, rows, *branches, sizes, is_causal, None)
 
     return _of_keys(rank, sizes, [positions(seq_len, r, size, layout) for r in range(size)], needed)
+
+
+def heads_bytes(seq_len: int, size: int, held: int, sizes: CommSizes, *, lse_grad: bool = False) -> Bytes:
+    """Returns the bytes of an all_to_all, forward: q, k, v of others' rows for some heads, and out and lse of its rows' other heads back.
+
+    ``held``: positions of the rank; ``sizes``: numbers of heads, of key/value heads, head dim, batch size, and bytes of an element and of
+    an element of a sum; ``lse_grad``: the call returned lse, whose gradient is exchanged, too, as zeros where a rank has none.
+    """
+    num_heads, num_kv_heads, head_dim, batch, itemsize, sum_itemsize = sizes
+    heads, kv_heads, element = num_heads // size, max(1, num_kv_heads // size), head_dim * itemsize
+    # bytes per row of one rank that another rank computes
+    inputs, outputs = (heads + 2 * kv_heads) * element, heads * (element + sum_itemsize)
+    # dout, out, lse, and the gradient of lse
+    more = heads * (2 * element + (1 + lse_grad) * sum_itemsize)
+    # ranks that share a key/value head each return a contribution to its gradients
+    back = heads * element + 2 * kv_heads * (head_dim * sum_itemsize if num_kv_heads < size else element)
+    away, here = held * (size - 1) * batch, (seq_len - held) * batch
+    return Bytes(
+        away * inputs + here * outputs,
+        here * inputs + away * outputs,
+        away * (inputs + more) + here * back,
+        here * (inputs + more) + away * back,
+    )
 
 
 def _documents(seq_len: int, documents: Documents | None) -> tuple[torch.Tensor, ...]:

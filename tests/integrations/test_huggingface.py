@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 from dilated_attention import BackendUnavailable
+from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.integrations.huggingface import KeyMask, configure, register, shard_inputs
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
 from tests.helpers.pool import pool_of
@@ -954,3 +955,55 @@ def test_on_a_gpu(name: str) -> None:
     given = {"input_ids": ids.cuda(), "attention_mask": torch.ones_like(ids).cuda()}
     torch.testing.assert_close(model(**given).logits.cpu().double(), expected, atol=5e-2, rtol=0)
     assert model.generate(**given, max_new_tokens=4, do_sample=False).shape == (2, 304)
+
+
+TOLD: dict[str, dict[str, Any]] = {
+    "positions": {"position_ids": positions_in(13, 29, 7)},
+    "a mask of ones": {"position_ids": positions_in(13, 29, 7), "attention_mask": torch.ones(1, 49, dtype=torch.long)},
+    "seq_idx": {"seq_idx": torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([13, 29, 7]))[None]},
+    "bounds": {f"cu_seq_lens_{x}": torch.tensor([0, 13, 42, 49]) for x in "qk"},
+    "padding": {
+        "position_ids": torch.tensor([*[1] * 3, *range(13), *[0] * 3, *range(24), *[5] * 6])[None],
+        "attention_mask": torch.tensor([*[0] * 3, *[1] * 13, *[0] * 3, *[1] * 24, *[0] * 6])[None],
+    },
+}
+
+
+def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
+    results = {}
+    for kind, told in TOLD.items():
+        model = on(llama(), name)
+        shard = shard_inputs({"input_ids": tokens(1, 49), **told}, layout=layout)
+        mine = positions_of(49, rank, world, layout, None)
+        logits = model(**shard).logits
+        weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        real = told.get("attention_mask", torch.ones(1, 49))
+        (logits * (weights * real[..., None])[:, mine]).sum().backward()
+        results[kind] = logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "name", "layout"),
+    [(1, "ring", "zigzag"), (2, "ring", "zigzag"), (2, "ring_dilated", "contiguous"), (3, "ring_dilated", "striped")],
+)
+def test_processes_share_documents_told_in_any_way(world: int, name: str, layout: str) -> None:
+    """Logits of tokens and all gradients are those of the documents one by one, to the float32 of rotary angles."""
+    results = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
+    weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for kind in TOLD:
+        model = on(llama(), "dilated" if name == "ring_dilated" else "sdpa")
+        whole = torch.empty(1, 49, VOCABULARY, dtype=torch.float64)
+        for rank, result in enumerate(results):
+            whole[:, positions_of(49, rank, world, layout, None)] = result[kind][0]
+        total = 0.0
+        for begin, end in ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49)):
+            logits = model(tokens(1, 49)[:, begin:end]).logits
+            torch.testing.assert_close(whole[:, begin:end], logits.detach(), atol=1e-7, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
+            total = total + (logits * weights[:, begin:end]).sum()
+        total.backward()
+        for parameter, p in model.named_parameters():
+            found = sum(gradients[parameter] for gradients in (result[kind][1] for result in results))
+            torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")

@@ -367,3 +367,33 @@ def test_draws_are_torchs_of_the_likeliest() -> None:
             draw.draw(nothing)
         nothing[0, 5] = 1.0
         assert draw.draw(nothing).item() == 5
+
+
+@pytest.mark.slow
+def test_a_step_is_captured_anew_where_another_pass_has_made_larger_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads the tables that there were. Here it is played by a function that notes them."""
+    lm = model("blocks").requires_grad_(False)
+    cache, captured = KVCache(lm.config, 1, 500), []
+    step = Stepper(lm, cache)
+    monkeypatch.setattr(step, "uses_graph", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+    class Graph:
+        def __init__(self) -> None:
+            self.tables = cache.row_keys._columns
+            step._logits = torch.empty(0)
+            captured.append(self)
+
+        def replay(self) -> None:
+            assert self.tables is cache.row_keys._columns
+            step._logits = step._forward()
+
+    monkeypatch.setattr(step, "_capture", lambda: setattr(step, "_graph", Graph()))
+    tokens = torch.randint(50, (1, 500))
+    full = lm(tokens)
+    for at in range(330):
+        token = tokens[:, at : at + 1]
+        # where a new row of blocks begins, whose tables may be larger, in a pass of the model itself
+        found = step(token)[0] if at % 64 else lm(token, cache=cache)[0, 0]
+        torch.testing.assert_close(found, full[0, at], atol=1e-5, rtol=0)
+    assert len(captured) > 1

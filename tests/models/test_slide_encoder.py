@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig, segment_lengths_of
@@ -406,3 +408,29 @@ def test_a_compiled_model_refuses_tiles_outside_the_grid_too() -> None:
             model(tiles, coords)
         with pytest.raises(RuntimeError, match="outside the grid"):
             compiled(tiles, coords)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; tests/gpu/test_lengths.py compiles them")
+def test_blocks_compile_ahead_what_they_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of a training step but the attention's, with the dtypes and constants of the launches."""
+    from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
+
+    started: set[Any] = set()
+    launched: set[Any] = set()
+    launch: Any = KernelLaunch.__call__
+
+    def recorded(self: KernelLaunch, pointers: Any, tensors: Any, device: int | None) -> None:
+        (started if device == NO_DEVICE else launched).add((self.kernel.fn.__name__, self.dtypes, tuple(self.constants.items())))
+        if device != NO_DEVICE:
+            launch(self, pointers, tensors, 0)
+
+    monkeypatch.setattr(KernelLaunch, "__call__", recorded)
+    stack: Any = model_of(tiny(dropout=0.25, drop_path=0.1)).encoder.train()
+    x = torch.randn(1, 24, 32, requires_grad=True)
+    with plain_layers(True), torch.autocast("cpu", torch.bfloat16):
+        for block in stack.blocks:
+            block.compile_ahead(x)
+        out = stack(x)
+    with plain_layers(True):
+        out.float().sum().backward()
+    assert started == launched and len(started) == 10

@@ -453,3 +453,20 @@ def test_padding_of_torchs_layers_compiles() -> None:
     assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
     with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
         compiled(make_x(), key_padding_mask=floating + 1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_whole_segment_without_layer_norm_is_torchs_multihead_attention(bias: bool, is_causal: bool) -> None:
+    layer = make_layer(segment_lengths=[64], dilation_rates=[1], layer_norm=False, bias=bias)
+    theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dtype=torch.float64)
+    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
+    state = {"in_proj_weight": torch.cat([p.weight for p in projections]), "out_proj.weight": layer.out_proj.weight}
+    if bias:
+        state |= {"in_proj_bias": torch.cat([p.bias for p in projections]), "out_proj.bias": layer.out_proj.bias}
+    theirs.load_state_dict(state)
+    query, key, value = (make_x(seed=i) for i in range(3))
+    mask = torch.ones(14, 14, dtype=torch.bool).triu(1) if is_causal else None
+    reference, _ = theirs(query, key, value, key_padding_mask=PADDING, attn_mask=mask, need_weights=False)
+    ours, _ = layer(query, key, value, key_padding_mask=PADDING, is_causal=is_causal, need_weights=False)
+    torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.comm.group import members_named
-from dilated_attention.distributed.comm.p2p import wires_of
-from dilated_attention.distributed.exchange.setup import LANES
+from dilated_attention.distributed.comm.p2p import wire_of
 from dilated_attention.distributed.sharding.layout import Span, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.functional.arguments import place_in
@@ -33,14 +32,12 @@ Run = tuple[int, int]
 
 def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
     """Returns the runs [first, last) of a process's rows that are at positions in [start, stop)."""
-    found = []
-    row = 0
-    for span in held:
-        places = range(*span)
-        first, last = (min(max(-(-(end - places.start) // places.step), 0), len(places)) for end in (start, stop))
-        if first < last:
-            found.append((row + first, row + last))
-        row += len(places)
+    found, row = [], 0
+    for first, last, step in held:
+        low, high = (row + len(range(first, min(end, last), step)) for end in (start, stop))
+        if low < high:
+            found.append((low, high))
+        row += len(range(first, last, step))
     return found
 
 
@@ -51,11 +48,11 @@ def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[Shar
     before = []
     for rank in range(size):
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
-        for start, stop, step in spans(bounds[-1], rank, size, layout):
+        for span in spans(bounds[-1], rank, size, layout):
             for slide, run in enumerate(itertools.pairwise(bounds), 1):
                 # a class token before a tile's own slide and before each earlier one
-                for first, last in rows_at([(start, stop, step)], *run):
-                    held.append((start + first * step + slide, start + (last - 1) * step + slide + 1, step))
+                for tiles in (range(*span)[first:last] for first, last in rows_at([span], *run)):
+                    held.append((tiles.start + slide, tiles.stop + slide, tiles.step))
         before.append(ShardSpec(tuple(held), (0, 1)))
     return before, [ShardSpec(spans(bounds[-1] + len(bounds) - 1, rank, size, layout), (0, 1)) for rank in range(size)]
 
@@ -79,7 +76,7 @@ def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: s
     old, new = _holdings(bounds, members.size, layout, inverse)
     expected = old[members.rank].rows
     rows = x if x.shape[1] == expected else x.new_zeros(x.shape[0], expected, x.shape[2])
-    wire, _ = wires_of(members, timeout, LANES[0], x.device)
+    wire = wire_of(members, timeout, x.device)
     moved = reshard([rows[:, :, None]], [old], [new], members.rank, wire, "class tokens")[0][:, :, 0]
     return moved if rows is x else x.new_zeros(x.shape[0], moved.shape[1] + 1, x.shape[2])
 

@@ -58,21 +58,20 @@ class SlideEncoderConfig(ModelConfig):
         self._convert(partial(checked_encoder, what="a slide encoder"), "encoder")
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
-        if self.class_names is not None:
-            self._check_names()
+        names = self.class_names
+        if names is not None:
+            if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"class_names is {shown(names)}; expected a sequence of strings")
+            if self.num_classes not in (None, len(names)):
+                raise ValueError(
+                    f"class_names has {len(names)} names and num_classes is {self.num_classes}; expected a name for each class"
+                )
+            object.__setattr__(self, "class_names", tuple(names))
+            object.__setattr__(self, "num_classes", len(names))
         self._convert(as_size, "in_dim", "grid_size", "tile_size")
         self._convert(as_size, "num_classes", optional=True)
         self._convert(check_bool, "global_pool")
         self._convert(check_held, "norm_eps")
-
-    def _check_names(self) -> None:
-        names = self.class_names
-        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"class_names is {shown(names)}; expected a sequence of strings")
-        if self.num_classes not in (None, len(names)):
-            raise ValueError(f"class_names has {len(names)} names and num_classes is {self.num_classes}; expected a name for each class")
-        object.__setattr__(self, "class_names", tuple(names))
-        object.__setattr__(self, "num_classes", len(names))
 
     @classmethod
     def gigapath(

@@ -15,7 +15,7 @@ from dilated_attention.models.images.base import ImageModel
 from dilated_attention.models.images.class_tokens import insert_class_tokens, means_of_runs
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
-from dilated_attention.models.images.slides import bounds_of, check_bounds, check_finite, check_tiles, rows_of_slides, wrong_step
+from dilated_attention.models.images.slides import check_finite, checked_slides, rows_of_slides, wrong_step
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int
@@ -113,6 +113,7 @@ class SlideEncoder(ImageModel):
         x, bounds, options = self._begin(tiles, coords, cu_seqlens, seq_len)
         return self._pool(self.encoder(x, **options), bounds)
 
+    @torch.no_grad()
     def attention_map(
         self,
         tiles: torch.Tensor,
@@ -144,15 +145,17 @@ class SlideEncoder(ImageModel):
         >>> rows = model.attention_map(tiles, coords, query_rows=[0, 17])
         >>> rows.shape  # class token and 17th tile: (B, H, 2, 1 + L)
         """
-        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
-        rows = query_rows if bounds is None else rows_of_slides(query_rows, bounds)
+        self.encoder.check_whole()
+        x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        rows = query_rows if cu_seqlens is None else rows_of_slides(query_rows, bounds)
         maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
-        if bounds is None:
+        if cu_seqlens is None:
             return maps
-        maps, count = maps[0], len(rows) // (len(bounds) - 1)
-        parts = enumerate(itertools.pairwise(bounds))
-        return [maps[..., slide * count : (slide + 1) * count, start:end] for slide, (start, end) in parts]
+        count = len(rows) // (len(bounds) - 1)
+        parts = zip(maps[0].split(count, -2), itertools.pairwise(bounds), strict=True)
+        return [part[..., start:end] for part, (start, end) in parts]
 
+    @torch.no_grad()
     def attention_received(
         self,
         tiles: torch.Tensor,
@@ -187,81 +190,68 @@ class SlideEncoder(ImageModel):
         if not self.config.global_pool:
             found = self.attention_map(tiles, coords, layer=layer, cu_seqlens=cu_seqlens, average_heads=average_heads)
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
-        x, bounds, options = self._begin_whole(tiles, coords, cu_seqlens)
-        shares = torch.zeros(x.shape[:2], device=x.device)
-        slides = list(itertools.pairwise([0, x.shape[1]] if bounds is None else bounds))
+        self.encoder.check_whole()
+        x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        shares, slides = torch.zeros(x.shape[:2], device=x.device), list(itertools.pairwise(bounds))
         for start, end in slides:
             shares[:, start + 1 : end] = 1 / (end - start - 1)
         received = self.encoder.attention_received(x, layer=layer, query_weights=shares, average_heads=average_heads, **options)
-        return received[..., 1:] if bounds is None else [received[0, ..., start + 1 : end] for start, end in slides]
-
-    @torch.no_grad()
-    def _begin_whole(self, *inputs: Any) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
-        """Same as ``_begin``, for slides of one process."""
-        self.encoder.check_whole()
-        return self._begin(*inputs)
+        return received[..., 1:] if cu_seqlens is None else [received[0, ..., start + 1 : end] for start, end in slides]
 
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
-    ) -> tuple[torch.Tensor, list[int] | None, dict[str, Any]]:
-        """Returns the input of the blocks, class tokens included, the bounds of slides in it (None for plain batches on one process), and
-        the encoder's arguments that say so."""
-        check_tiles(tiles, coords, self.config.in_dim)
-        bounds = None if cu_seqlens is None else bounds_of(cu_seqlens, tiles)
+    ) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
+        """Returns the input of the blocks, class tokens included, the bounds of slides in it (of a plain batch those of one row), and the
+        encoder's arguments that say so."""
+        config, ring = self.config, self._shared
+        bounds = checked_slides(tiles, coords, cu_seqlens, config.in_dim)
         places = grid_positions(
-            coords,
-            self.config.encoder.embed_dim,
-            tile_size=self.config.tile_size,
-            grid_size=self.config.grid_size,
-            dtype=self.class_token.dtype,
+            coords, config.encoder.embed_dim, tile_size=config.tile_size, grid_size=config.grid_size, dtype=self.class_token.dtype
         )
-        whole = self._whole_length(tiles, bounds, seq_len)
-        check_bounds(bounds, whole, global_pool=self.config.global_pool)
+        whole = tiles.shape[1]
+        if ring is None:
+            if seq_len not in (None, whole):
+                raise ValueError(f"seq_len is {seq_len} and there are {whole} tiles; on one process leave seq_len out")
+        elif seq_len is None:
+            whole = ring.whole_length(whole, slides=tiles.shape[0], cu_seqlens=bounds)
+        else:
+            whole = as_int("seq_len", seq_len, minimum=0)
+        if bounds is None:
+            bounds = [0, whole]
+        elif len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != whole or sorted(bounds) != bounds:
+            raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {whole}")
+        if config.global_pool and any(start == end for start, end in itertools.pairwise(bounds)):
+            raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
         tiles = tiles.to(places.dtype)
-        check_finite(tiles, bounds, is_shard=self._shared is not None)
-        self._check_steps(coords, bounds)
+        check_finite(tiles, bounds, is_shard=ring is not None)
+        # of a shard of packed slides it is not known here which tile is of which slide, and a striped shard has every W-th tile
+        if ring is None or (len(bounds) == 2 and ring.layout != "striped"):
+            self._check_steps(coords, bounds)
         x = self.tile_embedding(tiles) + places.to(tiles.device)
         token = self.class_token.to(x.dtype)
-        if self._shared is not None:
-            bounds = [0, whole] if bounds is None else bounds
-            x = insert_class_tokens(x, token, bounds, self._shared)
-        elif bounds is None:
-            x = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+        if ring is not None:
+            x = insert_class_tokens(x, token, bounds, ring)
         else:
-            parts = [part for start, end in itertools.pairwise(bounds) for part in (token[None], x[0, start:end])]
-            x = torch.cat(parts)[None]
-        options: dict[str, Any] = {}
-        if bounds is not None:
-            bounds = [bound + slide for slide, bound in enumerate(bounds)]
-            options = {"seq_len": bounds[-1]} if self._shared is not None else {}
+            parts = x.split([end - start for start, end in itertools.pairwise(bounds)], 1)
+            x = torch.cat([rows for part in parts for rows in (token.expand(x.shape[0], 1, -1), part)], 1)
+        bounds = [bound + slide for slide, bound in enumerate(bounds)]
+        options: dict[str, Any] = {} if ring is None else {"seq_len": bounds[-1]}
         if cu_seqlens is not None:
             options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=x.device)
         return self.dropout(x), bounds, options
 
-    def _check_steps(self, coords: torch.Tensor, bounds: list[int] | None) -> None:
+    def _check_steps(self, coords: torch.Tensor, bounds: list[int]) -> None:
         """Warns once if tiles are not ``tile_size`` apart: on the CPU of any call, on a GPU, which would wait, of the first one alone."""
-        # of a shard of packed slides it is not known here which tile is of which slide, and a striped shard has every W-th tile
-        is_known = self._shared is None or (bounds is None and self._shared.layout != "striped")
-        if not self._checks_steps or not is_known or not has_values(coords, waits=True):
+        if not self._checks_steps or not has_values(coords, waits=True):
             return
         message = wrong_step(coords, bounds, self.config.tile_size)
         self._checks_steps = message is None and coords.device.type == "cpu"
         if message is not None:
             warnings.warn(message, stacklevel=2)
 
-    def _whole_length(self, tiles: torch.Tensor, bounds: list[int] | None, seq_len: int | None) -> int:
-        """Returns the number of tiles of the whole sequence."""
-        if self._shared is not None:
-            if seq_len is not None:
-                return as_int("seq_len", seq_len, minimum=0)
-            return self._shared.whole_length(tiles.shape[1], slides=tiles.shape[0], cu_seqlens=bounds)
-        if seq_len not in (None, tiles.shape[1]):
-            raise ValueError(f"seq_len is {seq_len} and there are {tiles.shape[1]} tiles; on one process leave seq_len out")
-        return tiles.shape[1]
-
-    def _pool(self, x: torch.Tensor, bounds: list[int] | None) -> torch.Tensor:
+    def _pool(self, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         is_mean = self.config.global_pool
-        if bounds is None:
+        if self._shared is None and len(bounds) == 2:
             return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])
         runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
         # (B, E) of one run, or of packed slides with B = 1

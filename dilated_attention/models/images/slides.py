@@ -15,7 +15,8 @@ from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
 
-def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
+def checked_slides(tiles: Any, coords: Any, cu_seqlens: Any, in_dim: int) -> list[int] | None:
+    """Checks types and shapes, and returns the bounds of packed slides."""
     if not isinstance(tiles, torch.Tensor) or not isinstance(coords, torch.Tensor):
         raise TypeError(f"tiles and coords are {type(tiles).__name__} and {type(coords).__name__}; expected two tensors")
     if tiles.ndim != 3 or tiles.shape[2] != in_dim:
@@ -26,14 +27,8 @@ def check_tiles(tiles: Any, coords: Any, in_dim: int) -> None:
             f"coords has shape {tuple(coords.shape)} and tiles has {tuple(tiles.shape)}; expected one pair of pixels for each tile, "
             f"{(*tiles.shape[:2], 2)}"
         )
-
-
-def _check_features_dtype(name: str, tiles: torch.Tensor) -> None:
-    if not tiles.is_floating_point():
-        raise TypeError(f"{name} has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
-
-
-def bounds_of(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
+    if cu_seqlens is None:
+        return None
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
         raise TypeError(f"cu_seqlens is {cu_seqlens!r}; expected an int32 tensor (slides + 1,), as returned by collate_slides")
     if tiles.shape[0] != 1:
@@ -44,14 +39,9 @@ def bounds_of(cu_seqlens: Any, tiles: torch.Tensor) -> list[int]:
     return bounds
 
 
-def check_bounds(bounds: list[int] | None, num_tiles: int, *, global_pool: bool) -> None:
-    """Raises an error if bounds are not those of packed slides of ``num_tiles`` tiles, or if a mean would be of no tiles."""
-    if bounds is not None:
-        is_rising = all(start <= end for start, end in itertools.pairwise(bounds))
-        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tiles or not is_rising:
-            raise ValueError(f"cu_seqlens is {bounds}; expected rising bounds from 0 to the number of tiles, {num_tiles}")
-    if global_pool and any(start == end for start, end in itertools.pairwise(bounds or [0, num_tiles])):
-        raise ValueError("a slide has no tiles, and global_pool=True means the mean of its tiles; leave that slide out")
+def _check_features_dtype(name: str, tiles: torch.Tensor) -> None:
+    if not tiles.is_floating_point():
+        raise TypeError(f"{name} has dtype {tiles.dtype}; expected features of a floating dtype, such as float16")
 
 
 def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
@@ -60,8 +50,8 @@ def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
         one_of("query_rows", query_rows, ("cls",), also="or integers")
         return bounds[:-1]
     places = as_int_tuple("query_rows", query_rows if not isinstance(query_rows, int) else (query_rows,))
-    for place in places:
-        for slide, (start, end) in enumerate(itertools.pairwise(bounds)):
+    for slide, (start, end) in enumerate(itertools.pairwise(bounds)):
+        for place in places:
             if not 0 <= place < end - start:
                 raise ValueError(
                     f"query_rows has {place}, and slide {slide} has places 0 to {end - start - 1}; choose one that all slides have"
@@ -69,17 +59,17 @@ def rows_of_slides(query_rows: Any, bounds: list[int]) -> list[int]:
     return [start + place for start in bounds[:-1] for place in places]
 
 
-def check_finite(tiles: torch.Tensor, bounds: list[int] | None, *, is_shard: bool = False, waits: bool = False) -> None:
+def check_finite(tiles: torch.Tensor, bounds: list[int], *, is_shard: bool = False, waits: bool = False) -> None:
     """Raises ValueError if features (B, L, in_dim) are NaN or infinite; only on the CPU, unless ``waits`` allows waiting for the device."""
     if not tiles.numel() or not has_values(tiles, waits=waits) or all(math.isfinite(x) for x in torch.stack(torch.aminmax(tiles)).tolist()):
         return
     bad = ~tiles.isfinite().all(dim=-1)
-    runs = [row.tolist() for row in bad] if bounds is None or is_shard else [bad[0, a:b].tolist() for a, b in itertools.pairwise(bounds)]
-    slide, found = next((slide, run) for slide, run in enumerate(runs) if any(run))
+    rows = bad if is_shard or len(bounds) == 2 else bad[0].tensor_split(bounds[1:-1])
+    slide, row = next((slide, row) for slide, row in enumerate(rows) if row.any())
     name = f"this process's shard of row {slide}" if is_shard else f"slide {slide}"
     raise ValueError(
-        f"{name} has {sum(found):,} of {len(found):,} tiles with NaN or infinite features in {tiles.dtype}, the first is tile "
-        f"{found.index(True)}; leave such tiles out together with their coords, or embed them again"
+        f"{name} has {int(row.sum()):,} of {len(row):,} tiles with NaN or infinite features in {tiles.dtype}, the first is tile "
+        f"{int(row.int().argmax())}; leave such tiles out together with their coords, or embed them again"
     )
 
 
@@ -110,11 +100,10 @@ def tile_step(coords: torch.Tensor) -> float | None:
     return step if 2 * int(is_step.sum()) >= len(between) else None
 
 
-def wrong_step(coords: torch.Tensor, bounds: list[int] | None, tile_size: int) -> str | None:
+def wrong_step(coords: torch.Tensor, bounds: list[int], tile_size: int) -> str | None:
     """Describes the first slide whose tiles are not ``tile_size`` pixels apart, by more than a twentieth; None if there is none. Tiles
     without a common step are told of if there are two or more of them for each cell that has any."""
-    slides = coords if bounds is None else [coords[0, start:end] for start, end in itertools.pairwise(bounds)]
-    for slide, places in enumerate(slides):
+    for slide, places in enumerate(coords if len(bounds) == 2 else coords[0].tensor_split(bounds[1:-1])):
         step = tile_step(places)
         if not step:
             cells = len(places.div(tile_size, rounding_mode="floor").unique(dim=0))
@@ -159,7 +148,7 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
         raise ValueError(
             f"slides have {', '.join(map(str, sorted(sizes)))} parts; expected (tiles, coords) of each, or (tiles, coords, label)"
         )
-    packed: list[list[torch.Tensor]] = [[], []]
+    pairs = []
     for index, slide in enumerate(slides):
         tiles, coords = (_as_tensor(f"{name} of slide {index}", x) for name, x in zip(("tiles", "coords"), slide, strict=False))
         if tiles.ndim != 2 or tuple(coords.shape) != (tiles.shape[0], 2):
@@ -168,8 +157,8 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
             )
         _check_features_dtype(f"tiles of slide {index}", tiles)
         check_coords_dtype(f"coords of slide {index}", coords)
-        packed[0].append(tiles)
-        packed[1].append(coords)
+        pairs.append((tiles, coords))
+    packed = list(zip(*pairs, strict=True))
     for name, tensors in zip(("tiles", "coords"), packed, strict=True):
         devices = sorted({str(x.device) for x in tensors})
         if len(devices) > 1:
@@ -177,17 +166,26 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
                 f"{name} of these slides are on {' and on '.join(devices)}; expected one device: move tensors with .to(device), "
                 "arrays with torch.from_numpy(array).to(device)"
             )
-    widths = {tiles.shape[1] for tiles in packed[0]}
+    widths = {x.shape[1] for x in packed[0]}
     if len(widths) > 1:
         raise ValueError(f"tiles of these slides have widths {sorted(widths)}; expected one, that of one tile encoder")
-    bounds = [0, *itertools.accumulate(tiles.shape[0] for tiles in packed[0])]
+    bounds = [0, *itertools.accumulate(map(len, packed[0]))]
     tiles, coords = (torch.cat(tensors)[None] for tensors in packed)
     check_finite(tiles, bounds, waits=True)
     if not coords.isfinite().all():
-        first = next(index for index, places in enumerate(packed[1]) if not places.isfinite().all())
-        raise ValueError(f"slide {first} has NaN or infinite coords; expected pixels at level 0")
+        index = next(index for index, places in enumerate(packed[1]) if not places.isfinite().all())
+        raise ValueError(f"slide {index} has NaN or infinite coords; expected pixels at level 0")
     batch = (tiles, coords, torch.tensor(bounds, dtype=torch.int32, device=tiles.device))
-    return batch if sizes == {2} else (*batch, _stack_labels([slide[2] for slide in slides]).to(tiles.device))
+    if sizes == {2}:
+        return batch
+    labels = [slide[2] for slide in slides]
+    try:
+        stacked = default_collate(labels)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"labels of these slides are {labels[:4]!r}; expected numbers, or tensors of one shape") from error
+    if not isinstance(stacked, torch.Tensor):
+        raise TypeError(f"labels of these slides are {labels[:4]!r}; expected numbers, such as the index of a class")
+    return *batch, stacked.to(tiles.device, torch.float32 if stacked.is_floating_point() else torch.int64)
 
 
 def _as_tensor(name: str, x: Any) -> torch.Tensor:
@@ -202,13 +200,3 @@ def _as_tensor(name: str, x: Any) -> torch.Tensor:
     # files may have the other byte order, which torch does not take
     x = x.astype(x.dtype.newbyteorder("="), copy=False)
     return torch.tensor(x, dtype=torch.int64 if x.dtype.kind in "iu" else None)
-
-
-def _stack_labels(labels: Sequence[Any]) -> torch.Tensor:
-    try:
-        stacked = default_collate(list(labels))
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"labels of these slides are {labels[:4]!r}; expected numbers, or tensors of one shape") from error
-    if not isinstance(stacked, torch.Tensor):
-        raise TypeError(f"labels of these slides are {labels[:4]!r}; expected numbers, such as the index of a class")
-    return stacked.float() if stacked.is_floating_point() else stacked.long()

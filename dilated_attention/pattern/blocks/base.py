@@ -7,6 +7,13 @@ pair by pair; a class for long sequences, or one that derives from a class with 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import operator
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dilated_attention.files import parse_json
+from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
-from dilated_attention.pattern.spec import SpecPattern, kind_named, name_object, register_kind, restored
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
@@ -30,6 +38,11 @@ Blocks = tuple[Tensor, Tensor, Tensor]
 States = tuple[Tensor, Tensor]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
+# in specs: what refers to a live object, and the key of a pattern's class
+OBJECT, _CLASS = "object:", "pattern"
+_classes: dict[str, type[BlockPattern]] = {}
+_living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -115,10 +128,11 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class BlockPattern(SpecPattern):
+class BlockPattern(Pattern):
     """A pattern with m = 1 on the pairs that it keeps, computed block by block.
 
-    ``allowed`` says which pairs are kept. Patterns compose by ``|`` (either keeps the pair), ``&`` (both do) and ``PerHead``.
+    ``allowed`` says which pairs are kept. Patterns compose by ``|`` (either keeps the pair), ``&`` (both do) and ``PerHead``. Fields are
+    numbers, strings, tuples and patterns, so that ``spec`` writes a pattern as a string: patterns pass through custom ops as strings.
 
     Args:
         block_size: positions per block: 64 or 128, or (query block, key block) with each of them 64 or 128. For patterns defined by
@@ -130,19 +144,59 @@ class BlockPattern(SpecPattern):
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
     is_prefix_stable: ClassVar[bool] = False
-    # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
-    is_tight: ClassVar[bool] = True
     # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
     is_chosen: ClassVar[bool] = False
+    # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
+    holds_objects: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Registers the class by its name. Defining it again, as notebooks do, replaces it."""
         super().__init_subclass__(**kwargs)
-        register_kind(cls)
+        known = _classes.get(cls.__name__)
+        if known is not None and known.__module__ != cls.__module__:
+            raise TypeError(f"{cls.__module__}.{cls.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
+        _classes[cls.__name__] = cls
+        _read_once.cache_clear()
 
     def __post_init__(self) -> None:
         self._set(block_size=checked_block_size(self.block_size))
-        if self.holds_objects:
-            name_object(self)
+        self._name_object()
+
+    def _name_object(self) -> None:
+        """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
+        # not inside a compiled function, where nothing would keep the pattern alive until the graph runs
+        if self.holds_objects and not torch.compiler.is_compiling():
+            self._set(_number=next(_numbers))
+            _living[self.__dict__["_number"]] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy gets a new name, since the original may be freed before it
+        self.__dict__.update(state)
+        self._name_object()
+
+    def spec(self) -> str:
+        """Returns the pattern as a string. ``pattern_from_spec`` restores an equal one (the same one, if it holds a function or tensor)."""
+        if torch.compiler.is_compiling():
+            return _text(_plain(self))
+        # computed once, since every call of an op needs it
+        if "_spec" not in self.__dict__:
+            attributes = vars(type(self))
+            if "__init__" in attributes and "__dataclass_fields__" not in attributes:
+                raise TypeError(
+                    f"{type(self).__name__} has an __init__ of its own and is not a dataclass, so two of them cannot be told apart; "
+                    "write its arguments as fields and decorate it with @dataclass(frozen=True)"
+                )
+            self._set(_spec=_text(_plain(self)))
+        spec: str = self.__dict__["_spec"]
+        return spec
+
+    @functools.cached_property
+    def lives_here(self) -> bool:
+        """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
+        return OBJECT in self.spec()
 
     @property
     def per_head(self) -> bool:
@@ -189,7 +243,7 @@ class BlockPattern(SpecPattern):
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
-        Unless ``is_tight``, it may include blocks that are not kept. Time and memory must be proportional to the size of the result.
+        It may include blocks that are not kept. Time and memory must be proportional to the size of the result.
         Patterns that are not ``per_head`` are called with a single head.
         """
 
@@ -207,11 +261,6 @@ class BlockPattern(SpecPattern):
             state[part] = state_of(pairs.any(2).any(1), pairs.all(2).all(1))
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
-
-    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
-        """Returns ``columns`` and what ``classify`` says of them."""
-        blocks = self.columns(grid, heads)
-        return blocks, self.classify(grid, head_of(blocks[0], heads), *blocks[1:])
 
     def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
@@ -238,7 +287,7 @@ class BlockPattern(SpecPattern):
 
     def causal(self) -> BlockPattern:
         """Returns the pattern restricted to pairs with j ≤ i."""
-        return self & kind_named("Causal")(block_size=self.block_size)  # type: ignore[no-any-return]
+        return self & _classes["Causal"](block_size=self.block_size)
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
@@ -251,10 +300,14 @@ class BlockPattern(SpecPattern):
         return lambda batch, head, q_idx, kv_idx: self.allowed(q_idx, kv_idx, head, num_positions)
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
-        return kind_named("Union").of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+        return self._joined("Union", other)
 
     def __and__(self, other: BlockPattern) -> BlockPattern:
-        return kind_named("Intersection").of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
+        return self._joined("Intersection", other)
+
+    def _joined(self, name: str, other: Any) -> BlockPattern:
+        composite: Any = _classes[name]
+        return composite.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
         last = -(-checked_positions(num_positions) // self.q_block)
@@ -267,18 +320,25 @@ class BlockPattern(SpecPattern):
         self, num_positions: int, num_heads: int, *, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu"
     ) -> Entries:
         """Returns the kept blocks of query blocks [first, last), by default all, in time and memory proportional to their number."""
+        pattern, heads = self.resolved(num_positions, num_heads)
+        return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
+
+    def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, tuple[int, ...]]:
+        """Returns the pattern for this number of positions, and the heads that have lists of their own: head 0 alone if all share one.
+        Raises ValueError if it does not exist."""
         self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         pattern = self.at(num_positions)
-        heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-        return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
+        pattern = pattern.causal() if is_causal else pattern
+        return pattern, tuple(range(num_heads)) if pattern.per_head else (0,)
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
         """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
-        blocks, (state, key) = self.classified(grid, heads)
-        if not self.is_tight:
-            kept = state.nonzero()[:, 0]
-            blocks, state, key = tuple(x[kept] for x in blocks), state[kept], key[kept]  # type: ignore[assignment]
-        return Entries(*blocks, state == FULL, key, len(heads))
+        group, row, column = self.columns(grid, heads)
+        state, key = self.classify(grid, head_of(group, heads), row, column)
+        kept = state.nonzero()[:, 0]
+        if len(kept) < len(state):
+            group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
+        return Entries(group, row, column, state == FULL, key, len(heads))
 
     def dense_mask(
         self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
@@ -312,11 +372,11 @@ class BlockPattern(SpecPattern):
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
         from dilated_attention.pattern.blocks.kept_blocks import block_pairs
 
-        pattern, cells = self.at(num_positions), -(-num_positions // cell)
+        cells = -(-num_positions // cell)
         total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
-        for head, row, column, pairs in block_pairs(pattern.causal() if is_causal else pattern, num_positions, num_heads):
+        for head, row, column, pairs in block_pairs(self, num_positions, num_heads, is_causal=is_causal):
             total.index_put_((head, row * self.q_block // cell, column * self.k_block // cell), pairs, accumulate=True)
-        return total if pattern.per_head else total[:1].expand(num_heads, -1, -1)
+        return total if self.at(num_positions).per_head else total[:1].expand(num_heads, -1, -1)
 
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         return super().show(num_positions, num_heads, is_causal=is_causal, path=path)
@@ -329,9 +389,69 @@ def pattern_from_spec(spec: str) -> BlockPattern:
         RuntimeError: the pattern held a Python function or a tensor, and has been freed or was in another process.
         ValueError: the string is not the spec of a pattern.
     """
-    pattern = restored(spec)
-    assert isinstance(pattern, BlockPattern)
+    # a cache would keep live objects alive forever
+    return _read(spec) if OBJECT in spec else _read_once(spec)
+
+
+def _read(spec: str) -> BlockPattern:
+    try:
+        pattern = _value(parse_json(spec, "spec"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"spec is {spec[:200]!r}; expected what BlockPattern.spec() returns ({error})") from error
+    if not isinstance(pattern, BlockPattern):
+        raise ValueError(f"spec is {spec!r}; expected what BlockPattern.spec() returns")
     return pattern
+
+
+_read_once = functools.lru_cache(maxsize=256)(_read)
+
+
+def _plain(value: Any) -> Any:
+    """Returns plain data that ``_value`` reads. torch.compile traces this code, as a pattern may be made inside a compiled function."""
+    if isinstance(value, BlockPattern):
+        if value.holds_objects:
+            number = getattr(value, "_number", None)
+            if number is None:
+                raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
+            return f"{OBJECT}{operator.index(number)}"
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        plain = {field.metadata.get("argument", field.name): _plain(getattr(value, field.name)) for field in fields}
+        return {_CLASS: type(value).__name__} | plain
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    # makes constants of torch.compile's symbolic numbers
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    return value.__float__() if isinstance(value, float) else value
+
+
+def _text(plain: Any) -> str:
+    return json.dumps(plain, separators=(",", ":"))
+
+
+# what torch.compiler.assume_constant_result does, without importing the compiler
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _value(written: Any) -> Any:
+    if isinstance(written, dict):
+        fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
+        kind = _classes.get(written.get(_CLASS, ""))
+        if kind is None:
+            known = ", ".join(sorted(name for name, kind in _classes.items() if not inspect.isabstract(kind)))
+            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {known}")
+        return kind(**fields)
+    if isinstance(written, list):
+        return tuple(_value(x) for x in written)
+    if isinstance(written, str) and written.startswith(OBJECT):
+        pattern = _living.get(int(written.removeprefix(OBJECT)))
+        if pattern is None:
+            raise RuntimeError(
+                f"the pattern {written!r} holds a function or a tensor and has been freed, or was made by another process; "
+                "keep a reference to it as long as it is used, until after the backward pass"
+            )
+        return pattern
+    return written
 
 
 def checked_positions(num_positions: Any) -> int:

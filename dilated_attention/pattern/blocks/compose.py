@@ -21,7 +21,6 @@ class _Composite(BlockPattern):
     parts: tuple[BlockPattern, ...]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
 
-    is_tight = False
     # what becomes of whether two parts keep a pair, and of the states of a block in both
     join: ClassVar[Callable[..., Tensor]]
     join_states: ClassVar[Callable[..., Tensor]]
@@ -30,21 +29,18 @@ class _Composite(BlockPattern):
         name = type(self).__name__
         if isinstance(self.parts, BlockPattern) or not isinstance(self.parts, Sequence):
             raise TypeError(f"{name} got {self.parts!r}; expected a list of block patterns")
-        parts = tuple(self.parts)
-        if not parts:
+        if not self.parts:
             raise ValueError(f"{name} got no patterns; expected at least one")
-        for i, part in enumerate(parts):
+        for i, part in enumerate(self.parts):
             if not isinstance(part, BlockPattern):
                 raise TypeError(f"{name} got {part!r} ({type(part).__name__}) as pattern {i}; expected a block pattern")
             if part.is_chosen:
                 raise ValueError(
                     f"{name} got {part!r}, which is chosen by content, as pattern {i}; combine it with | or &, which support that"
                 )
-            if part.block_size != parts[0].block_size:
-                raise ValueError(
-                    f"{name} got patterns with block_size {parts[0].block_size} and {part.block_size}; give all of them the same block_size"
-                )
-        self._set(parts=parts, block_size=parts[0].block_size)
+            if part.block_size != (size := self.parts[0].block_size):
+                raise ValueError(f"{name} got patterns with block_size {size} and {part.block_size}; give all of them the same block_size")
+        self._set(parts=tuple(self.parts), block_size=self.parts[0].block_size)
 
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
@@ -69,6 +65,10 @@ class _Composite(BlockPattern):
 
     def at(self, num_positions: int) -> BlockPattern:
         return type(self)(tuple(part.at(num_positions) for part in self.parts))
+
+    def causal(self) -> BlockPattern:
+        # part by part, so that blocks above the diagonal are never listed
+        return type(self)(tuple(part.causal() for part in self.parts))
 
     @property
     def different(self) -> tuple[BlockPattern, ...]:
@@ -124,16 +124,16 @@ class Union(_Composite):
     def cost(self, grid: Grid) -> float:
         return sum(part.cost(grid) for part in self.parts)
 
-    def causal(self) -> BlockPattern:
-        # part by part, so that blocks above the diagonal are never listed
-        return type(self)(tuple(part.causal() for part in self.parts))
-
 
 @dataclass(frozen=True)
 class Intersection(_Composite):
     """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, and the others classify these blocks."""
 
     join, join_states = operator.and_, torch.minimum
+
+    def causal(self) -> BlockPattern:
+        # one more part, which may be the one that is listed
+        return BlockPattern.causal(self)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
@@ -196,9 +196,6 @@ class PerHead(_Composite):
 
     def cost(self, grid: Grid) -> float:
         return max(part.cost(grid) for part in self.parts)
-
-    def causal(self) -> BlockPattern:
-        return PerHead(tuple(part.causal() for part in self.parts))
 
 
 def _numbered(keys: Tensor) -> tuple[Tensor, int]:

@@ -13,7 +13,7 @@ from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
-from dilated_attention.pattern.checks import check_number, one_of, shown
+from dilated_attention.pattern.checks import check_bool, check_number, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -86,22 +86,21 @@ class TopBlocks(BlockPattern):
         self._set(blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries)
         self._set(block_size=block_size)
         super().__post_init__()
-        given = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
-        if len(given) != 1:
+        amounts = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
+        if len(amounts) != 1:
             raise ValueError(
-                f"{given or 'none of blocks, density and mass'} given; exactly one says how many blocks to keep, e.g. density=0.1"
+                f"{amounts or 'none of blocks, density and mass'} given; exactly one says how many blocks to keep, e.g. density=0.1"
             )
-        for name, amount in given.items():
-            if name == "blocks":
-                self._check_int(name, 1)
-                continue
+        ((name, amount),) = amounts.items()
+        if name == "blocks":
+            self._check_int(name, 1)
+        else:
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:
                 raise ValueError(f"{name} is {amount}; expected a number in (0, 1]; for a number of blocks use blocks=")
         self._check_static("always", always)
         self._check_static("within", within)
-        if not isinstance(near, bool):
-            raise TypeError(f"near is {shown(near)} ({type(near).__name__}); expected True, False or None")
+        check_bool("near", near)
         one_of("pool", pool, ("mean",))
         if queries is not None:
             one_of("queries", queries, ("block", "before"), also="or None")

@@ -50,16 +50,13 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     if not 0 <= chosen < entries:
         raise ValueError(f"batch is {batch}; block_mask has {entries} batch entries: expected 0 to {entries - 1}")
     q_block, k_block = (next(block for block in reversed(BLOCK_SIZES) if size % block == 0) for size in sizes)
-    block_size = (q_block, k_block)
 
     def table(counts: Tensor, indices: Tensor) -> BlockTensor:
         counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])
-        # indices after the end of each list may be arbitrary
-        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-        kept = kept.scatter_(-1, torch.where(listed, indices, columns), True)[..., :columns]
+        kept = kept.scatter_(-1, torch.where(_listed(counts, indices), indices, columns), True)[..., :columns]
         kept = kept.repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
-        return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=block_size)
+        return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=(q_block, k_block))
 
     mask_mod: MaskMod = block_mask.mask_mod
     if batch is not None:
@@ -67,7 +64,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
         def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return block_mask.mask_mod(torch.full_like(batch, chosen), head, q_idx, kv_idx)
 
-    masked = MaskFunction(mask_mod, block_size=block_size)
+    masked = MaskFunction(mask_mod, block_size=(q_block, k_block))
     partial, full = table(block_mask.kv_num_blocks, block_mask.kv_indices), None
     if block_mask.full_kv_num_blocks is not None:
         assert block_mask.full_kv_indices is not None
@@ -92,14 +89,17 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
             "queries; for some heads make a BlockMask of these"
         )
     for counts, indices in ((block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
-        if counts is None or indices is None:
-            continue
-        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-        if bool((listed & ((indices < 0) | (indices >= columns))).any()):
+        listed = torch.zeros(0) if counts is None or indices is None else indices[_listed(counts, indices)]
+        if bool(((listed < 0) | (listed >= columns)).any()):
             raise ValueError(
-                f"block_mask lists blocks of keys up to {int(indices[listed].max())} and its {block_mask.seq_lengths[1]} keys have "
+                f"block_mask lists blocks of keys up to {int(listed.max())} and its {block_mask.seq_lengths[1]} keys have "
                 f"{columns}, numbered from 0; expected indices of these: check BLOCK_SIZE and seq_lengths"
             )
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Returns which indices are in a list: those after its end may be arbitrary."""
+    return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
 
 
 def _are_of_head_0(
@@ -107,18 +107,17 @@ def _are_of_head_0(
 ) -> bool:
     """Whether a list for all heads has just the blocks of which ``masked`` keeps a pair for head 0, as full ones those that it keeps."""
     blocks = replace(masked, per_head=False).entries(num_positions, 1, device=partial.mask.device)
-    listed = partial.mask[0] if full is None else partial.mask[0] | full.mask[0]
-    if full is not None:
-        whole = torch.zeros_like(listed)
-        whole[blocks.row[blocks.full], blocks.column[blocks.full]] = True
-        if bool((full.mask[0] & ~whole).any()):
-            return False
+    # blocks of which it keeps a pair, and every pair
+    kept, whole = torch.zeros((2, *partial.mask.shape[1:]), dtype=torch.bool, device=partial.mask.device)
+    kept[blocks.row, blocks.column] = True
+    whole[blocks.row[blocks.full], blocks.column[blocks.full]] = True
     # a large block is listed where any block that it was cut into keeps a pair
-    cut = [size // block for size, block in zip(sizes, (masked.q_block, masked.k_block), strict=True)]
-    found = torch.zeros(*(-(-num // n) for num, n in zip(listed.shape, cut, strict=True)), dtype=torch.bool, device=listed.device)
-    found[blocks.row // cut[0], blocks.column // cut[1]] = True
-    found = found.repeat_interleave(cut[0], 0).repeat_interleave(cut[1], 1)[: listed.shape[0], : listed.shape[1]]
-    return torch.equal(found, listed)
+    for dim, (size, block) in enumerate(zip(sizes, (masked.q_block, masked.k_block), strict=True)):
+        parts = kept.split(size // block, dim)
+        kept = torch.cat([part.any(dim, keepdim=True).expand_as(part) for part in parts], dim)
+    if full is None:
+        return torch.equal(kept, partial.mask[0])
+    return torch.equal(kept, partial.mask[0] | full.mask[0]) and not bool((full.mask[0] & ~whole).any())
 
 
 def to_block_mask(
@@ -134,11 +133,10 @@ def to_block_mask(
     kv_width = lists.num_columns if lists.columns.device.type == "cpu" else 1
     kv_side = padded_tables(lists, lists.row_starts, lists.columns, _kinds(lists.columns, lists.masks), kv_width)
     q_side = padded_tables(lists, columns.starts, columns.rows, _kinds(columns.rows, columns.masks))
-    whole = pattern.at(num_positions)
-    mask_mod = (whole.causal() if is_causal else whole).mask_mod(num_positions, num_heads, device)
-    lengths = (num_positions, num_positions)
-    sizes = (pattern.q_block, pattern.k_block)
-    return BlockMask(lengths, *kv_side, *q_side, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
+    mask_mod = pattern.resolved(num_positions, num_heads, is_causal)[0].mask_mod(num_positions, num_heads, device)
+    return BlockMask(
+        (num_positions, num_positions), *kv_side, *q_side, BLOCK_SIZE=pattern.block_size, mask_mod=mask_mod  # type: ignore[misc, arg-type]
+    )  # fmt: skip
 
 
 def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:

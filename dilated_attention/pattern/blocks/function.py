@@ -38,7 +38,6 @@ class MaskFunction(BlockPattern):
     reads_batch: bool = field(default=False, init=False, repr=False, compare=False)  # type: ignore[assignment]
 
     holds_objects: ClassVar[bool] = True
-    is_tight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,8 +74,7 @@ class MaskFunction(BlockPattern):
         return lambda batch, head, q_idx, kv_idx: self._of_entry(batch, head, q_idx.clamp(max=last), kv_idx.clamp(max=last))
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        count = grid.num_rows * grid.num_columns
-        return grid.listed(grid.range(0, len(heads) * count))
+        return grid.listed(grid.range(0, len(heads) * grid.num_rows * grid.num_columns))
 
     def cost(self, grid: Grid) -> float:
         # more expensive than any list

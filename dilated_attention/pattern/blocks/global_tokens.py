@@ -33,11 +33,6 @@ class GlobalLocal(LocalWindow):
         super().__post_init__()
         self._check_int("global_tokens", 0)
 
-    @property
-    def is_tight(self) -> bool:  # type: ignore[override]
-        # the window and the last global positions may together keep a whole block
-        return self.global_tokens % self.q_block == 0 and self.global_tokens % self.k_block == 0
-
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         near = super().allowed(queries, keys, heads, num_positions)
         return near | (queries < self.global_tokens) | (keys < self.global_tokens)
@@ -154,27 +149,15 @@ class BigBird(GlobalLocal):
         return super().allowed(queries, keys, heads, num_positions)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        return self._with_draws(grid, heads)[0]
-
-    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
-        blocks, drawn = self._with_draws(grid, heads)
-        # the window and the globals are the same for all heads
-        state, key = super().classify(grid, *blocks)
-        return blocks, (torch.where(drawn, FULL, state), key)
-
-    def _with_draws(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor]:
-        """Returns the blocks, and whether each of them was drawn."""
         _, row, column = super().columns(grid, heads)
         if not self.random_blocks:
-            return (torch.zeros_like(row), row, column), torch.zeros_like(row, dtype=torch.bool)
-        group = grid.range(0, len(heads))[:, None]
-        rows = grid.rows()
+            return torch.zeros_like(row), row, column
+        group, rows = grid.range(0, len(heads))[:, None], grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
-        blocks = torch.where(draws < 0, -1, grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws))
-        # drawn blocks are distinct from the others, so no block occurs twice; their numbers are odd
-        block, drawn = divided(torch.cat([shared.flatten() * 2, blocks[blocks >= 0] * 2 + 1]).sort()[0], 2)
-        return grid.listed(block), drawn > 0
+        drawn = grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws)
+        # drawn blocks are distinct from the others, so no block occurs twice
+        return grid.listed(torch.cat([shared.flatten(), drawn[draws >= 0]]).sort()[0])
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)

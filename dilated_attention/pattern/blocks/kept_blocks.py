@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Grid, checked_positions, divided, head_of
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
+from dilated_attention.pattern.checks import check_bool
 
 # blocks listed at once, which bounds the memory of building lists, and at all
 BLOCKS_AT_ONCE = 2**23
 MOST_BLOCKS = 2**31
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """Some rows of some heads (group g is head ``heads[g]``): their blocks, their masks (int32, −1 for none) and the pairs of each mask."""
-
-    grid: Grid
-    heads: tuple[int, ...]
-    group: Tensor
-    row: Tensor
-    column: Tensor
-    masks: Tensor | None
-    bits: Tensor
-    pairs_of_mask: Tensor
 
 
 def kept_blocks(
@@ -36,19 +23,20 @@ def kept_blocks(
     is_causal: bool = False, device: torch.device | str = "cpu",
 ) -> BlockLists:  # fmt: skip
     """Returns the lists of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
-    pattern = _prepared(pattern, num_positions, num_heads, is_causal)
+    pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
     num_queries = num_positions - first_query if num_queries is None else num_queries
     assert first_query % pattern.q_block == 0
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
-    grid = pattern.grid(num_positions, rows, device)
-    heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    pieces: list[tuple[Tensor, ...]] = [(grid.range(0, 1).to(torch.int32),)]
+    whole = pattern.grid(num_positions, rows, device)
+    pieces: list[tuple[Tensor, ...]] = [(whole.range(0, 1).to(torch.int32),)]
     num_entries = num_masks = 0
-    for piece in _pieces(pattern, grid, heads):
-        masks = torch.full_like(piece.column, -1, dtype=torch.int32) if piece.masks is None else piece.masks
+    for grid, some in _parts(pattern, whole, heads):
+        (group, row, column), masks, bits, _ = _masked(pattern, grid, some)
+        row = group * grid.num_rows + row - grid.first_row
+        ends = torch.searchsorted(row, grid.range(0, len(some) * grid.num_rows), right=True, out_int32=True)
         masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
-        pieces.append((_row_ends(piece) + num_entries, piece.column.to(torch.int32), masks, piece.bits))
-        num_entries, num_masks = num_entries + len(masks), num_masks + len(piece.bits)
+        pieces.append((ends + num_entries, column.to(torch.int32), masks, bits))
+        num_entries, num_masks = num_entries + len(masks), num_masks + len(bits)
     # what is in one piece, as nearly all lists are, is not copied
     row_starts = torch.cat([piece[0] for piece in pieces])
     all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in list(zip(*pieces[1:], strict=True))[1:])
@@ -58,18 +46,8 @@ def kept_blocks(
     )  # fmt: skip
     if kept.masks is None:
         return kept
-    known = pattern.interval(grid.range(first_query, first_query + num_queries), num_positions)
-    if known is None:
-        known = _found_interval(kept, grid)
-    return kept if known is None else replace(kept, interval=(known[0].to(torch.int32), known[1].to(torch.int32)))
-
-
-def _row_ends(piece: _Piece) -> Tensor:
-    """Returns (groups · rows,) int32: the number of entries up to the end of each row."""
-    rows = piece.grid.num_rows
-    row = piece.row - piece.grid.first_row if piece.grid.first_row else piece.row
-    row = piece.group * rows + row if len(piece.heads) > 1 else row
-    return torch.searchsorted(row, piece.grid.range(0, len(piece.heads) * rows), right=True, out_int32=True)
+    interval = pattern.interval(whole.range(first_query, first_query + num_queries), num_positions) or _interval_of(kept, whole)
+    return kept if interval is None else replace(kept, interval=(interval[0].to(torch.int32), interval[1].to(torch.int32)))
 
 
 def count_pairs(
@@ -77,23 +55,21 @@ def count_pairs(
 ) -> int:
     """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep. On
     a CPU (``device``) lists of a million positions take minutes."""
-    check_bool("is_causal", is_causal)
-    pattern = _prepared(pattern, num_positions, num_heads, is_causal)
-    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, device))
-    return total if pattern.per_head else total * num_heads
+    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device))
+    return total if pattern.at(num_positions).per_head else total * num_heads
 
 
 def block_pairs(
-    pattern: BlockPattern, num_positions: int, num_heads: int, device: torch.device | str = "cpu"
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
-    pattern = _prepared(pattern, num_positions, num_heads, False)
-    heads = tuple(range(num_heads)) if pattern.per_head else (0,)
-    for piece in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
-        pairs = _sizes(piece.grid, piece.row, piece.column)
-        if piece.masks is not None:
-            pairs = torch.where(piece.masks < 0, pairs, piece.pairs_of_mask[piece.masks.clamp(min=0)])
-        yield head_of(piece.group, piece.heads), piece.row, piece.column, pairs
+    check_bool("is_causal", is_causal)
+    pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    for grid, some in _parts(pattern, pattern.grid(num_positions, device=device), heads):
+        (group, row, column), masks, _, pairs_of_mask = _masked(pattern, grid, some)
+        pairs, partial = _sizes(grid, row, column), (masks >= 0).nonzero()[:, 0]
+        pairs[partial] = pairs_of_mask[masks[partial]]
+        yield head_of(group, some), row, column, pairs
 
 
 def packed(kept: Tensor) -> Tensor:
@@ -110,62 +86,52 @@ def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
     return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
 
 
-def _prepared(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockPattern:
-    num_positions = checked_positions(num_positions)
-    pattern.check(num_positions, as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
-    pattern = pattern.at(num_positions)
-    return pattern.causal() if is_causal else pattern
-
-
-def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[_Piece]:
+def _parts(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[tuple[Grid, tuple[int, ...]]]:
     """Yields everything at once, or head by head in groups of rows if that would take too much memory."""
     per_row = max(pattern.cost(grid), 1.0)
-    if per_row * grid.num_rows * len(heads) > MOST_BLOCKS:
+    blocks = per_row * grid.num_rows * len(heads)
+    if blocks > MOST_BLOCKS:
         raise ValueError(
             f"num_positions is {grid.num_positions:,} and {pattern!r} keeps about {per_row * grid.num_rows:.2g} blocks of them for each of "
             f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, the most that can be listed: use a shorter sequence"
         )
-    if per_row * grid.num_rows * len(heads) <= BLOCKS_AT_ONCE:
-        yield _piece(pattern, grid, heads)
+    if blocks <= BLOCKS_AT_ONCE:
+        yield grid, heads
         return
     step = max(1, int(BLOCKS_AT_ONCE / per_row))
-    for head in heads:
-        for first in range(grid.first_row, grid.last_row, step):
-            rows = (first, min(first + step, grid.last_row))
-            yield _piece(pattern, pattern.grid(grid.num_positions, rows, grid.device), (head,))
+    for head, first in itertools.product(heads, range(grid.first_row, grid.last_row, step)):
+        yield pattern.grid(grid.num_positions, (first, min(first + step, grid.last_row)), grid.device), (head,)
 
 
-def _piece(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> _Piece:
+def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+    """Returns the kept blocks of some rows of some heads (group g is head ``heads[g]``), the number of each one's mask (int32, −1 for
+    none), the masks, and how many pairs each of them keeps."""
     entries = pattern.entries_of_heads(grid, heads)
     blocks, partial = (entries.group, entries.row, entries.column), (~entries.full).nonzero()[:, 0]
     if not partial.numel():
-        none = torch.zeros(0, dtype=torch.int64, device=grid.device)
-        return _Piece(grid, heads, *blocks, None, none.int().view(0, grid.q_block, grid.k_block // WORD), none)
+        bits = torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)
+        return blocks, torch.full_like(entries.row, -1, dtype=torch.int32), bits, partial
     key = entries.key[partial]
     # the mask of a short block does not determine the pairs of a whole one
-    if grid.num_positions % grid.q_block:
-        key = key * 2 + (entries.row[partial] == grid.num_positions // grid.q_block)
-    if grid.num_positions % grid.k_block:
-        key = key * 2 + (entries.column[partial] == grid.num_positions // grid.k_block)
+    for block, size in ((entries.row, grid.q_block), (entries.column, grid.k_block)):
+        if grid.num_positions % size:
+            key = key * 2 + (block[partial] == grid.num_positions // size)
     different, number = torch.unique(key, return_inverse=True)
     # the first block with each mask, so that every process takes the same one
     chosen = torch.full_like(different, len(entries.row)).scatter_reduce(0, number, partial, "amin")
     group, row, column = (x[chosen] for x in blocks)
     bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
     masks = torch.full_like(entries.row, -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
-    if pattern.is_tight:
-        return _Piece(grid, heads, *blocks, masks, bits, pairs)
-    # compositions may have blocks that keep no pair, and masks that keep every pair
+    # there may be blocks that keep no pair, and masks that keep every pair
     needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
     if bool(needed.all()):
-        return _Piece(grid, heads, *blocks, masks, bits, pairs)
+        return blocks, masks, bits, pairs
     # the last number is that of blocks without a mask, which −1 refers to
     numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
     masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
     kept = (masks > -2).nonzero()[:, 0]
     group, row, column = (x[kept] for x in blocks)
-    bits, pairs = bits[needed], pairs[needed]
-    return _Piece(grid, heads, group, row, column, masks[kept] if len(bits) else None, bits, pairs)
+    return (group, row, column), masks[kept], bits[needed], pairs[needed]
 
 
 def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,12 +148,11 @@ def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column:
 
 def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
     """Returns the number of pairs of blocks within the sequence."""
-    first_query, last_query = grid.queries(row)
-    first_key, last_key = grid.keys(column)
+    (first_query, last_query), (first_key, last_key) = grid.queries(row), grid.keys(column)
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
-def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i]; None if there is no such interval. The
     tightest candidate is compared with the number of keys that each mask keeps: where one keeps less, so it would of a wider one."""
     assert kept.masks is not None
@@ -206,20 +171,23 @@ def _found_interval(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | Non
         num_masks = kept.bits.shape[0]
         block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
-    beyond = grid.num_positions + 1
+    beyond, step = grid.num_positions + 1, PAIRS_AT_ONCE // grid.q_block
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
-    step = PAIRS_AT_ONCE // grid.q_block
-    parts = [slice(i, i + step) for i in range(0, row.shape[0], step)]
-    for part in parts:
-        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
-        no_keys = count[mask[part]] == 0
-        low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[mask[part]]).flatten(), "amin")
-        high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[mask[part]]).flatten(), "amax")
+
+    def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields the queries, the first key and the masks of some blocks at a time."""
+        for i in range(0, row.shape[0], step):
+            query = row[i : i + step, None] * grid.q_block + grid.range(0, grid.q_block)
+            yield query, column[i : i + step, None] * grid.k_block, mask[i : i + step]
+
+    for query, start, number in parts():
+        no_keys = count[number] == 0
+        low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[number]).flatten(), "amin")
+        high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[number]).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
-    wrong = torch.zeros((), dtype=torch.bool, device=grid.device)
-    for part in parts:
-        query, start = row[part, None] * grid.q_block + grid.range(0, grid.q_block), column[part, None] * grid.k_block
+    for query, start, number in parts():
         inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
-        wrong |= (inside.clamp(min=0) != count[mask[part]]).any()
-    return None if bool(wrong) else (low[: kept.num_queries], high[: kept.num_queries])
+        if bool((inside.clamp(min=0) != count[number]).any()):
+            return None
+    return low[: kept.num_queries], high[: kept.num_queries]

@@ -106,13 +106,8 @@ class DilatedBlocks(_AroundOwn):
         self._check_int("dilation", 1, MAX_POSITIONS)
         self._check_int("num_blocks", 1, MAX_POSITIONS)
 
-    @property
-    def reach(self) -> tuple[int, int]:
-        """Returns the number of blocks before and after the row's own."""
-        return self.num_blocks // 2, (self.num_blocks - 1) // 2
-
     def keeps_at(self, distance: Tensor) -> Tensor:
-        before, after = self.reach
+        before, after = self.num_blocks // 2, (self.num_blocks - 1) // 2
         return (distance % self.dilation == 0) & (distance >= -before * self.dilation) & (distance <= after * self.dilation)
 
     def cost(self, grid: Grid) -> float:
@@ -134,9 +129,6 @@ class Axial(WholeBlocks):
     """
 
     width: int
-
-    # if the image is narrower than a block, listed columns include some that the short last row does not keep
-    is_tight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.comm.handshake import agree
@@ -39,7 +41,7 @@ from dilated_attention.integrations._hf_settings import (
     remember,
     settings_of,
 )
-from dilated_attention.integrations.context_parallel import batches
+from dilated_attention.pattern.checks import as_int
 
 __all__ = ["ContextParallel", "context_parallel"]
 
@@ -81,20 +83,7 @@ class ContextParallel:
         self._call: _Call | None = None
         self._depth = 0
         self._outer = model
-        self._register(place, {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None})
-        self._loss_of_model = self.base.loss_function
-        batches.replace(undo, self.base, "_loss_function", self._loss)
-        # PEFT calls the forward of its base model, not the module, except in generate()
-        for module in {id(each): each for each in (model, self.base)}.values():
-            names = list(inspect.signature(type(module).forward).parameters)[1:]
-            undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
-
-    def remove(self) -> None:
-        """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
-        self.undo.close()
-
-    def _register(self, place: Any, given: dict[str, str]) -> None:
+        given = {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None}
         attentions, masks = interfaces()
         original = self.base.config._attn_implementation or "sdpa"
         settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
@@ -128,6 +117,17 @@ class ContextParallel:
         self._original = original
         self._switch(self.name)
         self.undo.callback(self._switch, original)
+        self._loss_of_model = self.base.loss_function
+        replace(undo, self.base, "_loss_function", self._loss)
+        # PEFT calls the forward of its base model, not the module, except in generate()
+        for module in {id(each): each for each in (model, self.base)}.values():
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+
+    def remove(self) -> None:
+        """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
+        self.undo.close()
 
     def _switch(self, name: str) -> None:
         for config in self._configs:
@@ -178,9 +178,16 @@ class ContextParallel:
         # first, since what one process alone refuses leaves the others waiting
         self._check_equal(given)
         _check_inputs(given, self.base.config, self.size)
-        mine, bounds = _cut(given, self._place, self.layout)
+        mine = shard_inputs(
+            {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}, group=self._place, layout=self.layout
+        )
+        bounds, _ = (mine.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+        if "attention_mask" not in given or bool(given["attention_mask"].all()):
+            # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
+            mine.pop("attention_mask", None)
         self._call = _Call(sequence_of(given).shape[1], bounds)
-        return (), mine
+        # keys of a part are no cache
+        return (), mine | {"use_cache": False}
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         self._depth -= 1
@@ -306,17 +313,169 @@ def _checksum(x: torch.Tensor) -> int:
     return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
 
 
-def _cut(given: dict[str, Any], place: Any, layout: str) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Returns the arguments of the model's forward for this process's positions, and the bounds of packed documents in the whole."""
-    given = {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}
-    mine = shard_inputs(given, group=place, layout=layout)
-    if "attention_mask" not in given or bool(given["attention_mask"].all()):
-        # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
-        mine.pop("attention_mask", None)
-    bounds = mine.pop("cu_seq_lens_q", None)
-    mine.pop("cu_seq_lens_k", None)
-    # keys of a part are no cache
-    return mine | {"use_cache": False}, bounds
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of this object, not of its class, until ``undo`` is closed."""
+    before = vars(owner)
+    if name in before:
+        undo.callback(before.__setitem__, name, before[name])
+    else:
+        undo.callback(before.pop, name, None)
+    before[name] = value
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises ValueError for a Trainer with a loss of its own, options that need the whole sequence in one process, or that has begun."""
+    args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    where = getattr(loss, "__module__", type(loss).__name__)
+    # TRL's makes its loss of log-probabilities, which the model returns of the whole sequence, since TRL adds heads that compute them
+    is_sft = where == "trl.trainer.sft_trainer" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")
+    # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
+    if not is_sft and (loss is not importlib.import_module("transformers").Trainer.compute_loss or where != "transformers.trainer"):
+        raise ValueError(
+            f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
+            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
+            "with remove_unused_columns=False in args; or SFTTrainer of a TRL with add_fused_lm_head; or a loop of your own with "
+            "context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole sequences: "
+            "train without context_parallel"
+        )
+    against = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "model_init": trainer.model_init is not None,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "deepspeed": bool(args.deepspeed),
+        "train_sampling_strategy": getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+        "eval_use_gather_object": args.eval_use_gather_object,
+    }
+    for option, is_given in against.items():
+        if is_given:
+            raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each (torchrun), or "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if trainer.model_wrapped is not trainer.model:
+        raise ValueError("the trainer has wrapped its model already; expected context_parallel(trainer, …) before trainer.train()")
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raises ValueError for an Accelerator that shares sequences itself, or has prepared loaders."""
+    config = getattr(accelerator, "parallelism_config", None)
+    for kind in ("cp", "tp", "sp"):
+        if getattr(config, f"{kind}_enabled", False):
+            raise ValueError(f"parallelism_config has {kind}_size above 1; expected dp_replicate_size and dp_shard_size only")
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches is True: the first process would cut each batch over all processes; expected None or False, so that every "
+            "process reads the data set, of which a group takes its batches"
+        )
+    if accelerator._dataloaders or accelerator._models:
+        raise ValueError("the accelerator has prepared a loader or a model; expected context_parallel(…) before accelerator.prepare(…)")
+
+
+class _DataParallel:
+    """An accelerator as its loaders should see it: each group that shares sequences is one process."""
+
+    dispatch_batches = False
+
+    def __init__(self, accelerator: Any, groups: list[list[int]]) -> None:
+        self._accelerator, self._groups = accelerator, groups
+        self.num_processes = len(groups)
+        self.process_index = next(index for index, ranks in enumerate(groups) if accelerator.process_index in ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def _prepare_device_mesh(self) -> None:
+        return None
+
+    def gather(self, data: Any) -> Any:
+        """Returns what the first process of each group has, along the first dimension."""
+        first = [ranks[0] for ranks in self._groups]
+        world = self._accelerator.num_processes
+        return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
+
+
+class _OfGroups:
+    """A learning-rate scheduler that accelerate calls once for each process, and that steps once for each group."""
+
+    def __init__(self, scheduler: Any, size: int) -> None:
+        vars(self).update(_scheduler=scheduler, _size=size, _calls=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        vars(self)["_calls"] += 1
+        if self._calls % self._size == 0:
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_scheduler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._scheduler, name, value)
+
+
+def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
+    """Lets loaders and schedulers that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
+    if accelerator.num_processes == 1:
+        return
+    mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, sorted(mine))
+    groups = sorted({tuple(ranks) for ranks in of_all})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(of_all))) or len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"the groups are {groups}; expected every process in one of them, and groups of equal size")
+    view = _DataParallel(accelerator, [list(ranks) for ranks in groups])
+    kind = type(accelerator)
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not all(isinstance(x, torch.Tensor) for x in tree_leaves(input_data)):
+            raise TypeError("gather_for_metrics of objects, which every process of a group would add once; expected tensors")
+        loader = accelerator.gradient_state.active_dataloader
+        if len(groups) > 1 and loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            # each group reads the stream and fills its last batch up, and nothing says by how much
+            raise ValueError(
+                f"gather_for_metrics over a data set without a length in {len(groups)} groups, whose last samples repeat; expected a data "
+                "set with a length, or gather(), which returns the repeated ones, too"
+            )
+        return kind.gather_for_metrics(view, input_data)
+
+    def prepare_scheduler(scheduler: Any) -> Any:
+        prepared = kind.prepare_scheduler(accelerator, scheduler)
+        if prepared.step_with_optimizer and not prepared.split_batches and not isinstance(prepared.scheduler, _OfGroups):
+            prepared.scheduler = _OfGroups(prepared.scheduler, len(groups[0]))
+        return prepared
+
+    replace(undo, accelerator, "prepare_scheduler", prepare_scheduler)
+    # accelerate's own methods, which ask the object that they are called on how many processes there are
+    replace(undo, accelerator, "prepare_data_loader", functools.partial(kind.prepare_data_loader, view))
+    replace(undo, accelerator, "gather_for_metrics", gather_for_metrics)
+
+
+def adapt_trainer(trainer: Any, handle: Any, undo: contextlib.ExitStack) -> None:
+    """Makes a Trainer's counts those of the groups, and gives whole logits to metrics."""
+    size, sizes = handle.size, trainer.get_total_train_batch_size
+    predict, operations, track = trainer.prediction_step, trainer.floating_point_ops, trainer._track_num_input_tokens
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        handle.whole_logits = not prediction_loss_only
+        try:
+            return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            handle.whole_logits = False
+
+    def track_tokens(inputs: Any) -> None:
+        # a group's processes all count their batch
+        before = trainer.state.num_input_tokens_seen
+        track(inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
+
+    replace(undo, trainer, "get_total_train_batch_size", lambda args: sizes(args) // size)
+    replace(undo, trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
+    replace(undo, trainer, "_track_num_input_tokens", track_tokens)
+    replace(undo, trainer, "prediction_step", prediction_step)
+    # bound when the trainer was made, and again after each evaluation
+    replace(undo, trainer, "gather_function", trainer.accelerator.gather_for_metrics)
 
 
 def context_parallel(
@@ -370,14 +529,23 @@ def context_parallel(
     if (model is None) == (trainer is None):
         raise ValueError("expected context_parallel(trainer, size=…), which has a model, or context_parallel(accelerator, model, size=…)")
     if trainer is not None:
-        batches.check_trainer(trainer)
+        check_trainer(trainer)
         model = trainer.model
-    batches.check_accelerator(accelerator)
+    check_accelerator(accelerator)
     with contextlib.ExitStack() as undo:
-        place = batches.place_of(size, mesh, group, accelerator.device.type)
+        place = mesh if group is None else group
+        if sum(x is not None for x in (size, mesh, group)) != 1:
+            raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
+        if size is not None:
+            size = as_int("size", size, minimum=1)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if world % size:
+                raise ValueError(f"size is {size} and there are {world} processes; expected a divisor")
+            if world > 1:
+                place = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
         handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
-        batches.share_batches(accelerator, handle.group, undo)
+        share_batches(accelerator, handle.group, undo)
         if trainer is not None:
-            batches.adapt_trainer(trainer, handle, undo)
+            adapt_trainer(trainer, handle, undo)
         handle.undo = undo.pop_all()
     return handle
