@@ -380,12 +380,12 @@ def test_a_step_is_captured_anew_where_another_pass_has_made_larger_tables(monke
 
     class Graph:
         def __init__(self) -> None:
-            self.tables = cache.row_keys._columns
+            self.tables = cache.row_keys[0]._columns
             step._logits = torch.empty(0)
             captured.append(self)
 
         def replay(self) -> None:
-            assert self.tables is cache.row_keys._columns
+            assert self.tables is cache.row_keys[0]._columns
             step._logits = step._forward()
 
     monkeypatch.setattr(step, "_capture", lambda: setattr(step, "_graph", Graph()))

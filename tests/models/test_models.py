@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath
 from dilated_attention.pattern import LocalWindow, MaskFunction
-from dilated_attention.pattern.spec import OBJECT
+from dilated_attention.pattern.blocks.base import OBJECT
 
 SHAPE: dict[str, Any] = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 4}
 DILATED: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 4)}
