@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.pattern import BlockPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
-from dilated_attention.pattern.blocks.base import FULL, head_of
+from dilated_attention.pattern.blocks.base import FULL, PARTIAL, head_of, state_of
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # the most blocks that are listed to count pairs, and to size lists; counts of longer sequences come from a sample
@@ -86,10 +86,13 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         # heads that draw their blocks keep equally many
         heads = heads[:1]
     generator = torch.Generator().manual_seed(0)
-    # at least two rows, of which the later ones of a causal pattern are longer
-    count = max(2, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))))
-    # one row of each part of the sequence, at another place in each part: equal distances would meet one phase of what repeats itself
-    rows = {1 + int((i + (0.5 + i * _GOLDEN) % 1) / count * (num_rows - 1)): (num_rows - 1) / count for i in range(count)} | {0: 1.0}
+    # pairs of rows: where the first lies early in its part of the sequence, the second lies as late in its own, so that rows of a causal
+    # pattern, which grow with their position, count right however few they are
+    count = 2 * max(1, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))) // 2)
+    # at another place in each part: equal distances would meet one phase of what repeats itself
+    early = [(0.5 + i // 2 * _GOLDEN) % 1 for i in range(count)]
+    places = [i + (1 - x if i % 2 else x) for i, x in enumerate(early)]
+    rows = {1 + int(place / count * (num_rows - 1)): (num_rows - 1) / count for place in places} | {0: 1.0}
     totals = torch.zeros(3, dtype=torch.float64)
     for row, weight in rows.items():
         grid, of_row = whole.grid(num_positions, (row, row + 1)), min(q_block, num_positions - row * q_block)
@@ -97,23 +100,27 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         group, _, column = whole.columns(grid, heads)
         head, keys = head_of(group, heads), column[:, None, None] * k_block + torch.arange(k_block)
         exists = keys < num_positions
-        kept = whole.allowed(queries, keys, head[:, None, None], num_positions) & exists
-        of_block = kept.sum((1, 2))
-        is_kept, is_full = of_block > 0, of_block == exists.sum((1, 2)) * _SAMPLED_QUERIES
-        if not asks:
+        of_block = exists.sum((1, 2)) * _SAMPLED_QUERIES
+        if asks:
+            kept = (whole.allowed(queries, keys, head[:, None, None], num_positions) & exists).sum((1, 2))
+            state = state_of(kept > 0, kept == of_block)
+        else:
+            # whole blocks need no look at their pairs
             state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
-            is_kept, is_full = state > 0, state == FULL
-        sampled = of_block.sum().double() * of_row / _SAMPLED_QUERIES, is_kept.sum(), (is_kept & ~is_full).sum()
+            kept, partial = of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
+            pairs = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
+            kept[partial] = pairs.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
+        sampled = kept.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
-    pairs, entries, partial = (int(x) for x in (totals * groups / len(heads)).tolist())
+    pairs, entries, masked = (int(x) for x in (totals * groups / len(heads)).tolist())
     kind = "none"
-    if partial and asks:
+    if masked and asks:
         # a short sequence, whose pairs are all asked about
         kind = kept_blocks(pattern, min(num_positions, 16 * q_block), num_heads, is_causal=is_causal).mask_kind
-    elif partial:
+    elif masked:
         kind = kept_blocks(whole, num_positions, num_heads, first_query=num_rows // 2 * q_block, num_queries=q_block).mask_kind
     # row starts and columns; the number of each block's mask; masks, of which those of a function may all differ; intervals
-    lists = 4 * groups * num_rows + 4 * entries * (1 + (partial > 0)) + partial * q_block * k_block // 8 * asks
+    lists = 4 * groups * num_rows + 4 * entries * (1 + (masked > 0)) + masked * q_block * k_block // 8 * asks
     shared = num_heads // groups
     return BlockCounts(
         pairs=pairs * shared, entries=entries, computed=max(pairs, entries * q_block * k_block) * shared,

@@ -378,3 +378,10 @@ def test_more_positions_need_no_less(kind: str, length: int, more: int, training
     # a few rows more may choose another exchange or other chunks, which has its own margin
     assert many.peak >= 0.8 * few.peak
     assert not few.passes or many.passes
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_density_has_its_pairs_at_lengths_of_which_few_rows_are_looked_at(is_causal: bool) -> None:
+    n, heads = 2**25, 8
+    found = plan("block_sparse", n, pattern=with_sparsity(0.1), is_causal=is_causal, num_heads=heads)
+    assert found.pairs == pytest.approx(0.1 * heads * n * n / (2 if is_causal else 1), rel=0.01)

@@ -16,7 +16,7 @@ from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles
+from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 # documents that a program takes at a time
@@ -90,8 +90,7 @@ class Prepared:
         self.num_heads, self.group = call.num_heads, call.num_heads // kv_heads
         self.q_first, q_last = walk.queries
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
-        heads = range(0, self.num_heads, self.group)
-        self.shared = all(len(set(row[h : h + self.group])) == 1 for row in call.offsets for h in heads)
+        self.shared = share_keys(call.offsets, self.group)
         assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
         # numbers of places: those that the merge and the sum read, and those of all branches, for δ

@@ -87,6 +87,12 @@ class Spans:
     all_places: int
 
 
+@functools.lru_cache(maxsize=256)
+def share_keys(offsets: tuple[tuple[int, ...], ...], group: int) -> bool:
+    """Whether the ``group`` query heads of each key head read the same keys."""
+    return all(len(set(row[h : h + group])) == 1 for row in offsets for h in range(0, len(row), group))
+
+
 @functools.lru_cache(maxsize=16)
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
     """Returns the spans of the results at the queries' positions, or at the positions of all keys."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import Walk, make_spans
+from dilated_attention.backends.tiles.table import Walk, make_spans, share_keys
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
 from dilated_attention.engine.branches.problems import Range, Shape
@@ -56,14 +56,20 @@ class Share(NamedTuple):
         return x if self.whole else x[slice(*self.batch), slice(*self.heads)]
 
 
+# what does not follow the length is found once: a length that was not before waits for the host
+@functools.lru_cache(maxsize=256)
+def _offsets_of(pattern: DilatedPattern, num_heads: int, heads: Range) -> tuple[tuple[int, ...], ...]:
+    """Returns the offset of each branch and query head [first, last)."""
+    return tuple([row[slice(*heads)] for row in pattern.offsets(num_heads)])
+
+
 @functools.lru_cache(maxsize=256)
 def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
     """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
-    rows = tuple([row[slice(*heads)] for row in pattern.offsets(shape.num_heads)])
+    rows = _offsets_of(pattern, shape.num_heads, heads)
     documents = tuple([document for document in shape.documents if document[0] < document[1]])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
-    group = shape.num_heads // shape.num_kv_heads
-    shared = all(len(set(row[h : h + group])) == 1 for row in rows for h in range(0, len(row), group))
+    shared = share_keys(rows, shape.num_heads // shape.num_kv_heads)
     direct = everywhere[0] if everywhere and not keeps_parts else -1
     key_direct = everywhere[0] if everywhere and shared else -1
     return Layout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)

@@ -30,7 +30,8 @@ def with_sparsity(ratio: float, kind: str = "random", *, block_size: int | tuple
 class Sparsity(BlockPattern):
     """A pattern of density ``ratio``, whatever the length: ``at(N)`` is the pattern of N positions.
 
-    |density(N) − ratio| ≤ k_block / N, which is one block per row. Every query has at least one key (with ``"random"`` and
+    |density(N) − ratio| ≤ k_block / N, which is one block per row; with ``"dilated"`` max(q_block, k_block) / N, since a row keeps all key
+    blocks that hold its positions. Every query has at least one key (with ``"random"`` and
     ``"dilated"``, at least one block). The density is that without causality; with it, about the same fraction of causal pairs is kept.
 
     Args:
