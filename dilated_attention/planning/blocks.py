@@ -108,8 +108,8 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
             # whole blocks need no look at their pairs
             state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
             kept, partial = of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
-            pairs = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
-            kept[partial] = pairs.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
+            kept_pairs = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
+            kept[partial] = kept_pairs.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
         sampled = kept.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
     pairs, entries, masked = (int(x) for x in (totals * groups / len(heads)).tolist())
