@@ -333,7 +333,7 @@ def _listed(pattern: BlockPattern, lengths: torch.Tensor, num_heads: int, *, is_
         counts = torch.searchsorted(x.row, -(-lengths // pattern.q_block))
         document = torch.repeat_interleave(counts)
         index = torch.arange(len(document), device=lengths.device) - (counts.cumsum(0) - counts)[document]
-        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], x.key[index], 1)
+        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], 1)
         return
     for i, length in enumerate(lengths.tolist()):
         for entries in of_length(length):

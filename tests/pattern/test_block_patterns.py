@@ -287,7 +287,6 @@ def test_a_new_pattern_needs_two_methods(is_causal: bool) -> None:
     class Checkers(BlockPattern):
         """Fields of 150 × 70 positions, as on a chess board: full, empty and partial blocks, and blocks that a short end completes."""
 
-        is_tight = False
         per_head = True
 
         def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:

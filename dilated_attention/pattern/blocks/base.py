@@ -3,15 +3,20 @@
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
 each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``. ``classify`` is derived from ``allowed``,
 pair by pair; a class for long sequences, or one that derives from a class with its own, writes it.
+
+Lists are made of numpy arrays on the host, whose operations on few numbers take a third of the time of torch's. So the classes of this
+package write ``columns`` and ``classify``, and what these call, for arrays and for tensors; ``array_module`` has what both have. Patterns
+of one's own, and those that hold tensors or functions, get tensors.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,16 +30,18 @@ MAX_POSITIONS = 2**31
 PAIRS_AT_ONCE = 2**24
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# a tensor or a numpy array
+Array = Any
 # blocks as (index into the heads, row, column), and what they are: (state, key)
-Blocks = tuple[Tensor, Tensor, Tensor]
-States = tuple[Tensor, Tensor]
+Blocks = tuple[Array, Array, Array]
+States = tuple[Array, Array]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a sequence, and the requested rows of them: [first_row, last_row)."""
+    """The blocks of a sequence, and the requested rows of them: [first_row, last_row). Numbers are tensors, or numpy ``arrays``."""
 
     num_positions: int
     q_block: int
@@ -42,6 +49,7 @@ class Grid:
     first_row: int
     last_row: int
     device: torch.device
+    arrays: bool = False
 
     @property
     def num_columns(self) -> int:
@@ -57,30 +65,30 @@ class Grid:
         """Number of rows of the whole sequence, at least 1."""
         return max(-(-self.num_positions // self.q_block), 1)
 
-    def rows(self) -> Tensor:
+    def rows(self) -> Array:
         return self.range(self.first_row, self.last_row)
 
-    def range(self, first: int, last: int) -> Tensor:
-        return torch.arange(first, last, device=self.device)
+    def range(self, first: int, last: int) -> Array:
+        return np.arange(first, last) if self.arrays else torch.arange(first, last, device=self.device)
 
-    def queries(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, row: Array) -> tuple[Array, Array]:
         """Returns the first and the last position of query blocks."""
         return self._ends(row, self.q_block)
 
-    def keys(self, column: Tensor) -> tuple[Tensor, Tensor]:
+    def keys(self, column: Array) -> tuple[Array, Array]:
         """Returns the first and the last position of key blocks."""
         return self._ends(column, self.k_block)
 
-    def _ends(self, block: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _ends(self, block: Array, size: int) -> tuple[Array, Array]:
         first = block * size
         last = first + (size - 1)
-        return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
+        return first, last if self.num_positions % size == 0 else at_most(last, self.num_positions - 1)
 
-    def block(self, row: Tensor, column: Tensor) -> Tensor:
+    def block(self, row: Array, column: Array) -> Array:
         """Returns a unique number for each block of the whole sequence."""
         return row * self.num_columns + column
 
-    def listed(self, blocks: Tensor) -> Blocks:
+    def listed(self, blocks: Array) -> Blocks:
         """Returns ``BlockPattern.columns`` of ascending numbers ``block(group · num_rows + row − first_row, column)``."""
         rows, column = divided(blocks, max(self.num_columns, 1))
         group, row = divided(rows, max(self.num_rows, 1))
@@ -102,15 +110,13 @@ class Entries:
     """Kept blocks as a flat list, ascending by (group, row, column).
 
     ``group``: (E,) int64, index of the head, 0 if all heads share one list; ``row, column``: (E,) int64, in the whole sequence; ``full``:
-    (E,) bool, every pair within the sequence is kept; ``key``: (E,) int64: two blocks that are not full and have equal keys keep the same
-    pairs, as far as both are within the sequence.
+    (E,) bool, every pair within the sequence is kept.
     """
 
     group: Tensor
     row: Tensor
     column: Tensor
     full: Tensor
-    key: Tensor
     num_groups: int
 
 
@@ -130,8 +136,6 @@ class BlockPattern(SpecPattern):
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
     is_prefix_stable: ClassVar[bool] = False
-    # whether ``columns`` lists only kept blocks, and ``classify`` never returns PARTIAL for a full or empty block
-    is_tight: ClassVar[bool] = True
     # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
     is_chosen: ClassVar[bool] = False
 
@@ -153,6 +157,11 @@ class BlockPattern(SpecPattern):
     def reads_batch(self) -> bool:
         """Whether the pairs may differ between batch entries. The pattern is then that of entry 0."""
         return False
+
+    @property
+    def terms(self) -> tuple[BlockPattern, ...]:
+        """Patterns whose union this is. Each of them is listed alone, once for all heads unless it is ``per_head``."""
+        return (self,)
 
     def _set(self, **values: Any) -> None:
         """Sets fields, for ``__post_init__``: the record is frozen."""
@@ -189,16 +198,17 @@ class BlockPattern(SpecPattern):
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
-        Unless ``is_tight``, it may include blocks that are not kept. Time and memory must be proportional to the size of the result.
+        It may include blocks that are not kept. Time and memory must be proportional to the size of the result.
         Patterns that are not ``per_head`` are called with a single head.
         """
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``).
+        """Returns (state, key), integers, of any blocks: ABSENT, PARTIAL or FULL, and of partial ones a key: blocks with equal keys keep
+        the same pairs, as far as both are within the sequence.
 
         By default ``allowed`` is evaluated for every pair, and every block has its own key: exact, in time proportional to the pairs.
         """
-        state, last = torch.zeros_like(row, dtype=torch.int8), grid.num_positions - 1
+        state, last = torch.zeros_like(row), grid.num_positions - 1
         for part in grid.parts(row.shape[0]):
             # clamped positions repeat the last ones, which are evaluated anyway
             queries, keys = (x.clamp(max=last) for x in grid.positions(row[part], column[part]))
@@ -208,14 +218,28 @@ class BlockPattern(SpecPattern):
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether every method of the class is one of this package, which takes numpy arrays, too."""
+        return type(self).__module__.startswith("dilated_attention.") and not self.holds_objects
+
+    def asked(self, name: str, grid: Grid, *arguments: Any) -> tuple[Array, ...]:
+        """Returns what ``columns`` or ``classify`` returns, in arrays if ``grid`` has them, whatever the pattern computes with."""
+        if not grid.arrays or self.takes_arrays:
+            return getattr(self, name)(grid, *arguments)  # type: ignore[no-any-return]
+        tensors = (torch.from_numpy(x).to(grid.device) if isinstance(x, np.ndarray) else x for x in arguments)
+        return tuple(x.cpu().numpy() for x in getattr(self, name)(replace(grid, arrays=False), *tensors))
+
     def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
         """Returns ``columns`` and what ``classify`` says of them."""
-        blocks = self.columns(grid, heads)
-        return blocks, self.classify(grid, head_of(blocks[0], heads), *blocks[1:])
+        blocks = self.asked("columns", grid, heads)
+        return blocks, self.asked("classify", grid, head_of(blocks[0], heads), *blocks[1:])  # type: ignore[return-value]
 
-    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
-        return self.allowed(queries, keys, heads, num_positions)
+    def listed(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Array, Array]:
+        """Returns (index into ``heads``, row, column, state, key) of the kept blocks in numpy arrays, ascending."""
+        blocks, states = self.classified(replace(grid, arrays=True), heads)
+        kept = states[0] > 0
+        return (*blocks, *states) if kept.all() else tuple(x[kept] for x in (*blocks, *states))  # type: ignore[return-value]
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -240,10 +264,16 @@ class BlockPattern(SpecPattern):
         """Returns the pattern restricted to pairs with j ≤ i."""
         return self & kind_named("Causal")(block_size=self.block_size)  # type: ignore[no-any-return]
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Array, num_positions: int) -> tuple[Array, Array] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
         ``positions`` are those of the queries; the result is the same for all heads."""
         return None
+
+    def runs(self, queries: Array, num_positions: int) -> list[tuple[Array, Array]] | None:
+        """Returns intervals [low, high) of keys: a query keeps the keys of a *partial* block that are in any of them; None if that is not
+        known. By default the one of ``interval``."""
+        interval = self.interval(queries, num_positions) if self.takes_arrays else None
+        return None if interval is None else [interval]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``. Where
@@ -274,11 +304,9 @@ class BlockPattern(SpecPattern):
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
         """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
-        blocks, (state, key) = self.classified(grid, heads)
-        if not self.is_tight:
-            kept = state.nonzero()[:, 0]
-            blocks, state, key = tuple(x[kept] for x in blocks), state[kept], key[kept]  # type: ignore[assignment]
-        return Entries(*blocks, state == FULL, key, len(heads))
+        *blocks, state, _ = self.listed(grid, heads)
+        group, row, column, full = (torch.from_numpy(x).to(grid.device) for x in (*blocks, state == FULL))
+        return Entries(group, row, column, full, len(heads))
 
     def dense_mask(
         self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
@@ -349,26 +377,47 @@ def checked_block_size(block_size: Any) -> tuple[int, int]:
     return sizes
 
 
-def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def array_module(x: Array) -> Any:
+    """Returns numpy for an array and torch for a tensor: functions of either have the same names and the same first arguments."""
+    return np if isinstance(x, np.ndarray) else torch
+
+
+def at_least(x: Array, low: Any) -> Array:
+    # numpy's clip takes several times as long on few numbers
+    return np.maximum(x, low) if isinstance(x, np.ndarray) else x.clamp(min=low)
+
+
+def at_most(x: Array, high: Any) -> Array:
+    return np.minimum(x, high) if isinstance(x, np.ndarray) else x.clamp(max=high)
+
+
+def repeated(x: Array, counts: Array, total: int) -> Array:
+    """Returns x with each element as often as ``counts`` says, ``total`` in all."""
+    return np.repeat(x, counts) if isinstance(x, np.ndarray) else torch.repeat_interleave(x, counts, output_size=total)
+
+
+def expand(low: Array, high: Array) -> tuple[Array, Array]:
     """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
-    counts = (high - low).clamp(min=0)
+    counts = at_least(high - low, 0)
     ends = counts.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    index = torch.repeat_interleave(counts, output_size=total)
-    return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
+    total = int(ends[-1]) if len(ends) else 0
+    index, place = (torch.arange(n, device=low.device) if isinstance(low, Tensor) else np.arange(n) for n in (len(low), total))
+    return repeated(index, counts, total), repeated(low - ends + counts, counts, total) + place
 
 
-def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
+def head_of(group: Array, heads: tuple[int, ...]) -> Array:
     """Returns the heads of indices into ``heads``."""
-    return group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=group.device)[group]
+    if heads == tuple(range(len(heads))):
+        return group
+    return np.array(heads)[group] if isinstance(group, np.ndarray) else torch.tensor(heads, device=group.device)[group]
 
 
-def state_of(kept: Tensor, full: Tensor) -> Tensor:
+def state_of(kept: Array, full: Array) -> Array:
     """Returns the states of blocks. Every full block must be kept."""
-    return kept.to(torch.int8) + full.to(torch.int8)
+    return kept * 1 + full
 
 
-def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+def divided(x: Array, by: int) -> tuple[Array, Array]:
     """Returns (x // by, x % by)."""
     quotient = x // by
     return quotient, x - quotient * by

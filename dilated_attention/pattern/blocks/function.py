@@ -38,7 +38,6 @@ class MaskFunction(BlockPattern):
     reads_batch: bool = field(default=False, init=False, repr=False, compare=False)  # type: ignore[assignment]
 
     holds_objects: ClassVar[bool] = True
-    is_tight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
