@@ -153,13 +153,13 @@ class BigBird(GlobalLocal):
         return xp.where(x < 0, -1, x + xp.where(x < between, num_globals[..., None], high[..., None] - between))
 
     @property
-    def terms(self) -> tuple[BlockPattern, ...]:
+    def _union(self) -> BlockPattern:
         near = GlobalLocal(self.window, self.global_tokens, block_size=self.block_size)
-        return (near, _Draws(self, block_size=self.block_size)) if self.random_blocks else (near,)
+        return near | _Draws(self, block_size=self.block_size) if self.random_blocks else near
 
     @property
-    def _union(self) -> BlockPattern:
-        return functools.reduce(operator.or_, self.terms)
+    def terms(self) -> tuple[BlockPattern, ...]:
+        return self._union.terms if self.takes_arrays else (self,)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         return self._union.allowed(queries, keys, heads, num_positions)
