@@ -238,8 +238,9 @@ class BlockPattern(SpecPattern):
     def listed(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Array, Array]:
         """Returns (index into ``heads``, row, column, state, key) of the kept blocks in numpy arrays, ascending."""
         blocks, states = self.classified(replace(grid, arrays=True), heads)
-        kept = states[0] > 0
-        return (*blocks, *states) if kept.all() else tuple(x[kept] for x in (*blocks, *states))  # type: ignore[return-value]
+        kept = np.flatnonzero(states[0] > 0)
+        arrays = *blocks, *states
+        return arrays if len(kept) == len(states[0]) else tuple(x[kept] for x in arrays)  # type: ignore[return-value]
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -389,6 +390,15 @@ def at_least(x: Array, low: Any) -> Array:
 
 def at_most(x: Array, high: Any) -> Array:
     return np.minimum(x, high) if isinstance(x, np.ndarray) else x.clamp(max=high)
+
+
+def distinct(x: Array) -> Array:
+    """Returns the distinct elements of x, ascending."""
+    if isinstance(x, Tensor):
+        return torch.unique(x)
+    # numpy's unique hashes, which takes longer
+    x = np.sort(x)
+    return x[np.append(True, x[1:] != x[:-1])[: len(x)]]
 
 
 def repeated(x: Array, counts: Array, total: int) -> Array:

@@ -22,6 +22,7 @@ from dilated_attention.pattern.blocks.base import (
     MaskMod,
     States,
     array_module,
+    distinct,
     head_of,
 )
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
@@ -139,8 +140,7 @@ class Union(_Composite):
         for part in self.parts:
             group, row, column = self.columns_of(part, grid, heads)
             blocks.append(grid.block(group * grid.num_rows + row - grid.first_row, column))
-        xp = array_module(blocks[0])
-        return grid.listed(xp.unique(xp.concatenate(blocks)))
+        return grid.listed(distinct(array_module(blocks[0]).concatenate(blocks)))
 
     @property
     def terms(self) -> tuple[BlockPattern, ...]:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dilated_attention.pattern.blocks.base import FULL, PAIRS_AT_ONCE, Array, BlockPattern, Grid, checked_positions, divided, head_of
+from dilated_attention.pattern.blocks.base import (
+    FULL,
+    PAIRS_AT_ONCE,
+    Array,
+    BlockPattern,
+    Grid,
+    checked_positions,
+    distinct,
+    divided,
+    head_of,
+)
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool
 
@@ -279,7 +289,7 @@ def _interval_of(piece: _Piece, grid: Grid, num_queries: int) -> tuple[Tensor, T
         row, column, mask = part.rows()[partial], part.columns[partial], part.masks[partial]
         if len(part.counts) > grid.num_rows:
             # heads mostly share their masks, so each block is taken once
-            block = np.unique((row % grid.num_rows * grid.num_columns + column) * len(piece.bits) + mask)
+            block = distinct((row % grid.num_rows * grid.num_columns + column) * len(piece.bits) + mask)
             block, mask = divided(block, len(piece.bits))
             row, column = divided(block, grid.num_columns)
         blocks.append((row, column * grid.k_block, mask))

@@ -20,6 +20,7 @@ from dilated_attention.pattern.blocks.base import (
     array_module,
     at_least,
     at_most,
+    distinct,
     expand,
 )
 
@@ -275,5 +276,4 @@ def merged(grid: Grid, *lists: tuple[Array, Array]) -> Blocks:
         index, column = lists[0]
         return index * 0, index + grid.first_row, column
     blocks = [grid.block(index, column) for index, column in lists]
-    xp = array_module(blocks[0])
-    return grid.listed(xp.unique(xp.concatenate(blocks)))
+    return grid.listed(distinct(array_module(blocks[0]).concatenate(blocks)))
