@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.pattern import BlockPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
-from dilated_attention.pattern.blocks.base import FULL, PARTIAL, head_of, state_of
+from dilated_attention.pattern.blocks.grid import FULL, PARTIAL, head_of, state_of
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # the most blocks that are listed to count pairs, and to size lists; counts of longer sequences come from a sample
@@ -90,7 +90,7 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
     # pattern, which grow with their position, count right however few they are
     count = 2 * max(1, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))) // 2)
     # at another place in each part: equal distances would meet one phase of what repeats itself
-    early = [(0.5 + i // 2 * _GOLDEN) % 1 for i in range(count)]
+    early = [(0.3 + i // 2 * _GOLDEN) % 1 for i in range(count)]
     places = [i + (1 - x if i % 2 else x) for i, x in enumerate(early)]
     rows = {1 + int(place / count * (num_rows - 1)): (num_rows - 1) / count for place in places} | {0: 1.0}
     totals = torch.zeros(3, dtype=torch.float64)

@@ -19,7 +19,7 @@ from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem
 from dilated_attention.distributed.exchange.setup import FLOPS, head_steps
 from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.pattern.blocks.base import Entries
+from dilated_attention.pattern.blocks.grid import Entries
 from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 
 
