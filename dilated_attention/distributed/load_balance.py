@@ -29,7 +29,7 @@ from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.blocks.grid import Entries
+from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, check_bool
 
 AnyPattern = BlockPattern | DilatedPattern | None
@@ -333,7 +333,7 @@ def _listed(pattern: BlockPattern, lengths: torch.Tensor, num_heads: int, *, is_
         counts = torch.searchsorted(x.row, -(-lengths // pattern.q_block))
         document = torch.repeat_interleave(counts)
         index = torch.arange(len(document), device=lengths.device) - (counts.cumsum(0) - counts)[document]
-        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], 1)
+        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], x.key[index], 1)
         return
     for i, length in enumerate(lengths.tolist()):
         for entries in of_length(length):

@@ -29,6 +29,7 @@ KNOWN_UPWARDS = {
 }
 # sibling folders with imports both ways
 KNOWN_PAIRS = {
+    "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",
 }

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention.pattern.blocks.base import expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.grid import expand
 
 # the largest size of one table; it holds all groups if they fit
 TABLE_BYTES = 128 * 2**20

@@ -10,16 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.base import BlockPattern, expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total
-from dilated_attention.pattern.blocks.grid import expand
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # limits of the cache, over all devices; lists take about 1 % of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
-# entries up to which a GPU's lists are derived on the host, too: a GPU's launches take longer than a CPU's work on few numbers
-_MOST_ON_HOST = 2**17
+# blocks of a grid, over all heads with lists of their own, up to which lists are built on the host
+_MOST_ON_HOST = 2**18
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
 _lock = threading.Lock()
@@ -29,7 +28,7 @@ def block_lists(
     pattern: BlockPattern, num_keys: int, num_heads: int, *, first_query: int = 0, num_queries: int | None = None, is_causal: bool = False,
     device: torch.device | str,
 ) -> BlockLists:  # fmt: skip
-    """Returns the lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), on ``device``.
+    """Returns the lists of ``pattern`` for queries at positions [first_query, first_query + num_queries), built on ``device``.
 
     Args:
         num_keys: N, the number of positions of the key sequence, which starts at 0.
@@ -82,13 +81,17 @@ def clear_block_lists() -> None:
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
+    heads = num_heads if pattern.per_head else 1
+    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * heads
+    # hundreds of operations on few numbers: a GPU's launches take longer than a CPU's work
+    on_host = device.type == "cuda" and blocks <= _MOST_ON_HOST and not pattern.lives_here
     lists = kept_blocks(
-        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=device
+        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal,
+        device="cpu" if on_host else device,
     )  # fmt: skip
     checked_total(lists.num_entries)
     if device.type == "cuda":
-        if lists.num_entries > _MOST_ON_HOST:
-            lists.cache.clear()
+        lists = lists.on(device) if on_host else lists
         stream = torch.cuda.current_stream(device)
         lists.cache["made"] = stream, stream.record_event()
     return lists

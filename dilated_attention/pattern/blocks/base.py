@@ -16,37 +16,115 @@ import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.blocks.grid import (
-    FULL,
-    Array,
-    Blocks,
-    Entries,
-    Grid,
-    States,
-    head_of,
-    state_of,
-)
 from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
 
 BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
+# pairs evaluated at once, which bounds the memory of building lists
+PAIRS_AT_ONCE = 2**24
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# blocks as (index into the heads, row, column), and what they are: (state, key)
+Blocks = tuple[Tensor, Tensor, Tensor]
+States = tuple[Tensor, Tensor]
+# states of a block: no pair kept · some pairs kept · every pair within the sequence kept
+ABSENT, PARTIAL, FULL = 0, 1, 2
 # in specs: what refers to a live object, and the key of a pattern's class
 OBJECT, _CLASS = "object:", "pattern"
 _classes: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a sequence, and the requested rows of them: [first_row, last_row)."""
+
+    num_positions: int
+    q_block: int
+    k_block: int
+    first_row: int
+    last_row: int
+    device: torch.device
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.num_positions // self.k_block)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of requested rows."""
+        return self.last_row - self.first_row
+
+    @property
+    def whole_rows(self) -> int:
+        """Number of rows of the whole sequence, at least 1."""
+        return max(-(-self.num_positions // self.q_block), 1)
+
+    def rows(self) -> Tensor:
+        return self.range(self.first_row, self.last_row)
+
+    def range(self, first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=self.device)
+
+    def queries(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the first and the last position of query blocks."""
+        return self._ends(row, self.q_block)
+
+    def keys(self, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the first and the last position of key blocks."""
+        return self._ends(column, self.k_block)
+
+    def _ends(self, block: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        first = block * size
+        last = first + (size - 1)
+        return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
+
+    def block(self, row: Tensor, column: Tensor) -> Tensor:
+        """Returns a unique number for each block of the whole sequence."""
+        return row * self.num_columns + column
+
+    def listed(self, blocks: Tensor) -> Blocks:
+        """Returns ``BlockPattern.columns`` of ascending numbers ``block(group · num_rows + row − first_row, column)``."""
+        rows, column = divided(blocks, max(self.num_columns, 1))
+        group, row = divided(rows, max(self.num_rows, 1))
+        return group, row + self.first_row, column
+
+    def positions(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the positions in blocks, queries (blocks, q_block, 1) and keys (blocks, 1, k_block), also those behind the end."""
+        queries = row[:, None] * self.q_block + self.range(0, self.q_block)
+        return queries[:, :, None], (column[:, None] * self.k_block + self.range(0, self.k_block))[:, None]
+
+    def parts(self, count: int) -> list[slice]:
+        """Returns slices of ``count`` blocks, each with as many blocks as are evaluated at once."""
+        step = max(1, PAIRS_AT_ONCE // (self.q_block * self.k_block))
+        return [slice(first, first + step) for first in range(0, count, step)]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Kept blocks as a flat list, ascending by (group, row, column).
+
+    ``group``: (E,) int64, index of the head, 0 if all heads share one list; ``row, column``: (E,) int64, in the whole sequence; ``full``:
+    (E,) bool, every pair within the sequence is kept; ``key``: (E,) int64: two blocks that are not full and have equal keys keep the same
+    pairs, as far as both are within the sequence.
+    """
+
+    group: Tensor
+    row: Tensor
+    column: Tensor
+    full: Tensor
+    key: Tensor
+    num_groups: int
 
 
 @dataclass(frozen=True)
@@ -130,11 +208,6 @@ class BlockPattern(Pattern):
         """Whether the pairs may differ between batch entries. The pattern is then that of entry 0."""
         return False
 
-    @property
-    def terms(self) -> tuple[BlockPattern, ...]:
-        """Patterns whose union this is. Each of them is listed alone, once for all heads unless it is ``per_head``."""
-        return (self,)
-
     def _set(self, **values: Any) -> None:
         """Sets fields, for ``__post_init__``: the record is frozen."""
         for name, value in values.items():
@@ -175,12 +248,11 @@ class BlockPattern(Pattern):
         """
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        """Returns (state, key), integers, of any blocks: ABSENT, PARTIAL or FULL, and of partial ones a key: blocks with equal keys keep
-        the same pairs, as far as both are within the sequence.
+        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``).
 
         By default ``allowed`` is evaluated for every pair, and every block has its own key: exact, in time proportional to the pairs.
         """
-        state, last = torch.zeros_like(row), grid.num_positions - 1
+        state, last = torch.zeros_like(row, dtype=torch.int8), grid.num_positions - 1
         for part in grid.parts(row.shape[0]):
             # clamped positions repeat the last ones, which are evaluated anyway
             queries, keys = (x.clamp(max=last) for x in grid.positions(row[part], column[part]))
@@ -190,29 +262,9 @@ class BlockPattern(Pattern):
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether every method of the class is one of this package, which takes numpy arrays, too."""
-        return type(self).__module__.startswith("dilated_attention.") and not self.holds_objects
-
-    def asked(self, name: str, grid: Grid, *arguments: Any) -> tuple[Array, ...]:
-        """Returns what ``columns`` or ``classify`` returns, in arrays if ``grid`` has them, whatever the pattern computes with."""
-        if not grid.arrays or self.takes_arrays:
-            return getattr(self, name)(grid, *arguments)  # type: ignore[no-any-return]
-        tensors = (torch.from_numpy(x).to(grid.device) if isinstance(x, np.ndarray) else x for x in arguments)
-        return tuple(x.cpu().numpy() for x in getattr(self, name)(replace(grid, arrays=False), *tensors))
-
-    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
-        """Returns ``columns`` and what ``classify`` says of them."""
-        blocks = self.asked("columns", grid, heads)
-        return blocks, self.asked("classify", grid, head_of(blocks[0], heads), *blocks[1:])  # type: ignore[return-value]
-
-    def listed(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Array, Array]:
-        """Returns (index into ``heads``, row, column, state, key) of the kept blocks in numpy arrays, ascending."""
-        blocks, states = self.classified(replace(grid, arrays=True), heads)
-        kept = np.flatnonzero(states[0] > 0)
-        arrays = *blocks, *states
-        return arrays if len(kept) == len(states[0]) else tuple(x[kept] for x in arrays)  # type: ignore[return-value]
+    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+        """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
+        return self.allowed(queries, keys, heads, num_positions)
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -237,16 +289,10 @@ class BlockPattern(Pattern):
         """Returns the pattern restricted to pairs with j ≤ i."""
         return self & _classes["Causal"](block_size=self.block_size)
 
-    def interval(self, positions: Array, num_positions: int) -> tuple[Array, Array] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
         ``positions`` are those of the queries; the result is the same for all heads."""
         return None
-
-    def runs(self, queries: Array, num_positions: int) -> list[tuple[Array, Array]] | None:
-        """Returns intervals [low, high) of keys: a query keeps the keys of a *partial* block that are in any of them; None if that is not
-        known. By default the one of ``interval``."""
-        interval = self.interval(queries, num_positions) if self.takes_arrays else None
-        return None if interval is None else [interval]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         """Returns the definition in FlexAttention's form, f(batch, head, q_idx, kv_idx) -> bool, with its tables on ``device``. Where
@@ -287,9 +333,12 @@ class BlockPattern(Pattern):
 
     def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
         """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
-        *blocks, state, _ = self.listed(grid, heads)
-        group, row, column, full = (torch.from_numpy(x).to(grid.device) for x in (*blocks, state == FULL))
-        return Entries(group, row, column, full, len(heads))
+        group, row, column = self.columns(grid, heads)
+        state, key = self.classify(grid, head_of(group, heads), row, column)
+        kept = state.nonzero()[:, 0]
+        if len(kept) < len(state):
+            group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
+        return Entries(group, row, column, state == FULL, key, len(heads))
 
     def dense_mask(
         self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
@@ -418,3 +467,28 @@ def checked_block_size(block_size: Any) -> tuple[int, int]:
     if any(size not in BLOCK_SIZES for size in sizes):
         raise ValueError(f"block_size is {shown(block_size)}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
     return sizes
+
+
+def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
+    counts = (high - low).clamp(min=0)
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    index = torch.repeat_interleave(counts, output_size=total)
+    return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
+
+
+def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Returns the heads of indices into ``heads``."""
+    return group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=group.device)[group]
+
+
+def state_of(kept: Tensor, full: Tensor) -> Tensor:
+    """Returns the states of blocks. Every full block must be kept."""
+    return kept.to(torch.int8) + full.to(torch.int8)
+
+
+def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """Returns (x // by, x % by)."""
+    quotient = x // by
+    return quotient, x - quotient * by

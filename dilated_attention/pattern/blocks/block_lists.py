@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dilated_attention.pattern.blocks.base import divided
 
 T = TypeVar("T")
 WORD = 32
@@ -128,17 +129,11 @@ class ColumnLists(NamedTuple):
 
 @torch.inference_mode(False)
 def _by_column(lists: BlockLists) -> ColumnLists:
-    counts, column, size = lists.row_starts.diff(), lists.columns, lists.num_entries
-    groups, rows = (torch.arange(n, dtype=torch.int32, device=column.device) for n in (lists.num_groups, lists.num_rows))
-    row = torch.repeat_interleave(rows.repeat(lists.num_groups), counts, output_size=size)
-    if lists.num_groups > 1:
-        column = column + torch.repeat_interleave((groups * lists.num_columns).repeat_interleave(len(rows)), counts, output_size=size)
-    # numpy sorts 16 bits in a third of the time or less
-    is_short = column.device.type == "cpu" and lists.num_groups * lists.num_columns <= 2**16
-    order = torch.from_numpy(np.argsort(column.numpy().astype(np.uint16), kind="stable")) if is_short else column.sort(stable=True)[1]
-    starts = torch.zeros(lists.num_groups * lists.num_columns + 1, dtype=torch.int32, device=column.device)
-    starts = starts.index_add_(0, column + 1, torch.ones_like(column)).cumsum(0, dtype=torch.int32)
-    return ColumnLists(starts, row.gather(0, order), None if lists.masks is None else lists.masks.gather(0, order))
+    group, row = divided(lists.row_of_entry.to(torch.int32), max(lists.num_rows, 1))
+    column, count = group * lists.num_columns + lists.columns, lists.num_groups * lists.num_columns
+    ordered, order = column.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=column.device), out_int32=True)
+    return ColumnLists(starts, row[order], None if lists.masks is None else lists.masks[order])
 
 
 def moved(x: Any, device: torch.device) -> Any:

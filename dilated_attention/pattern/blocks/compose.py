@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, MaskMod
-from dilated_attention.pattern.blocks.grid import FULL, PARTIAL, Array, Blocks, Grid, States, array_module, distinct, head_of
-from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
+from dilated_attention.pattern.blocks.base import FULL, PARTIAL, BlockPattern, Blocks, Grid, MaskMod, States
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class _Composite(BlockPattern):
 
     # what becomes of whether two parts keep a pair, and of the states of a block in both
     join: ClassVar[Callable[..., Tensor]]
-    join_states: ClassVar[str]
+    join_states: ClassVar[Callable[..., Tensor]]
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -91,50 +88,38 @@ class _Composite(BlockPattern):
 
     def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         """Returns ``columns`` of a part, which heads may share even if they do not share the whole."""
-        group, row, column = part.asked("columns", grid, heads if part.per_head else heads[:1])
+        group, row, column = part.columns(grid, heads if part.per_head else heads[:1])
         if part.per_head or len(heads) == 1:
             return group, row, column
-        group = grid.range(0, len(heads))[:, None]
-        return tuple((x + y).reshape(-1) for x, y in ((group, row * 0), (group * 0, row), (group * 0, column)))  # type: ignore[return-value]
+        group = grid.range(0, len(heads)).repeat_interleave(len(row))
+        return group, row.repeat(len(heads)), column.repeat(len(heads))
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        return self.joined([part.asked("classify", grid, head, row, column) for part in self.parts])  # type: ignore[misc]
-
-    def joined(self, of_parts: list[States]) -> States:
         """Keys are equal if all parts have equal states and equal keys. They are exact and not hashed: no product overflows."""
-        xp = array_module(of_parts[0][0])
-        whole = functools.reduce(getattr(xp, self.join_states), (state for state, _ in of_parts))
-        # a part of whole blocks has the same state in every partial block
-        cutting = [states for part, states in zip(self.parts, of_parts, strict=True) if not isinstance(part, WholeBlocks)]
-        if len(cutting) == 1:
-            return whole, cutting[0][1]
-        (partial,) = xp.where(whole == PARTIAL)
-        joined, key_of_block = partial * 0, whole * 0
-        for state, key in cutting:
+        parts = [part.classify(grid, head, row, column) for part in self.parts]
+        whole = functools.reduce(type(self).join_states, (state for state, _ in parts))
+        partial = (whole == PARTIAL).nonzero()[:, 0]
+        joined = torch.zeros_like(partial)
+        for state, key in parts:
             # a part that is full or absent has no mask
             state, key = state[partial], key[partial]
-            numbers, num_keys = _numbered(xp.where(state == PARTIAL, key, 0))
+            numbers, num_keys = _numbered(torch.where(state == PARTIAL, key, 0))
             joined, _ = _numbered((joined * num_keys + numbers) * (FULL + 1) + state)
-        key_of_block[partial] = joined
-        return whole, key_of_block
+        return whole, torch.zeros_like(row).index_put((partial,), joined)
 
 
 @dataclass(frozen=True)
 class Union(_Composite):
     """The pairs that any of the parts keeps: ``a | b``."""
 
-    join, join_states = operator.or_, "maximum"
+    join, join_states = operator.or_, torch.maximum
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         blocks = []
         for part in self.parts:
             group, row, column = self.columns_of(part, grid, heads)
             blocks.append(grid.block(group * grid.num_rows + row - grid.first_row, column))
-        return grid.listed(distinct(array_module(blocks[0]).concatenate(blocks)))
-
-    @property
-    def terms(self) -> tuple[BlockPattern, ...]:
-        return tuple(term for part in self.parts for term in part.terms)
+        return grid.listed(torch.unique(torch.cat(blocks)))
 
     def cost(self, grid: Grid) -> float:
         return sum(part.cost(grid) for part in self.parts)
@@ -144,37 +129,24 @@ class Union(_Composite):
 class Intersection(_Composite):
     """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, and the others classify these blocks."""
 
-    join, join_states = operator.and_, "minimum"
+    join, join_states = operator.and_, torch.minimum
 
     def causal(self) -> BlockPattern:
         # one more part, which may be the one that is listed
         return BlockPattern.causal(self)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        return self.columns_of(self._listed(grid), grid, heads)
-
-    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
-        listed = self._listed(grid)
-        if not listed.per_head and len(heads) > 1:
-            return super().classified(grid, heads)
-        blocks, states = listed.classified(grid, heads)
-        head = head_of(blocks[0], heads)
-        of_parts = [states if part is listed else part.asked("classify", grid, head, *blocks[1:]) for part in self.parts]
-        return blocks, self.joined(of_parts)  # type: ignore[arg-type]
-
-    def _listed(self, grid: Grid) -> BlockPattern:
-        return min(self.parts, key=lambda part: part.cost(grid))
+        return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
 
     def cost(self, grid: Grid) -> float:
         return min(part.cost(grid) for part in self.parts)
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
-        intervals = [part.interval(positions, num_positions) for part in self.parts]
-        return None if None in intervals else _common(*intervals)  # type: ignore[arg-type]
-
-    def runs(self, queries: Array, num_positions: int) -> list[tuple[Array, Array]] | None:
-        of_parts = [part.runs(queries, num_positions) for part in self.parts]
-        return None if None in of_parts else [_common(*some) for some in itertools.product(*of_parts)]  # type: ignore[arg-type]
+        intervals = [ends for part in self.parts if (ends := part.interval(positions, num_positions)) is not None]
+        if len(intervals) < len(self.parts):
+            return None
+        lows, highs = zip(*intervals, strict=True)
+        return functools.reduce(torch.maximum, lows), functools.reduce(torch.minimum, highs)
 
 
 @dataclass(frozen=True)
@@ -203,20 +175,20 @@ class PerHead(_Composite):
         return functools.reduce(operator.or_, (x & functools.reduce(operator.or_, own) for x, own in zip(kept, owners, strict=True)))
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        shared = {part: part.asked("columns", grid, heads[:1]) for part in self.different if not part.per_head}
+        shared = {part: part.columns(grid, heads[:1]) for part in self.different if not part.per_head}
         lists = []
         for group, head in enumerate(heads):
             part = self.parts[head]
-            _, row, column = shared[part] if part in shared else part.asked("columns", grid, (head,))
-            lists.append((row * 0 + group, row, column))
-        return tuple(array_module(x[0]).concatenate(x) for x in zip(*lists, strict=True))  # type: ignore[return-value]
+            _, row, column = shared[part] if part in shared else part.columns(grid, (head,))
+            lists.append((torch.full_like(row, group), row, column))
+        return tuple(torch.cat(x) for x in zip(*lists, strict=True))  # type: ignore[return-value]
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        state, key, first_key, xp = head * 0, head * 0, 0, array_module(head)
-        number = head_of(head, tuple(self.different.index(part) for part in self.parts))
+        state, key, first_key = torch.zeros_like(head, dtype=torch.int8), torch.zeros_like(head), 0
+        number = torch.tensor([self.different.index(part) for part in self.parts], device=grid.device)[head]
         for i, part in enumerate(self.different):
-            (blocks,) = xp.where(number == i)
-            state[blocks], keys = part.asked("classify", grid, head[blocks], row[blocks], column[blocks])
+            blocks = (number == i).nonzero()[:, 0]
+            state[blocks], keys = part.classify(grid, head[blocks], row[blocks], column[blocks])
             numbers, num_keys = _numbered(keys)
             key[blocks] = numbers + first_key
             first_key += num_keys
@@ -226,13 +198,7 @@ class PerHead(_Composite):
         return max(part.cost(grid) for part in self.parts)
 
 
-def _common(*intervals: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Returns (low, high) of what is in all of them."""
-    xp, (lows, highs) = array_module(intervals[0][0]), zip(*intervals, strict=True)
-    return functools.reduce(xp.maximum, lows), functools.reduce(xp.minimum, highs)
-
-
-def _numbered(keys: Array) -> tuple[Array, int]:
+def _numbered(keys: Tensor) -> tuple[Tensor, int]:
     """Returns the keys numbered from 0 on, and the number of distinct ones."""
-    different, numbers = array_module(keys).unique(keys, return_inverse=True)
+    different, numbers = torch.unique(keys, return_inverse=True)
     return numbers, different.shape[0]

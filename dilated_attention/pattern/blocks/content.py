@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern
-from dilated_attention.pattern.blocks.grid import Blocks, Grid
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow

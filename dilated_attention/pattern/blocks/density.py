@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
-from dilated_attention.pattern.blocks.grid import Blocks, Grid
 from dilated_attention.pattern.blocks.random import RandomBlocks, checked_ratio, checked_seed
 from dilated_attention.pattern.blocks.whole_blocks import DilatedBlocks, own_columns, own_count
 from dilated_attention.pattern.blocks.window import LocalWindow

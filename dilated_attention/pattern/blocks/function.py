@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dilated_attention.pattern.blocks.base import BlockPattern, MaskMod
-from dilated_attention.pattern.blocks.grid import Blocks, Grid
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod
 from dilated_attention.pattern.checks import check_bool
 
 # functions whose result does not depend on the values of their tensor arguments

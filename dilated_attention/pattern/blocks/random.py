@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.grid import Array, Blocks, Grid, array_module, at_least, at_most, expand, head_of
+from dilated_attention.pattern.blocks.base import Blocks, Grid, expand
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks, own_columns
 from dilated_attention.pattern.checks import as_int, check_bool, check_number, shown
 
@@ -53,45 +54,46 @@ class RandomBlocks(WholeBlocks):
         column = low + hashed(self.seed, head, row, number) % (high - low)
         if self.own_block:
             own, _ = own_columns(grid, row)
-            column = array_module(own).where((own >= low) & (own < high), own, column)
+            column = torch.where((own >= low) & (own < high), own, column)
         return column
 
     def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         # callers may pass columns beyond the end, which have no range
-        column = at_most(column, max(grid.num_columns - 1, 0))
+        column = column.clamp(max=max(grid.num_columns - 1, 0))
         count = self.counts(grid, row)
-        some = at_least(count, 1)
+        some = count.clamp(min=1)
         number = ((column + 1) * some - 1) // max(grid.num_columns, 1)
         return (count > 0) & (self.draw(grid, self._drawing(head), row, some, number) == column)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         rows = grid.rows()
-        index, number = expand(rows * 0, self.counts(grid, rows))
+        index, number = expand(torch.zeros_like(rows), self.counts(grid, rows))
         group = grid.range(0, len(heads))[:, None]
-        head = self._drawing(head_of(group, heads))
+        head = self._drawing(torch.tensor(heads, device=grid.device)[:, None])
         row = rows[index]
         column = self.draw(grid, head, row, self.counts(grid, row), number)
-        return (group + column * 0).reshape(-1), (row + column * 0).reshape(-1), column.reshape(-1)
+        return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
 
-    def _drawing(self, head: Array) -> Array:
-        return head if self.per_head else head * 0
+    def _drawing(self, head: Tensor) -> Tensor:
+        return head if self.per_head else torch.zeros_like(head)
 
     def cost(self, grid: Grid) -> float:
         return self.ratio * grid.num_columns + 1
 
 
-def hashed(seed: int, *coordinates: Array) -> Array:
+def hashed(seed: int, *coordinates: Tensor) -> Tensor:
     """Returns 31 random bits as int64 for each element of the broadcast coordinates. Each coordinate is mixed into the previous ones."""
-    state: Array = seed
+    state: Tensor | int = seed
     for coordinate in coordinates:
-        mixed = (coordinate.long() if isinstance(coordinate, Tensor) else coordinate) + state + _STEP
+        mixed = coordinate.to(torch.int64) + state + _STEP
         for bits, factor in _MIX:
             mixed = (mixed ^ _shifted(mixed, bits)) * factor
         state = mixed ^ _shifted(mixed, 31)
+    assert isinstance(state, Tensor)
     return _shifted(state, 33)
 
 
-def _shifted(x: Array, bits: int) -> Array:
+def _shifted(x: Tensor, bits: int) -> Tensor:
     """Computes the logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import MAX_POSITIONS, BlockPattern
-from dilated_attention.pattern.blocks.grid import FULL, Array, Blocks, Grid, States, array_module, at_least, at_most, distinct, expand
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Blocks, Grid, States, expand
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,10 @@ class WholeBlocks(BlockPattern):
         return self.keeps(grid, heads, queries // self.q_block, keys // self.k_block)
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        return self.keeps(grid, head, row, column) * FULL, row * 0
-
-    def classified(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, States]:
-        # those of this package list only what they keep
-        if not self.takes_arrays:
-            return super().classified(grid, heads)
-        group, row, column = self.asked("columns", grid, heads)
-        return (group, row, column), (row * 0 + FULL, row * 0)
+        return self.keeps(grid, head, row, column).to(torch.int8) * FULL, torch.zeros_like(row)
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
-        return positions * 0, positions * 0 + num_positions
+        return torch.zeros_like(positions), torch.full_like(positions, num_positions)
 
 
 @dataclass(frozen=True)
@@ -58,12 +50,10 @@ class _AroundOwn(WholeBlocks):
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         distance = grid.range(1 - grid.num_columns, max(grid.num_columns, 1))
-        distance, lists = distance[self.keeps_at(distance)], []
-        for column in own_columns(grid, grid.rows())[: own_count(grid)]:
-            low, high = (array_module(column).searchsorted(distance, end - column) for end in (0, grid.num_columns))
-            index, place = expand(low, high)
-            lists.append((index, column[index] + distance[place]))
-        return merged(grid, *lists)
+        column = torch.stack(own_columns(grid, grid.rows())[: own_count(grid)], 1)[:, :, None] + distance[self.keeps_at(distance)]
+        index = grid.range(0, grid.num_rows)[:, None, None].expand_as(column)
+        inside = (column >= 0) & (column < grid.num_columns)
+        return merged(grid, (index[inside], column[inside]))
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Strided(_AroundOwn):
         self._check_int("local_blocks", 0, MAX_POSITIONS)
 
     def keeps_at(self, distance: Tensor) -> Tensor:
-        return (abs(distance) < self.local_blocks) | (distance % self.stride_blocks == 0)
+        return (distance.abs() < self.local_blocks) | (distance % self.stride_blocks == 0)
 
     def cost(self, grid: Grid) -> float:
         return min(2 * self.local_blocks + 2 * grid.num_columns / self.stride_blocks + 2, grid.num_columns)
@@ -161,14 +151,12 @@ class Axial(WholeBlocks):
         first, last = grid.queries(grid.rows())
         end = grid.num_positions
         if self.width <= grid.q_block:
-            index, column = expand(first * 0, first * 0 + grid.num_columns)
-            kept = self.keeps(grid, index, index + grid.first_row, column)
-            return merged(grid, (index[kept], column[kept]))
+            return merged(grid, expand(torch.zeros_like(first), torch.full_like(first, grid.num_columns)))
         stretch = (last // self.width + 1) * self.width
-        same_row = expand(first // self.width * self.width // grid.k_block, (at_most(stretch, end) - 1) // grid.k_block + 1)
+        same_row = expand(first // self.width * self.width // grid.k_block, (stretch.clamp(max=end) - 1) // grid.k_block + 1)
         index, step = expand(-(last // self.width), (end - 1 - first) // self.width + 1)
-        low = at_least(first[index] + step * self.width, 0) // grid.k_block
-        high = at_most(last[index] + step * self.width, end - 1) // grid.k_block + 1
+        low = (first[index] + step * self.width).clamp(min=0) // grid.k_block
+        high = (last[index] + step * self.width).clamp(max=end - 1) // grid.k_block + 1
         which, column = expand(low, high)
         return merged(grid, same_row, (index[which], column))
 
@@ -253,10 +241,6 @@ def own_count(grid: Grid) -> int:
     return max(1, grid.q_block // grid.k_block)
 
 
-def merged(grid: Grid, *lists: tuple[Array, Array]) -> Blocks:
-    """Returns ``columns`` of one group from lists of (index into the requested rows, column), each sorted and without duplicates."""
-    if len(lists) == 1:
-        index, column = lists[0]
-        return index * 0, index + grid.first_row, column
-    blocks = [grid.block(index, column) for index, column in lists]
-    return grid.listed(distinct(array_module(blocks[0]).concatenate(blocks)))
+def merged(grid: Grid, *lists: tuple[Tensor, Tensor]) -> Blocks:
+    """Returns ``columns`` of one group from lists of (index into the requested rows, column), sorted and without duplicates."""
+    return grid.listed(torch.unique(torch.cat([grid.block(index, column) for index, column in lists])))

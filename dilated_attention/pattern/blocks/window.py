@@ -5,12 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, MaskMod
-from dilated_attention.pattern.blocks.grid import Array, Blocks, Grid, States, array_module, at_least, at_most, expand, state_of
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod, States, expand, state_of
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
@@ -36,7 +34,7 @@ class IntervalPattern(BlockPattern):
         first, last = grid.queries(grid.rows())
         low, high = self.low(first, grid.num_positions), self.high(last, grid.num_positions)
         index, column = expand(low // grid.k_block, (high - 1) // grid.k_block + 1)
-        return index * 0, index + grid.first_row, column
+        return torch.zeros_like(index), index + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
@@ -86,10 +84,10 @@ class LocalWindow(IntervalPattern):
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
     def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        return at_least(positions - self.sides(num_positions)[0], 0)
+        return (positions - self.sides(num_positions)[0]).clamp(min=0)
 
     def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        return at_most(positions + (self.sides(num_positions)[1] + 1), num_positions)
+        return (positions + (self.sides(num_positions)[1] + 1)).clamp(max=num_positions)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Causal(IntervalPattern):
         return self
 
     def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        return positions * 0
+        return torch.zeros_like(positions)
 
     def high(self, positions: Tensor, num_positions: int) -> Tensor:
         return positions + 1
@@ -132,16 +130,13 @@ class Document(IntervalPattern):
                 f"lengths sum to {sum(self.lengths)}, the sequence has {num_positions} positions; give lengths that sum to that"
             )
 
-    def starts(self, positions: Array) -> Array:
+    def starts(self, device: torch.device) -> Tensor:
         """Returns (documents + 1,) int64: the first position of each document, and N."""
-        starts = np.cumsum((0, *self.lengths))
-        return starts if isinstance(positions, np.ndarray) else torch.from_numpy(starts).to(positions.device)
+        return torch.tensor((0, *self.lengths), device=device).cumsum(0)
 
-    def document_of(self, positions: Array, starts: Array) -> Array:
+    def document_of(self, positions: Tensor, starts: Tensor) -> Tensor:
         # positions outside the sequence count as those of the last document
-        positions = positions.contiguous() if isinstance(positions, Tensor) else positions
-        document = array_module(starts).searchsorted(starts[1:], positions, side="right")
-        return at_most(document, max(len(self.lengths) - 1, 0))
+        return torch.searchsorted(starts[1:], positions.contiguous(), right=True).clamp(max=max(len(self.lengths) - 1, 0))
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return super().classify(grid, head, row, column)[0], grid.block(row, column)
@@ -150,14 +145,14 @@ class Document(IntervalPattern):
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
     def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        starts = self.starts(positions)
+        starts = self.starts(positions.device)
         return starts[self.document_of(positions, starts)]
 
     def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        starts = self.starts(positions)
+        starts = self.starts(positions.device)
         return starts[self.document_of(positions, starts) + 1]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         positions = torch.arange(num_positions, device=device)
-        document, last = self.document_of(positions, self.starts(positions)).to(torch.int32), num_positions - 1
+        document, last = self.document_of(positions, self.starts(positions.device)).to(torch.int32), num_positions - 1
         return lambda batch, head, q_idx, kv_idx: document[q_idx.clamp(max=last)] == document[kv_idx.clamp(max=last)]
