@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
-# lengths of the two traces
-_LENGTHS = 2048, 3072
+# lengths of the two traces, and the blocks that are traced of a deep stack, of which those in the middle stand for the others
+_LENGTHS, _BLOCKS = (2048, 3072), 5
 # shares of the peaks that linear layers, and the memory traffic between them, are assumed to reach. With these, the estimate for a training
 # step of Prov-GigaPath's encoder on 45,681 tiles matches what an H200 measured
 # (benchmarks/results/2026-11-21-h200/slide-encoder.jsonl)
@@ -342,7 +342,38 @@ def _moments_of(run: Run, positions: int) -> tuple[list[_Moment], int]:
 
 @functools.lru_cache(maxsize=64)
 def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
+    """Returns the moments of a step of these rows, and how many are of the forward; of a deep stack of equal blocks from few of them."""
+    config = stack_of(run.model)
+    if config.num_layers <= 2 * _BLOCKS or config.kind == "mixed":
+        return _trace_of(run, rows, config.num_layers)
+    (few, few_forward), (more, num_forward) = (_trace_of(run, rows, blocks) for blocks in (_BLOCKS - 1, _BLOCKS))
+    count = config.num_layers - _BLOCKS
+    forward, each = _deepened(few[:few_forward], more[:num_forward], count)
+    backward, _ = _deepened(few[few_forward:], more[num_forward:], count)
+    return forward + [_later(x, each, count) for x in backward], len(forward)
+
+
+def _later(moment: _Moment, each: Sequence[int], count: int) -> _Moment:
+    """Returns a moment after ``count`` more blocks, ``each`` of which changes alive, grads, kept and moved by so much."""
+    alive, grads, kept, moved = (x + count * change for x, change in zip(moment[:4], each, strict=True))
+    return _Moment(alive, grads, kept, moved, moment.attention)
+
+
+def _deepened(few: list[_Moment], more: list[_Moment], count: int) -> tuple[list[_Moment], list[int]]:
+    """Returns the moments of a pass with ``count`` blocks more than ``more``, which has one more than ``few``, and what a block changes."""
+    size = len(more) - len(few)
+    if not size:
+        return more, [0] * 4
+    second = (len(more) - 2 * size) // 2
+    third, end = second + size, second + 2 * size
+    each = [after - before for after, before in zip(more[third][:4], more[second][:4], strict=True)]
+    added = [_later(x, each, number) for number in range(1, count + 1) for x in more[third:end]]
+    return [*more[:end], *added, *(_later(x, each, count) for x in more[end:])], each
+
+
+def _trace_of(run: Run, rows: int, blocks: int) -> tuple[list[_Moment], int]:
     overrides = {name: _thawed(value) for name, value in run.overrides} | {"checkpoint_activations": run.checkpoint_activations}
+    overrides |= {"num_layers": blocks}
     model: Any = create_model(run.preset, **overrides, dtype=run.weight_dtype, device="meta")
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
