@@ -100,17 +100,17 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         group, _, column = whole.columns(grid, heads)
         head, keys = head_of(group, heads), column[:, None, None] * k_block + torch.arange(k_block)
         exists = keys < num_positions
-        of_block = exists.sum((1, 2)) * _SAMPLED_QUERIES
+        size_of_block = exists.sum((1, 2)) * _SAMPLED_QUERIES
         if asks:
-            kept = (whole.allowed(queries, keys, head[:, None, None], num_positions) & exists).sum((1, 2))
-            state = state_of(kept > 0, kept == of_block)
+            pairs_of_block = (whole.allowed(queries, keys, head[:, None, None], num_positions) & exists).sum((1, 2))
+            state = state_of(pairs_of_block > 0, pairs_of_block == size_of_block)
         else:
             # whole blocks need no look at their pairs
             state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
-            kept, partial = of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
-            kept_pairs = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
-            kept[partial] = kept_pairs.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
-        sampled = kept.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
+            pairs_of_block, partial = size_of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
+            is_kept = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
+            pairs_of_block[partial] = is_kept.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
+        sampled = pairs_of_block.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
     pairs, entries, masked = (int(x) for x in (totals * groups / len(heads)).tolist())
     kind = "none"
