@@ -2,7 +2,7 @@
 
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.distributed.errors import RingError
-from dilated_attention.distributed.exchange.cost import explain_exchange
+from dilated_attention.distributed.exchange.setup import explain_exchange
 from dilated_attention.distributed.load_balance import balanced_layout
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.distributed.sharding.layout import LAYOUTS, local_positions, shard_sequence, spans, unshard_sequence

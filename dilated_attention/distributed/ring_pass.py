@@ -1,9 +1,11 @@
-"""Runs a call on a sharded sequence, from its tensors to its results: agreement of the ranks, setup, padding, exchange, computation. All
-kinds of attention run here; they differ in their setup, and in when the ranks can tell whether they have kernels."""
+"""The ops of attention on a sharded sequence, and how a call runs: agreement of the ranks, setup, padding, exchange, computation. All kinds
+of attention run here; they differ in their setup, and in when the ranks can tell whether they have kernels.
+
+A backward needs only its own out and lse, so with such an op as must-save in a selective-checkpointing policy nothing is exchanged a second
+time in the recomputation."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,26 +18,28 @@ from dilated_attention.backends.base import new_lse
 from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
-from dilated_attention.distributed.comm.p2p import Lanes, Wire, wires_of
+from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.computation import Masks, Pair, Tensors
-from dilated_attention.distributed.exchange.setup import LANES, RingSetup, cached_setup, make_setup
+from dilated_attention.distributed.exchange.computation import Masks, Tensors
+from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, make_setup
+from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.launches import without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
+from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall
+from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, record_of
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import pattern_from_spec
 
 # what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
 MOST_KNOWN = 8
 
 
 class ResolvedRing(ResolvedCall):
-    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU. ``passes``
-    holds which tensors of some strides kernels accept as they are."""
+    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
     name = "ring_attention"
     any_length = False
@@ -119,7 +123,6 @@ class ResolvedRing(ResolvedCall):
 
 
 _NOTHING = Agreed(-1, ..., None, None)
-_NO_WIRES = (None, None)
 
 
 class ResolvedRingBlocks(ResolvedRing):
@@ -158,18 +161,7 @@ class RingPass:
         self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
         self.padding, _, seed = inputs[3:6]
         self.bounds = bounds
-        tensors = (*inputs[:3], *of_backward)
-        # which of them kernels accept as they are, which strides and addresses decide
-        accepted = call.passes.get(tuple([x.stride() for x in tensors]))
-        if call.device_type == "cuda" and any(x.data_ptr() % 16 for x in tensors):
-            tensors = tuple([kernel_ready(x) for x in tensors])
-        elif accepted is None:
-            given, tensors = tensors, tuple([kernel_ready(x) for x in tensors])
-            call.keep_pass(tuple([x.stride() for x in given]), tuple(map(operator.is_, given, tensors)))
-        elif False in accepted:
-            tensors = tuple(
-                [x if fits else x.clone(memory_format=torch.contiguous_format) for x, fits in zip(tensors, accepted, strict=True)]
-            )
+        tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
         kind = bounds, ring.seq_len, members.rank, members.size, torch.are_deterministic_algorithms_enabled()
         setup = call.known.get(kind)
@@ -199,18 +191,16 @@ class RingPass:
             rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
             whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
             mine = self.padding.to(torch.uint8)[..., None]
-            (mask,) = reshard([mine], [rows], [whole], self.members.rank, self._wires(LANES[0])[0], "padding masks")
+            (mask,) = reshard([mine], [rows], [whole], self.members.rank, self._wire(), "padding masks")
             self.masks = self.masks._replace(padding=mask[..., 0].bool())
             q, k, v = self.tensors
             # padding could spread NaN through sums
             self.tensors = (q, *without_padding(k, v, self.padding))
         self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
 
-    def _wires(self, lanes: Lanes) -> tuple[Wire | None, Wire | None]:
-        """Returns the wires for keys and for their gradients. Every rank opens them, even one that has nothing to exchange."""
-        # a forward does not need the gradients' wire, but in a training step it is the moment when no exchange is in flight
-        gradients = self.call.settings.needs_grad and lanes is self.setup.lanes
-        return wires_of(self.members, self.ring.timeout, lanes, self.tensors[0].device, gradients=gradients)
+    def _wire(self) -> Wire | None:
+        """Returns the wire. Every rank opens it, even one that has nothing to exchange."""
+        return wire_of(self.members, self.ring.timeout, self.tensors[0].device)
 
     def _reshard(self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
         """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
@@ -219,24 +209,21 @@ class RingPass:
             return tuple(tensors)
         given, used = ([sides["qk".index(letter)] for letter in which] for sides in (sharding.given, sharding.used))
         old, new = (used, given) if back else (given, used)
-        return tuple(reshard(tensors, old, new, self.members.rank, self._wires(LANES[0])[0], what, add=add))
+        return tuple(reshard(tensors, old, new, self.members.rank, self._wire(), what, add=add))
 
     def forward(self) -> Pair:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         if not self.is_moved:
             self._move("forward")
-        (q, k, v), setup, masks, sparse = self.tensors, self.setup, self.masks, self.setup.query_rows
-        wire, _ = _NO_WIRES if setup.lanes is None else self._wires(setup.lanes)
+        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
+        wire = self._wire() if setup.exchanges else None
         if setup.home is None or sparse is None:
-            work = setup.compute(masks, q)
-            if setup.is_local:
-                work.forward(0, k, v)
-            else:
-                run.forward(work, setup.steps, k, v, wire)
+            work = setup.compute(self.masks, q)
+            run.forward(work, setup.steps, k, v, wire)
             out, lse = work.results()
         else:
-            own, work = setup.home(masks, q), setup.compute(masks, sparse.of(q))
-            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, k, v))
+            own, work = setup.home(self.masks, q), setup.compute(self.masks, sparse.of(q))
+            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, run.AtHand(k, v)))
             out, lse = own.results()
             sparse.merge(out, lse, *work.results())
         if setup.sharding is not None:
@@ -258,24 +245,19 @@ class RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        wires = _NO_WIRES if setup.lanes is None else self._wires(setup.lanes)
+        wire = self._wire() if setup.exchanges else None
         if setup.home is None or sparse is None:
             work = setup.compute(self.masks, q, (dout, out, lse, dlse))
-            if setup.is_local:
-                dk, dv = work.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
-            else:
-                dk, dv = run.backward(work, setup.steps, k, v, wires)
+            dk, dv = run.backward(work, setup.steps, k, v, wire)
             dq = work.dq()
         else:
             own = setup.home(self.masks, q, (dout, out, lse, dlse))
-            some_q, *rest = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
-            work = setup.compute(self.masks, some_q, tuple(rest))
-
-            def at_home() -> Pair:
-                # a rank without rows has no parts
-                return own.backward(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
-
-            dk, dv = run.backward(work, setup.steps, k, v, wires, at_home)
+            some_q, *others = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
+            work = setup.compute(self.masks, some_q, tuple(others))
+            # a rank without rows has no parts
+            dk, dv = run.backward(
+                work, setup.steps, k, v, wire, lambda: own.backward(0, run.AtHand(k, v)) or (torch.zeros_like(k), torch.zeros_like(v))
+            )
             dq = own.dq()
             sparse.add(dq, work.dq())
         if setup.sharding is not None:
@@ -289,3 +271,36 @@ class RingPass:
 def of_length(ring: RingCall, seq_len: int) -> RingCall:
     """Returns the call with N, which the ranks know by now."""
     return ring if ring.seq_len == seq_len else replace(ring, seq_len=seq_len)
+
+
+class ResolvedRingUnion(ResolvedRingBlocks):
+    """Calls of dilated branches and a block pattern together."""
+
+    name = "ring_block_sparse_dilated_attention"
+
+
+def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
+    if not settings.blocks:
+        return record_of(ResolvedRing, q, k, padding, settings)
+    kind = ResolvedRingBlocks if settings.branches is None else ResolvedRingUnion
+    # a record would keep the function or tensor of such a pattern alive
+    if (pattern := pattern_from_spec(settings.blocks)).lives_here:
+        return kind(settings, q.device.type, alive=pattern)
+    return record_of(kind, q, k, padding, settings)
+
+
+def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
+    """Returns a tensor like the third output."""
+    return torch.empty((2,), dtype=torch.int64, device="cpu")
+
+
+# what to use for second derivatives and forward mode
+_ALTERNATIVES = {
+    ResolvedRing: "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
+    ResolvedRingBlocks: "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
+    ResolvedRingUnion: "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities, "
+    "on one process",
+}
+ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op = (
+    define_attention(kind.name, resolve_ring, alternative, new_saved=_new_whole) for kind, alternative in _ALTERNATIVES.items()
+)

@@ -10,7 +10,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
-from dilated_attention.distributed.op import ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op
+from dilated_attention.distributed.ring_pass import (
+    ring_attention_op,
+    ring_block_sparse_attention_op,
+    ring_block_sparse_dilated_attention_op,
+)
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
@@ -148,7 +152,7 @@ def ring_dilated_attention(
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions. A striped sequence
             needs an additional exchange to reorder it, and another to restore its order. ``balanced_layout`` returns a ``Layout`` that
             gives all processes equal work, of packed documents, too.
-        exchange: ``"auto"``: chosen by a cost model (``dilated_attention.distributed.explain_exchange`` prints it) · ``"all_gather"``:
+        exchange: ``"auto"``: ``"all_to_all"`` for contiguous causal dense shards · ``"all_gather"``:
             remote keys arrive in one exchange, or of some heads at a time · ``"all_to_all"``: each process computes some heads of the
             whole sequence · ``"ring"``, ``"2d"``: run as ``"auto"``, and the log says so once.
         mixture_grad: see ``dilated_attention``.
@@ -217,7 +221,7 @@ def ring_block_sparse_attention(
             are refused.
         layout: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``: which process holds which positions. ``balanced_layout(pattern, …)``
             returns one that gives all processes equal work. Shards that begin and end at block boundaries are the fastest.
-        head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: chosen by a cost model.
+        head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: as many as pay.
 
     All other arguments, results and errors are those of ``ring_dilated_attention``.
 

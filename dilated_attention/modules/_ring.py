@@ -13,7 +13,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.distributed.comm.group import group_name_of, members_named
 from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.exchange.sharding_plan import EXCHANGES
+from dilated_attention.distributed.exchange.setup import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
 from dilated_attention.distributed.sharding.layout import local_length, positions_of
 from dilated_attention.functional.arguments import place_in

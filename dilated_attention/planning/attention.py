@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable, rates
-from dilated_attention.distributed.exchange import cost
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
@@ -50,7 +49,9 @@ _CALL, _RECORDED = (25e-6, 350e-6), 650e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE = 0.45
-# share of a link's rate in one direction that an exchange reaches: 300 of 450 GB/s between H200s (docs/ring.md)
+# least seconds of an exchange, and the share of a link's rate in one direction that one reaches: 300 of 450 GB/s between H200s
+# (docs/ring.md)
+_LATENCY = 40e-6
 _LINK_SHARE = 2 / 3
 # what a reader can do where no rate is known
 ESTIMATE_BY_HAND = "time a shorter one, and take the ratio of the FLOPs"
@@ -200,7 +201,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         if gpu.link is None:
             raise _NoRate("the rate of the links between its processes is not known")
         received = exchange.bytes.backward_received if backward else exchange.bytes.forward_received
-        links, exposed = received / (gpu.link * _LINK_SHARE), cost.LATENCY
+        links, exposed = received / (gpu.link * _LINK_SHARE), _LATENCY
         if exchange.name == "all_to_all":
             links, exposed = 0.0, exposed + links
         elif problem.computes != "dilated":

@@ -9,18 +9,19 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.block_exchange import plan as block_plan
-from dilated_attention.distributed.exchange import cost
+from dilated_attention.distributed.comm.call_consistency import device_memory
+from dilated_attention.distributed.exchange import setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
-from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import AHEAD
-from dilated_attention.distributed.exchange.sharding_plan import make_sharding_plan, why_no_heads
 from dilated_attention.distributed.sharding.layout import joined, spans
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import num_blocks
 from dilated_attention.planning.problem import Problem
 
-# the most positions, of all heads and ranks, that are marked one by one to count what ranks need, and the most blocks that are listed
-_MOST_MASKED, _MOST_LISTED = 2**20, 2**16
+# the most blocks that are listed
+_MOST_LISTED = 2**16
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ NO_EXCHANGE = Exchange(name="none", bytes=Bytes(0, 0, 0, 0), steps=0, held=(0, 0
 def exchange_of(problem: Problem) -> Exchange:
     if problem.world_size == 1:
         return NO_EXCHANGE
-    # in whole GiB, as in ``cost.device_memory``
-    memory = cost.device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
+    # in whole GiB, as in ``device_memory``
+    memory = device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
     if isinstance(problem.pattern, BlockPattern):
         return _of_blocks(problem, problem.pattern, memory)
     return _of_branches(problem, problem.pattern, memory)
@@ -73,13 +74,9 @@ def _of_branches(problem: Problem, pattern: DilatedPattern, memory: int) -> Exch
     W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     B, D, e, wide = problem.batch_size, problem.head_dim, problem.dtype.itemsize, accumulation_dtype(problem.dtype).itemsize
     is_dense = problem.computes == "dense"
-    question = cost.ExchangeRequest(
-        size=W, layout=problem.layout, seq_len=N, batch=B, num_heads=H, num_kv_heads=Hk, head_dim=D, itemsize=e,
-        is_causal=problem.is_causal, is_dense=is_dense, branch_heads=pattern.branch_heads, needs_grad=problem.training, memory=memory,
-    )  # fmt: skip
-    name = cost.exchange_estimates(question)[0].exchange if problem.exchange in ("auto", "ring") else problem.exchange
+    name = setup.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
     if name == "all_to_all":
-        if reason := why_no_heads(H, Hk, W, pattern.branch_heads):
+        if reason := setup.why_no_heads(H, Hk, W, pattern.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
         # q, k, v of others' rows for some heads, and out and lse of its rows' other heads back; in a backward also dout, out, lse, and the
         # gradients back, those of a key/value head from each rank that shares it
@@ -87,39 +84,40 @@ def _of_branches(problem: Problem, pattern: DilatedPattern, memory: int) -> Exch
         forward = rows * ((heads + 2 * kv_heads) * element + heads * (element + wide))
         backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * wide if Hk < W else element))
         return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
-    # what crosses ranks keeps its proportions where all lengths are divided alike
-    scale = 1
-    while W * N * (1 if is_dense else Hk) // scale > _MOST_MASKED and all(w >= 2 * scale * r for w, r in pattern.branches if w * W > N):
-        scale *= 2
-    short = pattern if is_dense or scale == 1 else replace(pattern, segment_lengths=tuple(max(r, w // scale) for w, r in pattern.branches))
-    sharding = make_sharding_plan(N // scale, W, problem.layout, name, H, Hk, problem.is_causal)
+    sharding = setup.make_sharding_plan(N, W, problem.layout, name, H, Hk, problem.is_causal)
     shards = tuple(sharding.ranges(rank) for rank in range(W))
-    ring_problem = RingProblem(short, ((0, N // scale),), shards, H, Hk, problem.is_causal)
-    masks = [needed_keys(ring_problem, reader, torch.device("cpu")) for reader in range(W)]
-    # [reader][holder] (row, key/value head) units that a rank needs of another
-    seen = torch.tensor([[sum(int(mask[:, a:b].sum()) for a, b in held) * (Hk // len(mask)) for held in shards] for mask in masks])
-    row = 2 * B * D * e * scale
+    ring_problem = RingProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
+    row = 2 * B * D * e
     crossing = crossing_of(ring_problem, row * Hk)
-    exchanged = ring_problem if crossing is None else crossing.problem
-    lengths = torch.tensor([span.end - span.start for span in (key_span(exchanged, rank) for rank in range(W))]) * (seen.sum(1) > 0)
-    packed = 0 if is_dense else seen.sum(0) + seen.sum(1)
-    found = _gathered(name, seen, lengths * Hk + packed, 2 * lengths * Hk + seen.sum(0), row, cost.head_steps(question))
+    exchanged, home = (ring_problem, None) if crossing is None else (crossing.problem, crossing.home)
+    seen = _units([needed_keys(exchanged, rank) for rank in range(W)], exchanged.shards, Hk)
+    spanned = [key_span(exchanged, rank) for rank in range(W)]
+    lengths = torch.tensor([span.end - span.start for span in spanned]) * (seen.sum(1) > 0)
+    sizes = {"batch": B, "num_heads": H, "num_kv_heads": Hk, "head_dim": D, "itemsize": e}
+    if is_dense:
+        steps = setup.dense_steps(N, W, is_causal=problem.is_causal, needs_grad=problem.training, memory=memory, **sizes)
+    else:
+        steps = setup.head_steps("dilated", Hk, 0, exchanged.seq_len * Hk * row * (1 + problem.training), 0, memory)
+    found = _gathered(name, seen, lengths * Hk, row, len(steps) if pattern.branch_heads == "all" else 1)
     if problem.layout == "striped":
         # rows are put in order and back: all but one in W move to another rank
         moved, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + wide)
         more = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
         found = replace(found, bytes=Bytes(*map(sum, zip(astuple(found.bytes), more, strict=True))))
-    home = None
-    if crossing is not None:
-        home = replace(crossing.home, segment_lengths=tuple(w * scale for w in crossing.home.segment_lengths))
-    return replace(found, is_exact=is_dense or scale == 1, rows=int(lengths.max()) * scale, home=home if seen.any() else pattern)
+    return replace(found, rows=int(lengths.max()), home=home if seen.any() else pattern)
 
 
-def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, shares: torch.Tensor, row: int, steps: int) -> Exchange:
-    """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, of which a rank holds ``keys``, and in a backward also
-    ``shares``: a backward exchanges keys again, and gradients the other way. Keys and gradients of two steps are in memory at a time."""
+def _units(needed: list[Needed], shards: tuple[tuple[Range, ...], ...], kv_heads: int) -> torch.Tensor:
+    """Returns [reader][holder] the (row, key/value head) units that a rank needs of another."""
+    return torch.tensor([[x.count(shard) * (kv_heads // x.heads) for shard in shards] for x in needed])
+
+
+def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, row: int, steps: int) -> Exchange:
+    """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, into a memory of ``keys`` units: a backward exchanges
+    keys again, and gradients the other way. What is sent and received, keys and gradients of two steps are in memory at a time."""
     received, sent = max(zip((seen.sum(1) * row).tolist(), (seen.sum(0) * row).tolist(), strict=True))
-    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys, keys + shares))
+    moved = seen.sum(0) + seen.sum(1)
+    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys + moved, 3 * keys + moved + seen.sum(0)))
     return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
 
 
@@ -136,19 +134,15 @@ def _of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange
         return replace(two, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     shards = tuple(joined((start, stop) for start, stop, _ in spans(N, rank, W, problem.layout)) for rank in range(W))
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
-    needs, columns = block_plan.needs_of(ring_problem, torch.device("cpu")), block_plan.columns_of(ring_problem)
-    load = block_plan.load_of(ring_problem, needs, problem.batch_size, problem.head_dim, problem.dtype.itemsize)
-    steps, _ = block_plan.choose_steps(load, memory)
-    # rows (holder, block)
-    counts = torch.stack([columns.of_position[held].bincount(minlength=len(columns.starts)) for held in columns.positions])
-    seen, first = torch.zeros((W, W), dtype=torch.int64), 0
-    for heads in steps:
+    needs = block_plan.needs_of(ring_problem, torch.device("cpu"))
+    sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
+    steps = block_plan.block_steps(ring_problem, needs, sizes, memory, needs_grad=problem.training)
+    seen = torch.zeros((W, W), dtype=torch.int64)
+    for kv_heads in setup.heads_of(steps):
         # what one head needs counts for all heads of its step
-        seen += needs.of_heads((first, first + heads)).long() @ counts.T * heads
-        first += heads
-    seen.fill_diagonal_(0)
+        needed = [block_plan.needed_keys(ring_problem, needs, rank, kv_heads) for rank in range(W)]
+        seen += _units(needed, shards, kv_heads[1] - kv_heads[0])
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_plan.key_span(ring_problem, needs, rank) for rank in range(W))])
-    keys = lengths * (seen.sum(1) > 0) * Hk
     row = 2 * problem.batch_size * problem.head_dim * problem.dtype.itemsize
-    return _gathered("blocks", seen, keys, 2 * keys + seen.sum(0), row, len(steps))
+    return _gathered("blocks", seen, lengths * (seen.sum(1) > 0) * Hk, row, len(steps))

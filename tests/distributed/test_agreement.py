@@ -168,6 +168,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "requires_grad": ({}, {"grad": True}, "ring_attention: ranks disagree on requires_grad: "),
     "return_lse": ({"grad": True}, {"grad": True, "return_lse": True}, "ring_attention: ranks disagree on return_lse: "),
     "seq_len asked for": ({}, {"seq_len": None}, "ring_attention: ranks disagree on seq_len: "),
+    "another length": ({}, {"seq_len": N + 2}, "ring_attention: ranks disagree on seq_len: "),
     "heads of equal bytes": ({"H": 4, "D": 16}, {"H": 8, "D": 8}, "ring_attention: ranks disagree on q.shape[2]: "),
     "segment_lengths": ({"function": "dilated"}, {"function": "dilated", "w": [32, N]}, "ranks disagree on segment_lengths: "),
     "function": ({}, {"function": "dilated", "w": [N], "r": [1]}, "ranks disagree on function: "),
@@ -222,6 +223,23 @@ def test_ranks_that_disagree_after_an_agreement(own_pools: dict[int, Pool], worl
     for text in own_pools[world].run(disagree, name):
         assert DISAGREEMENTS[name][2] in text and others in text and f"rank {world - 1} has " in text
         assert text.endswith("end the process, or make a new group on all ranks (torch.distributed.new_group)")
+
+
+def of_many_lengths(rank: int, world: int) -> list[int]:
+    """The number of handshakes after the first call of each kind, and after calls of other lengths and documents."""
+    session, found = session_of(members_of(None), TIMEOUT), []
+    for lengths in ((N,), (N + 1, N + 3, 40)):
+        for length in lengths:
+            for kind in ({}, {"function": "dilated", "w": [16, 64]}, {"function": "blocks"}):
+                call(grad=True, seq_len=length, **kind)
+            call(seq_len=length, cu_seqlens=torch.tensor([0, length // 3, length], dtype=torch.int32))
+        found.append(session.calls)
+    return found
+
+
+def test_ranks_agree_once_on_a_kind_of_call_of_any_length(own_pools: dict[int, Pool]) -> None:
+    for before, after in own_pools[2].run(of_many_lengths):
+        assert before == after
 
 
 def other_backward(rank: int, world: int, other: dict[str, Any]) -> str:

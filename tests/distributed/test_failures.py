@@ -257,7 +257,6 @@ def two_failures(rank: int, world: int) -> None:
     began = time.monotonic()
     for again in (
         lambda: wire_of(members_of(None), TIMEOUT).start([], [], "ring backward, hop 0"),
-        lambda: wire_of(members_of(None), TIMEOUT, "gradients"),
         lambda: agree(members_of(None), {}, {}, TIMEOUT),
     ):
         with pytest.raises(RingError, match="this group failed before and cannot be used again; it failed with: ") as second:
@@ -273,25 +272,15 @@ def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
     assert ends[0].seconds >= TIMEOUT and ends[1].code == 0
 
 
-def dies_before(rank: int, world: int, victim: int, what: str) -> None:
+def dies_before(rank: int, world: int, victim: int) -> None:
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "lane":
-        wire_of(members_of(None), TIMEOUT, "gradients")
-    else:
-        agree(members_of(None), {"function": "ring_attention", "heads": 8}, {}, TIMEOUT)
+    agree(members_of(None), {"function": "ring_attention", "heads": 8}, {}, TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("lane", "first use of the communicator for gradients failed after 5.0 s"),
-        ("handshake", "ring_attention: check that all ranks make the same call failed after 5.0 s"),
-    ],
-)
-def test_a_rank_dies_before_the_others_need_it(tmp_path: Path, what: str, text: str) -> None:
-    machine = Machine("gloo", 3)
-    for end in survivors(machine, play(machine, dies_before, 1, what, folder=tmp_path), 1):
+def test_a_rank_dies_before_the_others_need_it(tmp_path: Path) -> None:
+    machine, text = Machine("gloo", 3), "ring_attention: check that all ranks make the same call failed after 5.0 s"
+    for end in survivors(machine, play(machine, dies_before, 1, folder=tmp_path), 1):
         assert re.match(rf"RingError: rank \d: {text}: rank 1 posted nothing; ", end.error) and f"rank 1 {SILENT}" in end.error
 
 

@@ -13,9 +13,8 @@ from torch.testing import assert_close
 
 from dilated_attention import DilatedPattern, attention, balanced_layout, dilated_attention, ring_attention
 from dilated_attention.backends import registry
-from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed import LAYOUTS, Layout
-from dilated_attention.distributed.exchange import crossing, run, setup
+from dilated_attention.distributed.exchange import crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
@@ -146,17 +145,16 @@ def test_balanced_layouts(pool: Pool) -> None:
     check(pool, spreads)
 
 
-def other_ways(rank: int, world: int, nbytes: int, fused: bool) -> None:
-    """From now on, branches across ranks are computed apart from this size on; ``fused``: kernels copy rows, as on GPUs."""
+def other_ways(rank: int, world: int, nbytes: int) -> None:
+    """From now on, branches across ranks are computed apart from this size on."""
     crossing.SMALL_BYTES = nbytes
-    run.has_kernels = (lambda x: x.dtype is not torch.float64) if fused else has_kernels
     registry.cached.clear()
     setup._setups.clear()
 
 
-@pytest.mark.parametrize(("world", "fused"), [(2, False), (4, False), (2, True)])
-def test_branches_that_cross_ranks_and_rows_copied_by_kernels(world: int, fused: bool) -> None:
-    """Segments within ranks beside sparse ones across ranks; twice each where the second call finds the buffers of the first."""
+@pytest.mark.parametrize("world", [2, 4])
+def test_branches_that_cross_ranks(world: int) -> None:
+    """Segments within ranks beside sparse ones across ranks."""
     n = 64 * world
     branches = (((8, 2 * n), (1, 4)), ((4, 8, n // 2), (1, 2, 8)), ((4, 2**40), (1, 4)), ((8, n, n), (1, 4, 8)))
     spreads = [
@@ -166,18 +164,12 @@ def test_branches_that_cross_ranks_and_rows_copied_by_kernels(world: int, fused:
         for heads, kv_heads in ((4, 4), (4, 2), (8, 1))
         for is_causal in (False, True)
     ]  # fmt: skip
-    if fused:
-        pytest.importorskip("triton")
-        spreads = [draw(2, seed) for seed in range(8)] + spreads[::3]
-    pool, dtype = pool_of(world), torch.float32 if fused else torch.float64
-    pool.run(other_ways, 0, fused)
+    pool = pool_of(world)
+    pool.run(other_ways, 0)
     try:
-        ranks = pool.run(ring_cases.run, spreads, dtype, 1 + fused)
+        check(pool, spreads)
     finally:
-        pool.run(other_ways, SMALL_BYTES, False)
-    for index, spread in enumerate(spreads):
-        for turn in range(1 + fused):
-            judge(spread, [rank[index][turn] for rank in ranks], dtype)
+        pool.run(other_ways, SMALL_BYTES)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:

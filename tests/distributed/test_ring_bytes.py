@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.block_exchange.plan import even_steps
 from dilated_attention.distributed.comm.p2p import traffic
+from dilated_attention.distributed.exchange.setup import even_steps
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.planning.ring import Bytes
 from dilated_attention.testing import inputs

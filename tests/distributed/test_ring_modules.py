@@ -284,7 +284,7 @@ def test_a_model_gets_another_layout_for_each_batch(checkpoint: bool) -> None:
         assert len(found) > 20 and max(found) < 1e-6
 
 
-def test_the_cost_model_takes_a_layout_to_be_balanced() -> None:
+def test_the_exchange_is_explained() -> None:
     sizes: dict[str, Any] = {"num_heads": 8, "is_causal": True}
     table = explain_exchange(4096, 2, layout=random_layout(4096, 2, 1), **sizes)
     assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)

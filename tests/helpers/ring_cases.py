@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
 from dilated_attention.distributed import LAYOUTS, Layout, spans
-from dilated_attention.distributed.exchange import cost, setup
-from dilated_attention.distributed.exchange.sharding_plan import why_no_heads
+from dilated_attention.distributed.exchange import setup
+from dilated_attention.distributed.exchange.setup import why_no_heads
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
 from tests.helpers.forms import ring
@@ -197,14 +197,14 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 
 @contextmanager
 def byte_limits_of_one() -> Iterator[None]:
-    before = cost.STEP_BYTES
+    before = setup.STEP_BYTES, setup.HOST_SECONDS
     # calls of a kind share their preparation, which depends on the limits
     setup._setups.clear()
-    cost.STEP_BYTES = 1
+    setup.STEP_BYTES, setup.HOST_SECONDS = 1, dict.fromkeys(before[1], 1e-30)
     try:
         yield
     finally:
-        cost.STEP_BYTES = before
+        setup.STEP_BYTES, setup.HOST_SECONDS = before
         setup._setups.clear()
 
 

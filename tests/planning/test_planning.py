@@ -206,7 +206,7 @@ def test_a_long_ring_is_a_short_one_of_as_many_times_the_bytes(training: bool) -
         plan("ring_dilated", s * 2**15, segment_lengths=(s * 2048, s * 2**14, s * 2**15), dilation_rates=(1, 4, 8), training=training)
         for s in (1, 64)
     )
-    assert short.exchange.is_exact and not long.exchange.is_exact and "about" in str(long)
+    assert short.exchange.is_exact and long.exchange.is_exact
     assert long.exchange.bytes.forward_received == pytest.approx(64 * short.exchange.bytes.forward_received, rel=0.02)
     assert long.exchange.bytes.backward_received == pytest.approx(64 * short.exchange.bytes.backward_received, rel=0.02)
 

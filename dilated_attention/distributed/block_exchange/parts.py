@@ -15,24 +15,15 @@ import torch
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.distributed.block_exchange.plan import (
-    ascending_runs,
-    choose_steps,
-    columns_of,
-    key_span,
-    load_of,
-    needed_keys,
-    needs_of,
-)
-from dilated_attention.distributed.comm.call_consistency import RingCall
+from dilated_attention.distributed.block_exchange.plan import ascending_runs, block_steps, key_span, needed_keys, needs_of
+from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, Masks, Pair, Part, StepParts, Tensors, parts_of
-from dilated_attention.distributed.exchange.cost import device_memory
-from dilated_attention.distributed.exchange.messages import StepPlan, gathering
-from dilated_attention.distributed.exchange.plan import KeySpan, RingBlockProblem, RingProblem, aligned_span
+from dilated_attention.distributed.exchange.computation import Computation, Masks, Part, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.plan import KeySpan, Needed, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
-from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
-from dilated_attention.distributed.exchange.setup import LANES, RingSetup
+from dilated_attention.distributed.exchange.run import AtHand
+from dilated_attention.distributed.exchange.setup import RingSetup, heads_of
+from dilated_attention.distributed.exchange.step import Pair, Step, make_step
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -208,17 +199,18 @@ def make_block_steps(
     device: torch.device,
     branches: RingProblem | None,
     settings: CallSettings,
-) -> tuple[tuple[StepPlan, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
+) -> tuple[tuple[Step, ...], tuple[tuple[BlockPart, ...], ...], KeySpan]:
     """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers. ``head_steps``: key/value heads
     of each step; ``branches``: dilated branches on the same keys; ``settings``: of the blocks alone."""
     assert sum(head_steps) == ring_problem.num_kv_heads
-    needs, columns = needs_of(ring_problem, device), columns_of(ring_problem)
+    needs, own = needs_of(ring_problem, device), torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])])
     lists = rank_lists(ring_problem, rank, device)
     common = []
     for document in lists:
         positions = document.positions + ring_problem.documents[document.document][0]
-        place = (columns.rank_of_position[positions] == rank).nonzero()[:, 0]
-        held = columns.row_of_position[positions[place]]
+        at = torch.searchsorted(own, positions)
+        place = (own[at.clamp(max=len(own) - 1)] == positions).nonzero()[:, 0]
+        held = at[place]
         whole = len(place) == len(positions)
         rows: dict[str, Any] = {"rows": slice(int(held[0]), int(held[-1]) + 1), "place": None} if whole else {}
         rows = rows or {"rows": held.to(device), "place": place.to(device)}
@@ -230,21 +222,15 @@ def make_block_steps(
     low, high = span
     documents = tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low)
 
-    @functools.cache
-    def of_branches(reader: int) -> torch.Tensor:
-        assert branches is not None
-        return branch_keys(branches, reader, device)
+    steps, parts = [], []
+    for index, kv_heads in enumerate(heads_of(head_steps)):
+        heads = kv_heads[0] * ratio, kv_heads[1] * ratio
 
-    steps, parts, first = [], [], 0
-    for index, count in enumerate(head_steps):
-        kv_heads, heads = (first, first + count), (first * ratio, (first + count) * ratio)
-        first += count
+        @functools.cache
+        def needed(reader: int, kv_heads: Range = kv_heads) -> Needed:
+            return needed_keys(ring_problem, needs, reader, kv_heads, branches)
 
-        def needed(reader: int, kv_heads: Range = kv_heads) -> torch.Tensor:
-            of_blocks = needed_keys(ring_problem, needs, kv_heads, device, reader)
-            return of_blocks if branches is None else of_blocks | of_branches(reader)
-
-        steps.append(gathering(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}"))
+        steps.append(make_step(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}", device))
         parts.append(tuple(_part_of(ring_problem, part, span, heads, rows) for part, rows in zip(lists, common, strict=True)))
     return tuple(steps), tuple(parts), KeySpan(*span, documents)
 
@@ -276,13 +262,13 @@ class BlocksAndBranches:
     def dq(self) -> torch.Tensor:
         return _sum(self.branches.dq(), self.blocks.dq())
 
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.blocks.forward(index, keys, values)
-        self.branches.forward(index, keys, values)
+    def forward(self, index: int, arrival: AtHand) -> None:
+        self.blocks.forward(index, arrival)
+        self.branches.forward(index, arrival)
 
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        shares = self.blocks.backward(index, keys, values)
-        more = self.branches.backward(index, keys, values)
+    def backward(self, index: int, arrival: AtHand) -> Pair | None:
+        shares = self.blocks.backward(index, arrival)
+        more = self.branches.backward(index, arrival)
         if shares is None or more is None:
             return more if shares is None else shares
         (dk, dv), (more_dk, more_dv) = shares, more
@@ -310,32 +296,33 @@ def make_block_setup(
             views = (*tensors, q) if is_backward else tensors
             make_plan(settings, views, is_backward, has_padding=padding is not None, num_keys=ring.seq_len)
         branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal)
-    load = load_of(ring_problem, needs, k.shape[0], k.shape[3], k.element_size(), branches)
     # heads that run different branches are not divided
     forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else settings.sharding[-1]
-    way, lane = choose_steps(load, device_memory(device), forced)
+    sizes, training = (k.shape[0], k.shape[3], k.element_size()), settings.needs_grad
+    way = block_steps(ring_problem, needs, sizes, device_memory(device), branches, needs_grad=training, forced=forced)
     steps, parts, span = make_block_steps(ring_problem, me, way, device, branches, settings)
+    everyone = (needed_keys(ring_problem, needs, rank, (0, k.shape[2]), branches) for rank in range(members.size))
     for step, some in zip(steps, parts, strict=True):
         for part in some:
             _check_backends(part, step, q, k, padding is not None)
-    compute: Any = functools.partial(Computation, StepParts(parts, q))
+    compute: Any = functools.partial(Computation, StepParts(parts, q, steps))
     if branches is not None:
         of_branches = tuple(parts_of(branches, settings, step, me, span) for step in steps)
-        compute = functools.partial(BlocksAndBranches, StepParts(parts, q), StepParts(of_branches, q))
+        compute = functools.partial(BlocksAndBranches, StepParts(parts, q, steps), StepParts(of_branches, q, steps))
     return RingSetup(
         steps=steps,
         nbytes=sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values()),
-        lanes=LANES[lane.is_few] if load.brought else None,
+        exchanges=any(x.pieces for x in everyone),
         compute=compute,
         digest=needs.digest,
     )
 
 
-def _check_backends(part: BlockPart, step: StepPlan, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
+def _check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
     """Chooses the backends of a part before any rank sends anything."""
-    keys, (B, _, _, D) = k[:, :, slice(*step.kv_heads)], k.shape
-    if not step.in_place:
+    keys, rows, (B, _, _, D) = step.of_heads(k), step.local(part.key_rows), k.shape
+    if rows is None:
         memory = torch.empty((step.rows, step.num_kv_heads, B, 2 * D), dtype=k.dtype, device="meta")
-        keys = memory.permute(2, 0, 1, 3)[..., :D]
+        keys, rows = memory.permute(2, 0, 1, 3)[..., :D], part.key_rows
     for is_backward in (False, True) if part.settings.needs_grad else (False,):
-        part.backend(q[:, :, slice(*part.heads)], keys[:, part.key_rows], has_padding, is_backward)
+        part.backend(q[:, :, slice(*part.heads)], keys[:, rows], has_padding, is_backward)

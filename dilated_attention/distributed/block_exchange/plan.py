@@ -1,10 +1,8 @@
-"""Determines which key rows each rank needs for a block pattern, and how many heads' keys are sent at a time, by a model of a forward's
-time. Every rank computes this for all ranks from what all of them know, so none asks another.
+"""Determines which key rows each rank needs for a block pattern. Every rank computes this for all ranks from what all of them know, so none
+asks another.
 
-A rank needs all rows of a key block if one of its query blocks keeps it for one of a step's heads. A step is a group of key/value heads; it
-brings all keys of its heads into one buffer, so that one launch computes a row's softmax and nothing is merged. Blocks are counted from the
-first position of each document; they need not end where a rank's rows end. In the model the first step's keys are waited for, the others
-travel while earlier steps are computed.
+A rank needs all rows of a key block if one of its query blocks keeps it for one of a step's heads. Blocks are counted from the first
+position of each document; they need not end where a rank's rows end.
 """
 
 from __future__ import annotations
@@ -12,16 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.exchange.cost import FEW_CTAS, FLOPS, LATENCY, SHARE
-from dilated_attention.distributed.exchange.plan import RingBlockProblem, RingProblem
-from dilated_attention.distributed.exchange.plan import needed_keys as branch_keys
+from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, Wanted, union, wanted_keys
+from dilated_attention.distributed.exchange.setup import FLOPS, head_steps
 from dilated_attention.distributed.sharding.layout import Span, joined
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern.blocks.base import Entries
@@ -31,16 +26,11 @@ from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
 @dataclass(frozen=True, eq=False)
 class Columns:
     """The key blocks of all documents, one after the other. ``starts, ends``: (C,) positions of each block; ``first``: index of each
-    document's first block, followed by C; ``of_position``, ``rank_of_position``, ``row_of_position``: (N,) block, rank and the rank's row
-    of each position; ``positions``: those of each rank's rows."""
+    document's first block, followed by C."""
 
     starts: torch.Tensor
     ends: torch.Tensor
     first: tuple[int, ...]
-    of_position: torch.Tensor
-    rank_of_position: torch.Tensor
-    row_of_position: torch.Tensor
-    positions: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +50,7 @@ class NeededBlocks:
 
 @functools.lru_cache(maxsize=4)
 def columns_of(ring_problem: RingBlockProblem) -> Columns:
-    block, N = ring_problem.pattern.k_block, ring_problem.seq_len
+    block = ring_problem.pattern.k_block
     first, starts, ends = [0], [], []
     for start, end in ring_problem.documents:
         mine = torch.arange(start, end, block)
@@ -68,17 +58,7 @@ def columns_of(ring_problem: RingBlockProblem) -> Columns:
         ends.append((mine + block).clamp(max=end))
         first.append(first[-1] + mine.shape[0])
     none = torch.zeros(0, dtype=torch.int64)
-    all_starts, all_ends = torch.cat([none, *starts]), torch.cat([none, *ends])
-    of_position = torch.repeat_interleave(all_ends - all_starts)
-    ranks, rows = torch.full((N,), -1), torch.full((N,), -1)
-    positions = []
-    for rank, spans in enumerate(ring_problem.shards):
-        held = torch.cat([none, *(torch.arange(*span) for span in spans)])
-        ranks[held] = rank
-        rows[held] = torch.arange(held.shape[0])
-        positions.append(held)
-    assert bool((rows >= 0).all()) and sum(len(x) for x in positions) == N, "every position is held once"
-    return Columns(all_starts, all_ends, tuple(first), of_position, ranks, rows, tuple(positions))
+    return Columns(torch.cat([none, *starts]), torch.cat([none, *ends]), tuple(first))
 
 
 @functools.lru_cache(maxsize=32)
@@ -123,21 +103,34 @@ def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBloc
     return NeededBlocks(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 
-def needed_keys(ring_problem: RingBlockProblem, needs: NeededBlocks, kv_heads: Range, device: torch.device, rank: int) -> torch.Tensor:
-    """Returns bool (1, N): the keys of other ranks that a rank needs for some key/value head of a step."""
-    mask = needs.of_heads(kv_heads)[rank][columns_of(ring_problem).of_position]
-    for start, end in ring_problem.shards[rank]:
-        mask[start:end] = False
-    return mask[None].to(device)
+def kept_runs(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range | None = None) -> list[Range]:
+    """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some of these heads or of all."""
+    columns = columns_of(ring_problem)
+    kept = needs.of_heads(kv_heads or (0, ring_problem.num_kv_heads))[rank]
+    starts, ends = columns.starts[kept], columns.ends[kept]
+    cuts = (starts[1:] != ends[:-1]).nonzero()[:, 0]
+    firsts, lasts = torch.cat([starts[:1], starts[1:][cuts]]), torch.cat([ends[:-1][cuts], ends[-1:]])
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+def needed_keys(
+    ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range, branches: RingProblem | None = None
+) -> Needed:
+    """Returns the keys of other ranks that a rank needs for a step's heads, for a kept block or for ``branches``."""
+    wanted, heads = ([], 1) if branches is None else wanted_keys(branches, rank, kv_heads)
+    wanted += [Wanted(*run) for run in kept_runs(ring_problem, needs, rank, kv_heads)]
+    return union(wanted, ring_problem.shards[rank], heads)
 
 
 def key_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> Range:
     """Returns the shortest range of whole key blocks that holds a rank's own and needed keys."""
-    columns = columns_of(ring_problem)
-    kept = needs.kept[rank].any(0)
-    kept[columns.of_position[columns.positions[rank]]] = True
-    blocks = kept.nonzero()[:, 0]
-    return (int(columns.starts[blocks[0]]), int(columns.ends[blocks[-1]])) if len(blocks) else (0, 0)
+    runs, block = kept_runs(ring_problem, needs, rank), ring_problem.pattern.k_block
+    if own := ring_problem.shards[rank]:
+        for position in (own[0][0], own[-1][1] - 1):
+            start, end = next((a, b) for a, b in ring_problem.documents if a <= position < b)
+            low = position - (position - start) % block
+            runs.append((low, min(low + block, end)))
+    return (min(low for low, _ in runs), max(high for _, high in runs)) if runs else (0, 0)
 
 
 def _rows_held(ring_problem: RingBlockProblem, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
@@ -173,94 +166,29 @@ def ascending_runs(spans: tuple[Span, ...]) -> tuple[Range, ...]:
     return joined(runs)
 
 
-MOST_STEPS = 8
-# the cost of a launch in seconds, in addition to the time its last query blocks leave idle; and the multiprocessors of an H200
-LAUNCH, PROCESSORS = 20e-6, 132
-
-
-class TransferLane(NamedTuple):
-    """A way to send keys. ``is_few``: NCCL uses few multiprocessors; ``takes``: how many; ``rate``: bytes/s received."""
-
-    is_few: bool
-    takes: int
-    rate: float
-
-
-# seconds until the host has issued a forward, and each step (H100s, benchmarks scaling: 3.0 ms in 3 steps of 16 heads, 0.5 ms of a ring)
-HOST, HOST_STEP = 0.5e-3, 0.7e-3
-# measured on four H200s; with few multiprocessors each brings about 15 GB/s
-LANES = (TransferLane(False, 24, 235e9), TransferLane(True, FEW_CTAS, 60e9))
-
-
-@dataclass(frozen=True)
-class TransferLoad:
-    """What one key/value head of ``heads`` costs the slowest rank. ``compute, launch``: seconds of arithmetic, and of a step's launch in
-    addition; ``brought, held``: bytes of the keys it receives, and of these together with its own."""
-
-    heads: int
-    compute: float
-    launch: float
-    brought: int
-    held: int
-
-
-def load_of(
-    ring_problem: RingBlockProblem, needs: NeededBlocks, batch: int, head_dim: int, itemsize: int, branches: RingProblem | None = None
-) -> TransferLoad:
-    """Returns the load of a call's blocks, and of ``branches`` on the same keys. Keys that both need count twice."""
-    columns, row = columns_of(ring_problem), 2 * batch * head_dim * itemsize
-    sizes = (columns.ends - columns.starts).double()
-    brought = held = 0.0
-    for rank, kept in enumerate(needs.kept.double()):
-        elsewhere = columns.of_position[columns.rank_of_position != rank].bincount(minlength=len(sizes)).double()
-        more = 0.0 if branches is None else float(branch_keys(branches, rank, needs.kept.device).sum(1).double().mean())
-        brought, held = max(brought, float((kept @ elsewhere).mean()) + more), max(held, float((kept @ sizes).mean()) + more)
-    pairs = float(needs.pairs.mean(1).max())
+def block_steps(
+    ring_problem: RingBlockProblem,
+    needs: NeededBlocks,
+    sizes: tuple[int, int, int],
+    memory: int,
+    branches: RingProblem | None = None,
+    *,
+    needs_grad: bool = False,
+    forced: int = 0,
+) -> tuple[int, ...]:
+    """Returns the number of key/value heads in each step. ``sizes``: batch, head dim and bytes of an element."""
+    batch, head_dim, itemsize = sizes
+    kv_heads, heads, ranks = ring_problem.num_kv_heads, (0, ring_problem.num_kv_heads), range(ring_problem.size)
+    # of a row; where heads differ, a row is that of some head
+    row = 2 * batch * head_dim * itemsize * kv_heads
+    needed = [needed_keys(ring_problem, needs, rank, heads, branches) for rank in ranks]
+    brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
+    held = max(end - start for start, end in (key_span(ring_problem, needs, rank) for rank in ranks))
+    pairs = float(needs.pairs.sum(1).max()) * kv_heads / needs.pairs.shape[1]
     if branches is not None:
         lengths = (end - start for start, end in branches.documents)
         whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
-        pairs += whole / ring_problem.size / ring_problem.num_kv_heads
-    flops = 4 * batch * head_dim * pairs
-    rows_of_queries = max(1, max(len(x) for x in columns.positions)) * ring_problem.num_heads // ring_problem.num_kv_heads
-    # the last wave of query blocks fills half of the multiprocessors on average
-    tail = flops / (FLOPS / PROCESSORS) * ring_problem.pattern.q_block / rows_of_queries / 2
-    return TransferLoad(ring_problem.num_kv_heads, flops / FLOPS, LAUNCH + tail, math.ceil(brought * row), math.ceil(held * row))
-
-
-def choose_steps(load: TransferLoad, memory: int, forced: int = 0) -> tuple[tuple[int, ...], TransferLane]:
-    """Returns the number of key/value heads in each step, and the lane, of the fastest way by the model. The keys of two steps may take the
-    fraction ``SHARE`` of ``memory`` (bytes of a device); ``forced``: number of steps, 0 for any."""
-    if not load.brought:
-        return even_steps(load.heads, forced or 1), LANES[0]
-    counts = range(1, load.heads + 1)
-    ways = [(even_steps(load.heads, n), lane) for lane in LANES for n in ([forced] if forced else counts)]
-    if not forced:
-        ways += [(_grown(load, lane, first), lane) for lane in LANES for first in counts]
-    most = max(len(steps) for steps, _ in ways)
-    room = [way for way in ways if 2 * max(way[0]) * load.held <= SHARE * memory] or [way for way in ways if len(way[0]) == most]
-    return min(room, key=lambda way: seconds(load, *way))
-
-
-def even_steps(heads: int, steps: int) -> tuple[int, ...]:
-    """Splits the heads into this many steps, the larger ones first; no step is empty."""
-    size, larger = divmod(heads, min(steps, heads))
-    return tuple(size + (index < larger) for index in range(min(steps, heads)))
-
-
-def _grown(load: TransferLoad, lane: TransferLane, first: int) -> tuple[int, ...]:
-    """Returns steps that grow as fast as their keys can be transferred during the computation before them."""
-    steps, done, wire = [first], first, load.brought / lane.rate
-    while done < load.heads:
-        left = load.heads - done
-        fits = int((wire * first + load.compute * done) / wire) - done
-        steps.append(left if len(steps) == MOST_STEPS - 1 else min(left, max(1, fits)))
-        done += steps[-1]
-    return tuple(steps)
-
-
-def seconds(load: TransferLoad, steps: tuple[int, ...], lane: TransferLane) -> float:
-    """Returns the modelled seconds of a forward, at least the host's. Transfers during arithmetic take multiprocessors from it."""
-    wire, end = load.brought / lane.rate, 0.0
-    for count, total in zip(steps, itertools.accumulate(steps), strict=True):
-        end = max(end, LATENCY + wire * total) + load.compute * count + load.launch
-    return max(end + wire * (load.heads - steps[0]) * lane.takes / PROCESSORS, HOST + HOST_STEP * len(steps))
+        pairs += whole / ring_problem.size
+    return head_steps(
+        "blocks", kv_heads, brought * row, held * row * (1 + needs_grad), 4 * batch * head_dim * pairs / FLOPS, memory, forced
+    )

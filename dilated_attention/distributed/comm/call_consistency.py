@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,8 +14,7 @@ from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.comm.session import CallForm, session_of
-from dilated_attention.distributed.exchange.cost import device_memory
-from dilated_attention.distributed.sharding.custom_layout import short_name
+from dilated_attention.distributed.sharding.custom_layout import is_dealt, short_name
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
@@ -68,31 +69,38 @@ def agreed_call(
     bounds: tuple[int, ...] | None,
     kernels: Callable[[], str] | None,
 ) -> tuple[Agreed, int]:
-    """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same call.
+    """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same kind of call.
 
-    The ranks perform a handshake at the first call of a kind, or at every call if N is not given. If ranks make different calls of kinds
-    they agreed on earlier, ``handshake.py`` finds out during these calls or soon after. ``inputs``: q, k, v, key_padding_mask, …;
-    ``bounds``: of packed documents. ``kernels`` returns, as text, what must be equal in the ranks' choices of kernels; None if the choice
-    needs N, and ``agree_on_kernels`` follows.
+    The ranks perform a handshake at the first call of a kind, whatever its length, or at every call if N is not given. If ranks make
+    different calls of kinds they agreed on earlier, or of different lengths, ``handshake.py`` finds out during these calls or soon after.
+    ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents. ``kernels`` returns, as text, what must be equal in the
+    ranks' choices of kernels; None if the choice needs N, and ``agree_on_kernels`` follows.
     """
     q, k, _, padding = inputs[:4]
     if members.group is None:
         return Agreed(_checked_length(ring, [q.shape[1]]), None, None, None), 0
     session = session_of(members, ring.timeout)
     session.check()
-    # leave out what each rank may choose for itself; otherwise some ranks would start a handshake and others would not
-    shared = (replace(ring, timeout=0.0), settings._replace(backend="", precision="", sharding=settings.sharding[-1:]))
     pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
-    # the name of a pattern that holds a function may be given again once it is gone
-    alive = pattern if pattern is not None and pattern.lives_here else None
-    kind = (*shared, q.shape, k.shape, q.dtype, q.device.type, padding is not None, bounds, alive)
-
+    # leave out what each rank may choose for itself, else some ranks would start a handshake and others would not; and what follows the
+    # length. The name of a pattern that holds a function may be given again once it is gone
+    kind = (
+        replace(ring, timeout=0.0, seq_len=min(ring.seq_len, 0), layout="" if is_dealt(ring.layout) else ring.layout),
+        settings._replace(backend="", precision="", seq_len=0, sharding=settings.sharding[-1:]),
+        *(q.shape[0], q.shape[2:], k.shape[2:], q.dtype, q.device.type, padding is None, bounds is None),
+        pattern if pattern is not None and pattern.lives_here else None,
+    )
+    of_length = {
+        "layout": short_name(ring.layout),
+        "cu_seqlens": "None" if bounds is None else _shortened(bounds),
+        "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None",
+    }
     form, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
     if form is None:
         number = session.calls
         same = {
             "function": function_of(settings),
-            **_same_of_tensors(q, k, padding, bounds),
+            **_same_of_tensors(q, k, padding),
             **_same_of_patterns(settings, pattern),
             "window": str(list(settings.window) or None),
             "is_causal": settings.is_causal,
@@ -103,33 +111,42 @@ def agreed_call(
             "mixture_grad": "detached" if settings.detached else "exact",
             "deterministic": settings.deterministic,
             "requires_grad": settings.needs_grad,
-            "layout": short_name(ring.layout),
             "exchange": ring.exchange,
             "head_steps": settings.sharding[-1] or "None",
             "return_lse": ring.lse_grad,
             **({} if kernels is None else {"kernels": kernels()}),
-            "seq_len": ring.seq_len if ring.seq_len >= 0 else "None",
+            **of_length,
         }
         arguments = {name: str(value) for name, value in same.items()}
         held = [own["rows"] for own in agree(members, arguments, {"rows": q.shape[1]}, ring.timeout)]
         seq_len, form = _checked_length(ring, held), CallForm(number, arguments)
         if ring.seq_len >= 0:
             session.remember(kind, form)
+    elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+        raise ValueError(
+            f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
+            "cut it by shard_sequence with the same layout and seq_len"
+        )
+    # a number of the kind and the length, which the tags of messages contain
+    number = zlib.crc32(f"{form.number} {seq_len} {ring.layout} {bounds}".encode())
+    form = CallForm(number, {**form.arguments, **of_length})
     return Agreed(seq_len, session.agreed, form, kind), session.order.enter_forward(form)
 
 
 def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, agreed: Agreed, kernels: Mapping[str, str]) -> None:
-    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` says of them is equal; else ValueError."""
+    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` says of them is equal; else ValueError. Once
+    for a kind, or for a length where the blocks are those of a function."""
     if members.group is None:
         return
-    session, settled = session_of(members, ring.timeout), (agreed.kind, "kernels", agreed.seq_len)
+    session, of_function = session_of(members, ring.timeout), pattern_from_spec(settings.blocks).lives_here
+    settled = (agreed.kind, "kernels", agreed.seq_len if of_function else None)
     if settled not in session.agreed:
         same = {"function": function_of(settings), **kernels}
         agree(members, same, {}, ring.timeout)
         session.remember(settled, CallForm(0, same))
 
 
-def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, bounds: tuple[int, ...] | None) -> dict[str, object]:
+def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None) -> dict[str, object]:
     """Returns the properties of the tensors that must be equal on all ranks, by name."""
     return {
         "q.shape[0]": q.shape[0],
@@ -141,7 +158,6 @@ def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | N
         # it limits how much may be received at once, which must be the same on all ranks
         "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": "given" if padding is not None else "None",
-        "cu_seqlens": "None" if bounds is None else _shortened(bounds),
     }
 
 
@@ -177,3 +193,11 @@ def _checked_length(ring: RingCall, rows: list[int]) -> int:
             "cut it by shard_sequence with the same layout and seq_len"
         )
     return seq_len
+
+
+@functools.lru_cache(maxsize=8)
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes that steps are chosen for, alike on all ranks."""
+    # on a CPU all processes of the machine share the memory, and no two see the same amount free, so a fixed value is used
+    # in whole GiB, because ranks compare it
+    return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import CallForm, Session, name, names, session_of, store_call, until
-from dilated_attention.distributed.comm.watchdog import COLLECT, Watched, watch_calls
+from dilated_attention.distributed.comm.watchdog import COLLECT, watch_calls
 from dilated_attention.distributed.errors import RingError, first_line
 
 if TYPE_CHECKING:
@@ -122,10 +122,9 @@ class Comparison:
         self.store: Store = session.store if clone is None else store_call(session, clone)
         watch_calls(self)
 
-    def wires(self) -> list[Watched]:
+    def wire(self) -> Any:
         session = self._session()
-        wires = [] if session is None else [wire() for wire in session.wires]
-        return [wire for wire in wires if wire is not None]
+        return None if session is None or session.wire is None else session.wire()
 
     def look(self) -> str | None:
         """Returns what ranks disagree on, once. For the watching thread; does not query the store if there is nothing new."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.handshake import Wait, explain, gather
-from dilated_attention.distributed.comm.session import name, names, session_of
-from dilated_attention.distributed.comm.side_communicators import close, communicator, has_nccl
+from dilated_attention.distributed.comm.session import Session, name, names, session_of
 from dilated_attention.distributed.comm.watchdog import COLLECT, Exchange, Queue, watch
 from dilated_attention.distributed.errors import RingError, first_line
 
@@ -59,16 +59,11 @@ def count(outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple
             one.sent_to[peer] += tensor.nbytes
 
 
-# (rank within the group, contiguous tensor); an empty one is skipped on both sides
+# (rank within the group, contiguous tensor), one for each peer; an empty one is skipped on both sides
 Message = tuple[int, torch.Tensor]
-# the lanes of keys and of their gradients, and ``most_ctas`` of both (``wire_of``)
-Lanes = tuple[str, str, int | None]
+LANE = "keys"
 
-# the dtypes that every communication library supports; anything else is sent as bytes
-_CARRIED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
-)
-_CPU = torch.device("cpu")
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 # a tag above all tags of messages
 _NEVER_SENT = 2**31 - 1
 
@@ -76,101 +71,109 @@ _NEVER_SENT = 2**31 - 1
 class Wire:
     """Exchanges among the two or more ranks of a group, in the same order on all of them; all must make the wire together.
 
+    On NCCL it has a communicator of its own, of high priority; otherwise an exchange would only begin when the kernel that it should
+    overlap with, which fills all multiprocessors, ends. On four H200s, 64 MiB from each rank during a 12.4 ms kernel slowed the kernel
+    down by 1.1 ms, and by 0.5 ms with high priority.
+
     Args:
         timeout: seconds that an exchange may take once it can run.
-        lane: exchanges of one lane do not wait for those of others. On gloo, messages carry the lane in their tag. NCCL has no tags, so
-            every lane has its own communicator. It has high priority; otherwise an exchange would only begin when the kernel that it should
-            overlap with, which fills all multiprocessors, ends. On four H200s, 64 MiB from each rank during a 12.4 ms kernel slowed the
-            kernel down by 1.1 ms, and by 0.5 ms with high priority.
     """
 
-    def __init__(self, members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> None:
+    def __init__(self, members: Members, timeout: float) -> None:
         assert members.group is not None, "one process has nobody to exchange with"
         self.timeout = timeout
-        self.lane = lane
         self.queue = Queue()
         self.session = session_of(members, timeout)
         self.session.check()
         # the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
         self._shared = weakref.ref(members.group)
         self._own = None
-        nccl = has_nccl(members.group)
-        if nccl or lane != "keys":
-            # otherwise the lane's first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
-            gather(self.session, f"lane/{lane}", f"first use of the communicator for {lane}", timeout)
-        if nccl:
-            self._own = communicator(members.group, self.session, lane, most_ctas)
+        if _has_nccl(members.group):
+            # otherwise the first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
+            gather(self.session, f"lane/{LANE}", f"first use of the communicator for {LANE}", timeout)
+            self._own = _communicator(members.group, self.session)
             # at exit, torch ends what is left without waiting for ranks that may be gone
-            weakref.finalize(self, close, self._own, self.session).atexit = False
-        self._lane_number = len(self.session.wires)
-        self.session.wires.append(weakref.ref(self))
+            weakref.finalize(self, _close, self._own, self.session).atexit = False
+        self.session.wire = weakref.ref(self)
         self._device: Any = None
         self._waits = False
         self._opened: set[torch.device] = set()
-        self._on_gpu = self._coalesces = False
+        self._on_gpu = self._is_one_launch = False
         self._number = 0
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Transfer:
         """Begins an exchange; all ranks must call it in the same order. Raises RingError if it cannot or an earlier one failed.
 
         Args:
-            sends: tensors by peer. Several tensors for one peer arrive in this order. Do not write to them before ``wait``.
+            sends: a tensor for each peer that gets one. Do not write to them before ``wait``.
             receives: tensors to fill. On a GPU, all their uses must have been issued to the current stream before this call.
                 A rank that takes no part in the first exchange still passes an empty tensor, which determines the device.
             what: description for error messages, e.g. ``"ring forward, hop 2: K and V"``.
         """
-        group = self._check()
-        self._number += 1
         first = receives[0][1] if receives else sends[0][1] if sends else None
-        if self._device is None if first is None else first.device != self._device:
-            self._open(group, None if first is None else first.device)
+        group = self._begin(None if first is None else first.device)
         incoming = [message for message in receives if message[1].numel()]
         outgoing = [message for message in sends if message[1].numel()]
         if counting:
             count(outgoing, incoming)
         if not incoming and not outgoing:
             return Transfer(self, what, self._number, [], [], [])
-        watched = self._on_gpu and not torch.cuda.is_current_stream_capturing()
-        if watched and not self.queue.wait_for_gpu(lambda: self.session.failed is not None):
-            raise self._told()
-        tag = self._tag()
         message: Message | None = None
         coming = True
         works: list[Any] = []
         try:
-            if self._coalesces:
+            if self._is_one_launch:
                 works = [self._all_to_all(group, incoming, outgoing)]
             else:
                 for message in incoming:
-                    works.append(group.recv([_as_carried(message[1])], message[0], tag))
+                    works.append(group.recv([_as_carried(message[1])], message[0], self._tag()))
                 coming = False
                 for message in outgoing:
-                    works.append(group.send([_as_carried(message[1])], message[0], tag))
+                    works.append(group.send([_as_carried(message[1])], message[0], self._tag()))
         except RuntimeError as error:
             peers = _peers(incoming + outgoing) if message is None else (message[0],)
             act = "starting" if message is None else self._act(message, coming)
             raise self.broken(what, self._number, act, peers, 0.0, error) from error
-        if watched:
+        return self._started(what, works, incoming, outgoing)
+
+    def start_lines(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, counts: list[int], what: str) -> Transfer:
+        """Begins an exchange of rows, by peer one after the other: so many of ``sent`` to each, so many into ``came`` from each."""
+        if not sent.is_cuda or counting:
+            return self.start(_by_peer(sent, send_counts), _by_peer(came, counts), what)
+        group = self._begin(sent.device)
+        peers = [(peer, sent) for peer, (one, other) in enumerate(zip(send_counts, counts, strict=True)) if one or other]
+        try:
+            work = group.alltoall_base(came, sent, counts, send_counts)
+        except RuntimeError as error:
+            raise self.broken(what, self._number, "starting", _peers(peers), 0.0, error) from error
+        return self._started(what, [work], [(peer, came) for peer, _ in peers], peers)
+
+    def _begin(self, device: torch.device | None) -> Any:
+        """Counts an exchange and opens the wire; returns the group that carries it."""
+        group = self._check()
+        self._number += 1
+        if self._device is None or (device is not None and device != self._device):
+            self._open(group, device)
+        if self._is_watched() and not self.queue.wait_for_gpu(lambda: self.session.failed is not None):
+            raise self._told()
+        return group
+
+    def _is_watched(self) -> bool:
+        return self._on_gpu and not torch.cuda.is_current_stream_capturing()
+
+    def _started(self, what: str, works: list[Any], incoming: list[Message], outgoing: list[Message]) -> Transfer:
+        if self._is_watched():
             self._watch(incoming, outgoing, what, works)
         return Transfer(self, what, self._number, works, incoming, outgoing)
 
     def _all_to_all(self, group: Any, incoming: list[Message], outgoing: list[Message]) -> Any:
         """Issues all messages as one launch. Ranks without messages need not call it: NCCL sees sends and receives."""
         none = _as_carried((incoming or outgoing)[0][1]).new_empty(0)
-        rounds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        for which, messages in enumerate((incoming, outgoing)):
-            sent: dict[int, int] = {}
+        into, given = ([none] * self.session.size for _ in range(2))
+        for tensors, messages in ((into, incoming), (given, outgoing)):
             for peer, tensor in messages:
-                index = sent[peer] = sent.get(peer, -1) + 1
-                if index == len(rounds):
-                    rounds.append(([none] * self.session.size, [none] * self.session.size))
-                rounds[index][which][peer] = _as_carried(tensor)
-        if len(rounds) == 1:
-            return group.alltoall(*rounds[0])
-        group._start_coalescing(self._device)
-        for into, given in rounds:
-            group.alltoall(into, given)
-        return group._end_coalescing(self._device)
+                tensors[peer] = _as_carried(tensor)
+        return group.alltoall(into, given)
 
     def _check(self) -> dist.ProcessGroup:
         if self.session.failed is not None:
@@ -183,12 +186,11 @@ class Wire:
         return self._own or group
 
     def _tag(self) -> int:
-        """Returns a tag that depends on the lane and on all calls so far: a message of another call never matches it."""
-        return (self.session.order.checksum & 0x7FFFFFF) << 3 | self._lane_number & 7
+        """Returns a tag that depends on all calls so far: a message of another call never matches it."""
+        return self.session.order.checksum & 0x3FFFFFFF
 
     def open(self, device: torch.device) -> None:
-        """Makes NCCL's communicator now, on all ranks together, else the first exchange does. A caller that uses several opens them first:
-        while one communicator is exchanging, opening another can wait for the GPU forever."""
+        """Makes NCCL's communicator now, on all ranks together, else the first exchange does."""
         if self._device != device:
             self._open(self._check(), device)
 
@@ -206,7 +208,8 @@ class Wire:
         if self._on_gpu and dist.is_gloo_available() and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo):
             # gloo would treat GPU addresses as CPU addresses
             raise ValueError("the group's backend is gloo, which carries no CUDA tensors between ranks; initialise it with backend='nccl'")
-        self._coalesces = self._on_gpu and type(group) is dist.ProcessGroup and backend.supports_coalescing
+        # gloo has none that ends without taking the process along when counts differ
+        self._is_one_launch = self._on_gpu
         if not self._on_gpu or self._device in self._opened:
             return
         self._opened.add(self._device)
@@ -254,7 +257,7 @@ class Wire:
         """Returns the error of an exchange that torch refused or gave up; the group cannot be used afterwards."""
         if self.session.disagreement() is None and self.session.failed is None:
             # after a timeout the other ranks report soon, too; after a lost connection the peer is known
-            blame, who = explain(self.session, Wait(self.lane, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
+            blame, who = explain(self.session, Wait(LANE, number, what, peers), COLLECT if waited >= self.timeout else 0.0)
             self.fail(
                 f"{name(self.session, self.session.rank)}: {what}: {act} failed after {waited:.1f} s: {first_line(error)}; {blame}. "
                 f"Look at the output of {names(self.session, who)}, or raise timeout= ({self.timeout:g} s) if only slow"
@@ -281,7 +284,7 @@ class Wire:
         if session.comparison is not None:
             # the issuing thread may be waiting inside the other connection, and a new one would wait for a server that has ended
             session = replace(session, store=session.comparison.store)
-        blame, who = explain(session, Wait(self.lane, exchange.number, exchange.what, exchange.peers), COLLECT)
+        blame, who = explain(session, Wait(LANE, exchange.number, exchange.what, exchange.peers), COLLECT)
         peers = names(self.session, exchange.peers)
         return (
             f"{name(session, session.rank)}: {exchange.what}: exchange {exchange.number} with {peers} {trouble}; "
@@ -296,12 +299,11 @@ class Wire:
         return self.session.told
 
     def abort(self) -> None:
-        """Ends everything that waits for a message of this group: its work on the GPU, in all lanes, or a thread on the CPU."""
+        """Ends everything that waits for a message of this group: its work on the GPU, or a thread on the CPU."""
         group = self._shared()
         if self._on_gpu:
-            groups = [group, *(wire._own for wire in (held() for held in self.session.wires) if wire is not None)]
-            # all at once: one waits for its own kernels, which may be queued behind another's that waits for a dead rank
-            threads = [threading.Thread(target=_abort, args=(one,), daemon=True) for one in groups if one is not None]
+            # both at once: one waits for its own kernels, which may be queued behind another's that waits for a dead rank
+            threads = [threading.Thread(target=_abort, args=(one,), daemon=True) for one in (group, self._own) if one is not None]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -342,43 +344,21 @@ class Transfer:
         self._messages = []
 
 
-_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
 
 
-def wire_of(members: Members, timeout: float, lane: str = "keys", most_ctas: int | None = None) -> Wire:
-    """Returns the group's wire of a lane, which lives as long as the group. All ranks make it together at its first use.
-
-    ``most_ctas``: the multiprocessors that NCCL may use for an exchange of this lane. It holds them from the start until the last rank has
-    joined, so small exchanges during long computations should have few.
-    """
-    assert members.group is not None, "one process has nobody to exchange with"
-    lanes = _wires.get(members.group)
-    if lanes is None:
-        lanes = _wires[members.group] = {}
-    wire = lanes.get(lane)
-    if wire is None:
-        wire = lanes[lane] = Wire(members, timeout, lane, most_ctas)
-    wire.timeout = timeout
-    return wire
-
-
-def wires_of(
-    members: Members, timeout: float, lanes: Lanes, device: torch.device, *, gradients: bool = False
-) -> tuple[Wire | None, Wire | None]:
-    """Returns the open wires for keys and, if they are wanted, for their gradients; None in one process."""
+def wire_of(members: Members, timeout: float, device: torch.device | None = None) -> Wire | None:
+    """Returns the group's wire, which lives as long as the group, open for a device; None in one process. All ranks make it together at its
+    first use."""
     if members.group is None:
-        return None, None
-    made = _wires.get(members.group, {})
-    found = []
-    of_keys, of_gradients, most_ctas = lanes
-    for lane in (of_keys, of_gradients) if gradients else (of_keys,):
-        wire = made.get(lane)
-        if wire is None or wire._device != device:
-            wire = wire_of(members, timeout, lane, most_ctas)
-            wire.open(device)
-        wire.timeout = timeout
-        found.append(wire)
-    return found[0], found[-1]
+        return None
+    wire = _wires.get(members.group)
+    if wire is None:
+        wire = _wires[members.group] = Wire(members, timeout)
+    wire.timeout = timeout
+    if device is not None:
+        wire.open(device)
+    return wire
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -411,8 +391,12 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.is_contiguous(), "only contiguous tensors are sent"
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+    # as bytes, which every communication library carries
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _by_peer(lines: torch.Tensor, counts: Sequence[int]) -> list[Message]:
+    return [(peer, some) for peer, some in enumerate(lines.split(counts)) if len(some)]
 
 
 def _peers(messages: list[Message]) -> tuple[int, ...]:
@@ -424,3 +408,44 @@ def _size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count} bytes"
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether the group sends GPU tensors through NCCL."""
+    return _CUDA in group._device_types and group._get_backend(_CUDA).name() == "nccl"
+
+
+def _communicator(group: dist.ProcessGroup, session: Session) -> dist.ProcessGroup:
+    """Makes a communicator of high priority of the group's ranks for GPU tensors; CPU tensors use the group's own backend. All ranks must
+    call it; RingError if torch could not make it.
+
+    It is built directly, on keys of the group's session in the store: ``new_group`` names groups by how many the process has, so ranks with
+    different numbers of groups would look for each other under different names.
+    """
+    store = PrefixStore(f"communicator/{LANE}", session.store)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.global_ranks_in_group = list(session.global_ranks)
+    options.group_name = group_name = f"{group.group_name}/{LANE}"  # type: ignore[assignment,unused-ignore]
+    try:
+        backend = dist.ProcessGroupNCCL(store, session.rank, session.size, options)
+        backend._set_sequence_number_for_group()
+        other = dist.ProcessGroup(store, session.rank, session.size)
+        other._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        other._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, backend)
+        # set the name before adding the group's own backend, which keeps its own name
+        other._set_group_name(group_name)  # type: ignore[arg-type,unused-ignore]
+        if _CPU in group._device_types:
+            other._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, group._get_backend(_CPU))
+    except RuntimeError as error:
+        session.failed = f"{name(session, session.rank)}: a communicator for {LANE} could not be made: {first_line(error)}"
+        session.told = True
+        raise RingError(f"{session.failed}; look at the output of the group's other ranks") from error
+    return other
+
+
+def _close(other: dist.ProcessGroup, session: Session) -> None:
+    """Shuts down the communicator along with its group: ``destroy_process_group`` does not know about it."""
+    backend = other._get_backend(_CUDA)
+    # the group may be half destroyed, and there is no one left to report an error to
+    with contextlib.suppress(RuntimeError):
+        (backend.shutdown if session.failed is None else backend.abort)()

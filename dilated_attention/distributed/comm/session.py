@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -91,15 +91,6 @@ T = TypeVar("T")
 MOST_KINDS = 4096
 
 
-class Comparing(Protocol):
-    """What is used of a session's ``Comparison``, which is made from the session. ``store``: a connection for the thread that watches."""
-
-    timeout: float
-    store: Store
-
-    def verdict(self) -> str | None: ...
-
-
 @dataclass
 class Session:
     """One group's section of the store, and its state.
@@ -109,7 +100,7 @@ class Session:
         calls: the number of handshakes made so far; the same on all ranks.
         failed: message of the first failure; nothing is exchanged after it. ``told``: whether a thread has raised it.
         order: the calls made so far; ``comparison`` compares them with those of the other ranks, once it exists.
-        wires: in the order in which all ranks made them.
+        wire: what the ranks exchange by, once it exists.
         agreed: the kinds of calls that the ranks have agreed on. The ranks make the same calls, so they forget them at the same call.
     """
 
@@ -121,8 +112,8 @@ class Session:
     failed: str | None = None
     told: bool = False
     order: CallOrder = field(default_factory=CallOrder)
-    comparison: Comparing | None = None
-    wires: list[weakref.ref[Any]] = field(default_factory=list)
+    comparison: Any = None
+    wire: weakref.ref[Any] | None = None
     agreed: dict[object, CallForm] = field(default_factory=dict)
 
     def remember(self, kind: object, form: CallForm) -> None:

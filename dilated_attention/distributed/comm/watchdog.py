@@ -30,7 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dilated_attention.distributed.errors import RingError
 
@@ -48,14 +48,6 @@ _RELAXED = 2
 logger = logging.getLogger("dilated_attention")
 
 
-class PendingWork(Protocol):
-    """torch's handle of an exchange, as far as it is used here."""
-
-    def is_completed(self) -> bool: ...
-
-    def get_future_result(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """An exchange in flight, not its tensors. ``number, what, peers``: as named in messages; ``work``: torch's handle, completed once the
@@ -64,7 +56,7 @@ class Exchange:
     number: int
     what: str
     peers: tuple[int, ...]
-    work: PendingWork
+    work: Any
     ready: Any
     thread: int
 
@@ -99,10 +91,11 @@ class Queue:
     def stuck(self, now: float, timeout: float) -> tuple[Exchange, str] | None:
         """Returns the exchange that failed, or could run for longer than the timeout, and what became of it; None if none. One can run once
         those before it have finished and its inputs are computed, so work queued on the GPU is not a stall."""
-        pending = self.pending
-        completed = _completed(pending)
+        # a copy, since the issuing thread may append
+        pending, some = self.pending, list(self.pending)
+        completed = next((number for number, exchange in enumerate(some) if not exchange.work.is_completed()), len(some))
         # torch calls every exchange of a communicator that has failed completed
-        if completed == len(pending) > 0 and _has_failed(pending[-1].work):
+        if completed == len(some) > 0 and _has_failed(some[-1].work):
             return pending[0], "failed: torch logs NCCL's error"
         for _ in range(completed):
             pending.popleft()
@@ -119,56 +112,15 @@ class Queue:
         return (self._head, f"is not done {waited:.1f} s after it could run") if waited > timeout else None
 
 
-def _has_failed(work: PendingWork) -> bool:
+def _has_failed(work: Any) -> bool:
     """Whether an exchange that torch calls completed has failed. (Its exception cannot be read from Python.)"""
     result = work.get_future_result()
     return bool(result.done() and int(result.value()))
 
 
-def _completed(pending: deque[Exchange]) -> int:
-    """Returns how many have completed, by bisection: after a thousand exchanges since the last check, only ten are queried."""
-    low, high = 0, len(pending)
-    # usually all but the last few have completed
-    probe = high - 1
-    while low < high:
-        if pending[probe].work.is_completed():
-            low = probe + 1
-        else:
-            high = probe
-        probe = (low + high) // 2
-    return low
-
-
-class Watched(Protocol):
-    """The interface of a wire that a monitor uses."""
-
-    queue: Queue
-    timeout: float
-
-    @property
-    def failed(self) -> str | None: ...
-
-    def enter(self) -> None: ...
-
-    def describe(self, exchange: Exchange, trouble: str) -> str: ...
-
-    def fail(self, message: str) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def has_raised(self) -> bool: ...
-
-
-class Calls(Protocol):
-    """The interface that a monitor uses of a group whose calls are compared."""
-
-    def look(self) -> str | None: ...
-
-    def wires(self) -> list[Any]: ...
-
-
 class Monitor:
-    """Watches wires and ends what has stalled. The exit function and the clock are arguments, for tests."""
+    """Watches wires (``p2p.Wire``), compares the calls of groups (``handshake.Comparison``), and ends what has stalled. The exit function
+    and the clock are arguments, for tests."""
 
     def __init__(self, leave: Callable[[int], Any] = os._exit, clock: Callable[[], float] = time.monotonic, grace: float = GRACE) -> None:
         self._wires: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -178,11 +130,11 @@ class Monitor:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, wire: Watched) -> None:
+    def add(self, wire: Any) -> None:
         with self._lock:
             self._wires.add(wire)
 
-    def add_calls(self, group: Calls) -> None:
+    def add_calls(self, group: Any) -> None:
         with self._lock:
             self._calls.add(group)
 
@@ -225,26 +177,25 @@ class Monitor:
             if found is not None:
                 self._give_up(wire, *found)
 
-    def _give_up(self, wire: Watched, exchange: Exchange, trouble: str) -> None:
+    def _give_up(self, wire: Any, exchange: Exchange, trouble: str) -> None:
         message = wire.describe(exchange, trouble)
         wire.fail(message)
         self._end(wire, exchange.thread, message, OWN)
 
-    def _refuse(self, group: Calls, message: str) -> None:
+    def _refuse(self, group: Any, message: str) -> None:
         """Ends everything that waits on a group whose ranks make different calls."""
-        wires = group.wires()
-        stuck = [(wire, wire.queue.pending[-1].thread) for wire in wires if wire.queue.pending]
-        if stuck:
-            self._end(*stuck[-1], message, 0.0)
+        wire = group.wire()
+        if wire is not None and wire.queue.pending:
+            self._end(wire, wire.queue.pending[-1].thread, message, 0.0)
             return
         _report(message)
-        if any(wire.on_gpu for wire in wires):
-            # the GPU has computed with wrong keys, and nothing else would report this before the next call
-            raise_in([threading.main_thread().ident or 0], message)
-        for wire in wires:
+        if wire is not None:
+            if wire.on_gpu:
+                # the GPU has computed with wrong keys, and nothing else would report this before the next call
+                raise_in([threading.main_thread().ident or 0], message)
             wire.abort()
 
-    def _end(self, wire: Watched, thread: int, message: str, own: float) -> None:
+    def _end(self, wire: Any, thread: int, message: str, own: float) -> None:
         """Frees what waits, and sees to it that a thread raises, first ``thread``, which issued the exchange. ``own``: seconds in which one
         may raise by itself; otherwise autograd's thread and the main thread, which waits for it, would raise one after the other."""
         wire.queue.pending.clear()
@@ -308,13 +259,13 @@ def _allow_captures() -> None:
 _monitor = Monitor()
 
 
-def watch(wire: Watched) -> None:
+def watch(wire: Any) -> None:
     """Adds a wire to those that the process's monitor watches."""
     _monitor.add(wire)
     _monitor.start()
 
 
-def watch_calls(group: Calls) -> None:
+def watch_calls(group: Any) -> None:
     """Adds a group to those whose calls the process's monitor compares."""
     _monitor.add_calls(group)
     _monitor.start()

@@ -2,23 +2,22 @@
 where the results go. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
 
 A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. A part writes its rows of out and dq
-where they belong, and the gradients of keys that no part before it had; what remains is added.
+where they belong; what the parts contribute to the gradients of keys is added.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.exchange.messages import StepPlan
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.distributed.exchange.run import AtHand
+from dilated_attention.distributed.exchange.step import Pair, Step
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.launches import Masks as Masks
 from dilated_attention.engine.branches.problems import Range
@@ -28,7 +27,6 @@ from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
-Pair = tuple[torch.Tensor, torch.Tensor]
 # host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
 # (benchmarks scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
 HOST_MS = {False: 0.6, True: 1.7}
@@ -43,8 +41,6 @@ class Part(ABC):
     heads: Range
     key_rows: slice
     passes: dict[Any, Any] = field(default_factory=dict)
-    # whether it writes dk and dv where it is asked to, in the keys' dtype
-    writes_keys: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
@@ -67,7 +63,6 @@ class QueryPart(Part):
     queries: Range
     span: KeySpan
     first_head: int
-    writes_keys = True
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         (q,), (k, v) = narrow(self.rows, 1, q), narrow(self.key_rows, 1, k, v)
@@ -108,7 +103,7 @@ class QueryPart(Part):
 
 
 def parts_of(
-    problem: RingProblem, settings: CallSettings, step: StepPlan, rank: int, span: KeySpan, first_head: int = 0
+    problem: RingProblem, settings: CallSettings, step: Step, rank: int, span: KeySpan, first_head: int = 0
 ) -> tuple[QueryPart, ...]:
     """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
     ratio = problem.num_heads // problem.num_kv_heads
@@ -139,48 +134,45 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
         row += end - start
 
 
-@dataclass(frozen=True)
-class KeyShares:
-    """How the parts of a step, one after another, contribute to its keys' gradients. ``new, known``: for each part the rows of the memory
-    that no part before it had, and the others; ``gaps``: the rows that no part has; ``most``: the most parts that have a row."""
-
-    new: tuple[tuple[Range, ...], ...]
-    known: tuple[tuple[Range, ...], ...]
-    gaps: tuple[Range, ...]
-    most: int
-
-
-def key_shares(parts: Sequence[Range], rows: int) -> KeyShares:
-    """Returns the shares of parts with these rows of the memory, of ``rows`` rows."""
-    bounds = sorted({0, rows, *[bound for part in parts for bound in part]})
-    pieces = [(a, b) for a, b in itertools.pairwise(bounds)]
-    holders = [[i for i, (start, end) in enumerate(parts) if start <= a and b <= end] for a, b in pieces]
-
-    def where(keep: Any) -> tuple[Range, ...]:
-        return joined(piece for piece, held in zip(pieces, holders, strict=True) if keep(held))
-
-    new = tuple(where(lambda held, i=i: held[:1] == [i]) for i in range(len(parts)))
-    known = tuple(where(lambda held, i=i: i in held[1:]) for i in range(len(parts)))
-    return KeyShares(new, known, where(lambda held: not held), max(map(len, holders), default=0))
-
-
 class StepParts:
-    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head."""
+    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head; those whose
+    keys are all the rank's own come first, since they need not wait, and read these where they are (``key_rows``). ``places``: the rows of
+    the memory that are a part's keys."""
 
-    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor) -> None:
-        self.parts, self.acc = parts, accumulation_dtype(q.dtype)
-        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
+    def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = ()) -> None:
+        self.acc = accumulation_dtype(q.dtype)
+        self.parts: list[list[Part]] = []
+        self.places: list[list[slice]] = []
+        # of each step, how many parts need nothing that arrives
+        self.at_once: list[int] = []
+        for index, some in enumerate(parts):
+            local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in some]
+            own = [(part, rows) for part, rows in local if rows is not None]
+            others = [part for part, rows in local if rows is None]
+            self.parts.append([*(replace(part, key_rows=rows) for part, rows in own), *others])
+            self.places.append([part.key_rows for part in (*(part for part, _ in own), *others)])
+            self.at_once.append(len(own))
+        # of the memory; of the rank's own rows, if these are all
+        self.rows = [step.rows for step in steps]
+        only = self.parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
-        self._shares: dict[tuple[int, int], KeyShares] = {}
+        # the sum of two shares in a key's gradient is rounded once, whatever its dtype; that of more must not be at each of them
+        self.sums = [self.acc if _most_at_once(places) > 2 else q.dtype for places in self.places]
 
-    def shares(self, index: int, rows: int) -> KeyShares:
-        """Returns the shares of step ``index`` in the gradients of its keys, which are those of ``rows`` rows."""
-        found = self._shares.get((index, rows))
-        if found is None:
-            of = [(part.key_rows.start, part.key_rows.stop) for part in self.parts[index]]
-            found = self._shares[index, rows] = key_shares(of, rows)
-        return found
+    def ready(self, index: int, arrival: AtHand) -> Iterator[tuple[Part, slice, Pair]]:
+        """Yields (part, its rows of the memory, the K and V that it reads) of a step, those that wait for keys last."""
+        for number, (part, place) in enumerate(zip(self.parts[index], self.places[index], strict=True)):
+            if number < self.at_once[index]:
+                yield part, place, arrival.own
+                continue
+            arrival.wait()
+            yield part, place, arrival.keys
+
+
+def _most_at_once(rows: Sequence[slice]) -> int:
+    """Returns how many of the ranges the row has that most of them have."""
+    return max((sum(x.start <= one.start < x.stop for x in rows) for one in rows), default=0)
 
 
 class Computation:
@@ -218,13 +210,12 @@ class Computation:
         else:
             to.index_copy_(dim, part.rows, x.to(to.dtype))
 
-    def forward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Computes step ``index`` on its keys and values (B, rows, heads, D)."""
-        parts = self.of.parts[index]
-        if self.of.is_one:
-            self._out, self._lse = parts[0].forward(self.q, keys, values, self.masks)
-            return
-        for part in parts:
+    def forward(self, index: int, arrival: AtHand) -> None:
+        """Computes step ``index`` on its keys."""
+        for part, _, (keys, values) in self.of.ready(index, arrival):
+            if self.of.is_one:
+                self._out, self._lse = part.forward(self.q, keys, values, self.masks)
+                break
             heads, place = slice(*part.heads), self._place(part)
             out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
             if out is not place:
@@ -233,29 +224,32 @@ class Computation:
             # before memory for the next part's is allocated
             del out, lse
 
-    def backward(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+    def backward(self, index: int, arrival: AtHand) -> Pair | None:
         """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
-        parts, rows = self.of.parts[index], keys.shape[1]
-        if not parts:
-            return None
-        shares = self.of.shares(index, rows)
-        if len(parts) == 1 and not shares.gaps:
-            return self._backward(parts[0], keys, values)
-        grads: tuple[torch.Tensor, ...] = ()
-        for part, new, known in zip(parts, shares.new, shares.known, strict=True):
-            mine: Into = (None, None)
-            # two parts' sum is rounded once, whatever its dtype; that of more must not be at each of them
-            if part.writes_keys and not known and shares.most <= 2 and not self.of.is_one:
-                grads = grads or _new_grads(keys, keys.dtype, shares.gaps)
-                mine = narrow(part.key_rows, 1, *grads)
-            found = self._backward(part, keys, values, mine)
-            grads = grads or _new_grads(keys, self.of.acc if shares.most > 2 else found[0].dtype, shares.gaps)
-            for total, place, share in zip(grads, mine, found, strict=True):
-                if share is not place:
-                    _contribute(total, share, part.key_rows.start, new, known)
-        return grads[0], grads[1]
+        rows = self.of.rows[index] if self.of.rows else arrival.own[0].shape[1]
+        total: tuple[torch.Tensor, ...] = ()
+        late: list[tuple[slice, Pair]] = []
+        for part, place, keys in self.of.ready(index, arrival):
+            shares = self._backward(part, *keys)
+            if not total and place == slice(0, rows):
+                total = tuple([x.to(self.of.sums[index]) for x in shares])
+                continue
+            late.append((place, shares))
+            # of two, the second one may have all rows
+            if total or len(self.of.parts[index]) > 2:
+                total = self._add(index, rows, total, late)
+        return self._add(index, rows, total, late) if total or late else None  # type: ignore[return-value]
 
-    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor, into: Into = (None, None)) -> Pair:
+    def _add(self, index: int, rows: int, total: tuple[torch.Tensor, ...], late: list[tuple[slice, Pair]]) -> tuple[torch.Tensor, ...]:
+        """Adds shares in rows of the memory to the total of all its rows, and forgets them."""
+        for place, shares in late:
+            total = total or tuple(x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=self.of.sums[index]) for x in shares)
+            for to, x in zip(total, shares, strict=True):
+                to[:, place].add_(x)
+        late.clear()
+        return total
+
+    def _backward(self, part: Part, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Computes a part, puts its dq where it belongs and returns (dk, dv)."""
         dout, out, lse, dlse = self.rest
         if self.of.is_one:
@@ -264,24 +258,7 @@ class Computation:
         heads, place = slice(*part.heads), self._place(part)
         dout, q, out = narrow(heads, 2, dout, self.q, out)
         lse, dlse = narrow(heads, 1, lse)[0], None if dlse is None else narrow(heads, 1, dlse)[0]
-        dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, *into))
+        dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, None, None))
         if dq is not place:
             self._put(self.dq()[:, :, heads], 1, part, dq)
         return dk, dv
-
-
-def _new_grads(keys: torch.Tensor, dtype: torch.dtype, gaps: tuple[Range, ...]) -> Pair:
-    """Returns memory for the gradients of keys and values, with zeros in the rows that no part has."""
-    dk, dv = (torch.empty(keys.shape, dtype=dtype, device=keys.device) for _ in range(2))
-    for start, end in gaps:
-        dk[:, start:end].zero_()
-        dv[:, start:end].zero_()
-    return dk, dv
-
-
-def _contribute(total: torch.Tensor, share: torch.Tensor, first: int, new: tuple[Range, ...], known: tuple[Range, ...]) -> None:
-    """Puts a part's share, whose first row is row ``first``, into the new rows of the total, and adds it to the known ones."""
-    for start, end in new:
-        total[:, start:end].copy_(share[:, start - first : end - first])
-    for start, end in known:
-        total[:, start:end].add_(share[:, start - first : end - first])

@@ -1,71 +1,43 @@
-"""The copies of ``rows_triton.py`` by torch's operations, from the same tables, which live as long as the step: their ids name them."""
+"""The copies of ``copies_triton.py`` by torch's operations, on a CPU and in float64."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.exchange.messages import StepPlan, offsets, once
+from dilated_attention.distributed.exchange.step import Pair, Step
 
 
-def sparse_index(step: StepPlan, x: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the index of the step's own rows (B, n/g, heads, D) in x (B, n, heads, D)."""
-    assert step.sparse is not None
-    rows = torch.arange(0, x.shape[1], step.sparse[0], device=x.device)[:, None] + offsets(step, x.device)
-    return slice(None), rows, torch.arange(x.shape[2], device=x.device)
+def pack(to: torch.Tensor, of: Pair, step: Step, lines: torch.Tensor, *, are_own: bool) -> None:
+    """See ``copies_triton.pack``."""
+    lines = step.own_lines[lines] if are_own and step.own_lines is not None else lines
+    torch.index_select(_lines(of, step.width, to.dtype), 0, lines, out=to)
 
 
-def gather(step: StepPlan, to: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor) -> None:
-    """Writes units of k and v (B, rows, heads, D) to ``to`` (units, B, 2·D). ``units``: int32, row · heads + head."""
-    row, head = once(step, ("rows and heads", id(units)), lambda: (units.long() // k.shape[2], units.long() % k.shape[2]))
-    for part, x in zip(to.chunk(2, -1), (k, v), strict=True):
-        part.copy_(x[:, row, head].transpose(0, 1))
+def assemble(memory: torch.Tensor, own: Pair, came: torch.Tensor, step: Step) -> None:
+    """See ``copies_triton.assemble``."""
+    lines = _lines(own, step.width, memory.dtype)
+    lines = lines if step.own_lines is None else lines[step.own_lines]
+    every = torch.cat([lines, came, came.new_zeros((1, came.shape[1]))])
+    torch.index_select(every, 0, step.sources, out=memory.view(-1, came.shape[1]))
 
 
-def assemble(step: StepPlan, memory: torch.Tensor, k: torch.Tensor, v: torch.Tensor, came: torch.Tensor, sources: torch.Tensor) -> None:
-    """Fills a memory (rows, heads, B, 2·D) from own k and v, and units that came (units, B, 2·D), as ``sources`` says."""
-
-    def places() -> tuple[torch.Tensor, ...]:
-        own, (arrived,) = k.shape[1] * k.shape[2], (sources >= k.shape[1] * k.shape[2]).nonzero(as_tuple=True)
-        return (sources == -1).nonzero()[:, 0], arrived, sources[arrived].long() - own
-
-    nothing, arrived, units = once(step, ("places", id(sources)), places)
-    flat = memory.view(-1, *memory.shape[2:])
-    if len(nothing):
-        flat[nothing] = 0
-    if step.sparse is not None:
-        index = sparse_index(step, k)
-        k, v = k[index], v[index]
-    for row, place, count in step.fills:
-        for part, x in zip(memory[place : place + count].chunk(2, -1), (k, v), strict=True):
-            part.copy_(x[:, row : row + count].permute(1, 2, 0, 3))
-    if len(arrived):
-        flat[arrived] = came[units]
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
+    """See ``copies_triton.add``."""
+    dtype = accumulation_dtype(came.dtype)
+    sums = _lines(grads, step.width, dtype)[step.own_places]
+    peers = [count for count in step.send.counts if count]
+    # each names a line once, so peer by peer the order of the sums is always the same
+    for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
+        sums.index_add_(0, numbers, share.to(dtype))
+    if step.own_lines is not None:
+        sums = _lines(to, step.width, dtype).index_add_(0, step.own_lines, sums)
+    B, n, heads, D = to[0].shape
+    for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+        x.copy_(some)
 
 
-def add(
-    step: StepPlan,
-    grads: tuple[torch.Tensor, torch.Tensor],
-    own: tuple[torch.Tensor, torch.Tensor] | None,
-    came: torch.Tensor,
-    places: torch.Tensor,
-    returned: torch.Tensor,
-) -> None:
-    """See ``rows_triton.add``; ``own`` is None for zeros."""
-
-    def contributions() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [((units >= 0).nonzero()[:, 0], units[units >= 0].long()) for units in returned]
-
-    for grad, share, others in zip(grads, own or (None, None), came.chunk(2, -1), strict=True):
-        index = ... if step.sparse is None else sparse_index(step, grad)
-        before = grad[index]
-        B, n, heads, D = before.shape
-        total = torch.zeros(n * heads, B, D, dtype=accumulation_dtype(grad.dtype), device=grad.device)
-        if share is not None:
-            total.view(n, heads, B, D).copy_(share[:, places.long()].permute(1, 2, 0, 3))
-        for to, units in once(step, "contributions", contributions):
-            total.index_add_(0, to, others[units].to(total.dtype))
-        sums = total.view(n, heads, B, D).permute(2, 0, 1, 3)
-        grad[index] = (sums if step.sparse is None else before.to(sums.dtype) + sums).to(grad.dtype)
+def _lines(of: Pair, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy of K and V, or their gradients, (B, rows, heads, D), as lines (…, width · B · 2·D)."""
+    B, _, _, D = of[0].shape
+    return torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, width * B * 2 * D)

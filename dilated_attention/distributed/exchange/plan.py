@@ -7,13 +7,16 @@ its key/value head, and causality and window allow it. Positions are always thos
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-import torch
+import numpy as np
 
+from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 
@@ -52,33 +55,152 @@ RingProblem = ShardedProblem[DilatedPattern]
 RingBlockProblem = ShardedProblem[BlockPattern]
 
 
-def needed_keys(problem: RingProblem, rank: int, device: torch.device) -> torch.Tensor:
-    """Returns bool (Hk, N): the keys of other ranks that this rank needs, for each key/value head; (1, N) if all heads need the same."""
-    pattern, H, Hk = problem.pattern, problem.num_heads, problem.num_kv_heads
-    offsets = pattern.offsets(H)
-    alike = all(len(set(row)) == 1 for row in offsets)
-    mask = torch.zeros((1 if alike else Hk, problem.seq_len), dtype=torch.bool, device=device)
-    group = H if alike else H // Hk
-    for branch, (length, rate) in enumerate(pattern.branches):
-        # which of r neighbours each key/value head takes
-        taken = torch.zeros((mask.shape[0], rate), dtype=torch.bool)
-        for head in range(H):
-            if offsets[branch][head] != NOT_IN_BRANCH:
-                taken[head // group, offsets[branch][head]] = True
-        takes_all, taken = bool(taken.all()), taken.to(device)
-        for start, low, high in keys_beyond(problem, length, problem.shards[rank]):
-            if takes_all:
-                mask[:, low:high] = True
+class Piece(NamedTuple):
+    """Rows needed of positions [low, high): ``units``, numbers offset · heads + head below ``period`` · heads, at low and every ``period``
+    positions after it; None for all rows of all heads."""
+
+    low: int
+    high: int
+    period: int = 1
+    units: np.ndarray | None = None
+
+    def rows(self, low: int, high: int, heads: int) -> range | np.ndarray:
+        """Returns the numbers position · heads + head of what is needed of positions [low, high), ascending."""
+        if self.units is None:
+            return range(low * heads, high * heads)
+        first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
+        found = ((np.arange(first, last) * self.period + self.low)[:, None] * heads + self.units).ravel()
+        edges = np.searchsorted(found, (low * heads, high * heads))
+        return found[edges[0] : edges[1]]
+
+    def size(self, low: int, high: int, heads: int) -> int:
+        """Returns how many numbers ``rows`` has."""
+        if self.units is None:
+            return (high - low) * heads
+
+        def before(position: int) -> int:
+            periods, offset = divmod(position - self.low, self.period)
+            return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))  # type: ignore[arg-type]
+
+        return before(high) - before(low)
+
+
+@dataclass(frozen=True, eq=False)
+class Needed:
+    """The key rows of other ranks that a rank needs: disjoint ``pieces`` in order of position, of ``heads`` key/value heads, of which each
+    has its own rows; 1 if all of them have the same."""
+
+    heads: int
+    pieces: tuple[Piece, ...]
+
+    def between(self, runs: Sequence[Range]) -> Iterator[tuple[int, Piece, int, int]]:
+        """Yields (index of the run, piece, low, high) of what is needed of ascending runs of positions."""
+        i = j = 0
+        while i < len(self.pieces) and j < len(runs):
+            piece, (start, end) = self.pieces[i], runs[j]
+            if (low := max(piece.low, start)) < (high := min(piece.high, end)):
+                yield j, piece, low, high
+            if piece.high <= end:
+                i += 1
+            else:
+                j += 1
+
+    def rows(self, runs: Sequence[Range]) -> list[tuple[int, range | np.ndarray]]:
+        """Returns (index of the run, numbers position · heads + head) of what is needed of the runs."""
+        return [(j, piece.rows(low, high, self.heads)) for j, piece, low, high in self.between(runs)]
+
+    def count(self, runs: Sequence[Range]) -> int:
+        """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
+        return sum(piece.size(low, high, self.heads) for _, piece, low, high in self.between(runs))
+
+
+class Wanted(NamedTuple):
+    """What a branch needs of positions [low, high): of each ``rate`` from ``first`` on, bool (rate, heads) ``taken``; None for all."""
+
+    low: int
+    high: int
+    first: int = 0
+    taken: np.ndarray | None = None
+
+
+# a set of rates whose pattern repeats after more (position, head) than this is taken to need all rows
+_LONGEST_PERIOD = 2**24
+
+
+def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
+    """Returns what is needed for any of ``wanted`` and is not the rank's own."""
+    whole = minus(joined(sorted((x.low, x.high) for x in wanted if x.taken is None)), own)
+    waiting = sorted((x for x in wanted if x.taken is not None), key=lambda x: x.low, reverse=True)
+    edges = sorted({edge for x in waiting for edge in (x.low, x.high)})
+    pieces, active, taken_up = [Piece(*run) for run in whole], list[Wanted](), joined(sorted([*whole, *own]))
+    for edge, following in itertools.pairwise(edges):
+        active = [x for x in active if x.high > edge]
+        while waiting and waiting[-1].low == edge:
+            active.append(waiting.pop())
+        if not active:
+            continue
+        for low, high in minus([(edge, following)], taken_up):
+            period = min(math.lcm(*[len(x.taken) for x in active]), high - low)  # type: ignore[arg-type]
+            if period * heads > _LONGEST_PERIOD:
+                pieces.append(Piece(low, high))
                 continue
-            # windows, which alone cut the begin of a segment off, have no dilation
-            assert low == start or rate == 1
-            whole = low + (high - low) // rate * rate
-            mask[:, low:whole].unflatten(1, (-1, rate)).logical_or_(taken[:, None])
-            if whole < high:
-                mask[:, whole:high].logical_or_(taken[:, : high - whole])
-    for start, end in problem.shards[rank]:
-        mask[:, start:end] = False
-    return mask
+            mask = np.zeros((period, heads), dtype=bool)
+            for x in active:
+                mask |= x.taken[(low - x.first + np.arange(period)) % len(x.taken)]  # type: ignore[index,arg-type]
+            if mask.any():
+                pieces.append(Piece(low, high) if mask.all() else Piece(low, high, period, mask.ravel().nonzero()[0]))
+    return Needed(heads, tuple(sorted(pieces, key=lambda piece: piece.low)))
+
+
+def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
+    """Returns the parts of ascending ranges outside ascending holes."""
+    found, j = [], 0
+    for start, end in ranges:
+        while j < len(holes) and holes[j][1] <= start:
+            j += 1
+        for low, high in itertools.islice(holes, j, None):
+            if low >= end:
+                break
+            if start < low:
+                found.append((start, low))
+            start = max(start, high)
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[np.ndarray | None, ...]]:
+    """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch bool
+    (rate, heads): which of r neighbours a head takes, None for all of them."""
+    offsets = pattern.offsets(num_heads)
+    alike = all(len(set(row)) == 1 for row in offsets)
+    group = num_heads if alike else num_heads // num_kv_heads
+    first, last = (0, 1) if alike else kv_heads
+    found = []
+    for rate, row in zip(pattern.dilation_rates, offsets, strict=True):
+        taken = np.zeros((rate, last - first), dtype=bool)
+        for head, offset in enumerate(row):
+            if first <= head // group < last and offset != NOT_IN_BRANCH:
+                taken[offset, head // group - first] = True
+        found.append(None if taken.all() else taken)
+    return last - first, tuple(found)
+
+
+def wanted_keys(problem: RingProblem, rank: int, kv_heads: Range) -> tuple[list[Wanted], int]:
+    """Returns what a rank's queries may see for the key/value heads [first, last), and how many heads that counts: 1 if all are alike."""
+    heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
+    wanted = []
+    for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
+        if some is None or some.any():
+            wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, problem.shards[rank])]
+    return wanted, heads
+
+
+def needed_keys(problem: RingProblem, rank: int, kv_heads: Range | None = None) -> Needed:
+    """Returns the keys of other ranks that this rank needs, for key/value heads [first, last) or all of them."""
+    wanted, heads = wanted_keys(problem, rank, kv_heads or (0, problem.num_kv_heads))
+    return union(wanted, problem.shards[rank], heads)
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:

@@ -1,31 +1,180 @@
-"""What calls on a sharded sequence of the same kind have in common: sharding, steps, and what each of them computes."""
+"""What calls on a sharded sequence of the same kind have in common: sharding, steps, and what each of them computes. It follows from what
+all ranks know, in closed form: no rank asks another, and nothing waits for a GPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dilated_attention.distributed.comm.call_consistency import RingCall
+from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.p2p import Lanes
-from dilated_attention.distributed.exchange import cost
 from dilated_attention.distributed.exchange.computation import Computation, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
-from dilated_attention.distributed.exchange.messages import StepPlan, gathering
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.sharding_plan import ShardingPlan, make_sharding_plan
+from dilated_attention.distributed.exchange.step import Step, make_step
+from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
+from dilated_attention.distributed.sharding.layout import joined, spans
+from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern.checks import MAX_RANKS, as_int
+from dilated_attention.validation import check_counts
 
+# the last two run as "auto"
+EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
+# of an H200, and of NCCL between four (docs/ring.md): FLOP/s of a half-precision forward, bytes/s received
+FLOPS, WIRE = 600e12, 300e9
+# of a device's memory, the fraction that the keys of two steps may take
+SHARE = 0.25
+# keys arrive in steps of heads where they take longer than this fraction of the arithmetic: at most so many, of so many bytes. Each must
+# have as many seconds of arithmetic as the host takes to issue it: 0.3 ms, and 0.7 ms with lists of blocks
+STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
+HOST_SECONDS = {"dense": 0.3e-3, "blocks": 0.7e-3}
 # the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted
-MAX_CACHED_BYTES = 2**30
-MOST_SETUPS = 512
-# of keys and of their gradients, and how many multiprocessors an exchange may use: few if it is small next to the computation
-LANES: tuple[Lanes, ...] = (("keys", "gradients", None), ("few keys", "few gradients", cost.FEW_CTAS))
+MAX_CACHED_BYTES, MOST_SETUPS = 2**30, 512
+
+
+def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: float, memory: int, forced: int = 0) -> tuple[int, ...]:
+    """Returns the number of key/value heads of each step. All ranks must come to the same answer.
+
+    Args:
+        brought, held: bytes of all heads' keys that a rank receives, and that it has in memory, with gradients in training.
+        seconds: of a rank's arithmetic in a forward.
+        memory: bytes of a device.
+        forced: the number of steps; 0 for any.
+    """
+    count = 1
+    if kind in HOST_SECONDS and brought / WIRE > STEP_SHARE * seconds:
+        count = max(1, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
+    limit = max(1.0, SHARE * memory)
+    return even_steps(kv_heads, forced or max(count, -int(-2 * held // limit) if held > limit else 1))
+
+
+def even_steps(heads: int, steps: int) -> tuple[int, ...]:
+    """Splits the heads into this many steps, the larger ones first; no step is empty."""
+    size, larger = divmod(heads, min(steps, heads))
+    return tuple(size + (index < larger) for index in range(min(steps, heads)))
+
+
+def heads_of(steps: tuple[int, ...]) -> Iterator[Range]:
+    """Yields the key/value heads [first, last) of each step."""
+    return itertools.pairwise(itertools.accumulate(steps, initial=0))
+
+
+def dense_steps(
+    seq_len: int, size: int, *, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, is_causal: bool,
+    needs_grad: bool, memory: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """Returns the steps of a dense call."""
+    keys = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
+    seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS
+    return head_steps("dense", num_kv_heads, keys * (size - 1) / size, keys * (1 + needs_grad), seconds, memory)
+
+
+def explain_exchange(
+    seq_len: int,
+    size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch: int = 1,
+    layout: str | Layout = "zigzag",
+    is_causal: bool = False,
+    needs_grad: bool = False,
+    itemsize: int = 2,
+    memory: int = 141 * 10**9,
+) -> str:
+    """Explains how dense attention over ``size`` processes of one node exchanges its keys, as text to print: in how many steps of heads,
+    how many bytes a process receives in a forward, and what it holds of them at a time.
+
+    Args:
+        seq_len: N, the length of the whole sequence.
+        layout: as in ``ring_attention``.
+        itemsize: bytes per element of q.
+        memory: bytes of memory of each device.
+    """
+    head_dim, num_heads, heads = check_counts(head_dim, num_heads, num_kv_heads)
+    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("size", size, minimum=1, maximum=MAX_RANKS)
+    batch, itemsize = as_int("batch", batch, minimum=1), as_int("itemsize", itemsize, minimum=1)
+    memory = as_int("memory", memory, minimum=1)
+    name = exchange_of("auto", layout_name(layout), size, num_heads, heads, is_dense=True, is_causal=is_causal)
+    row = batch * head_dim * itemsize
+    if name == "all_to_all":
+        moved = 2 * (num_heads + max(heads, size)) * (seq_len // size) * row * (size - 1) // size
+        return f"all_to_all: each process computes some heads of all {seq_len} positions and receives {moved / 2**20:,.1f} MiB"
+    steps = dense_steps(
+        seq_len, size, batch=batch, num_heads=num_heads, num_kv_heads=heads, head_dim=head_dim, itemsize=itemsize, is_causal=is_causal,
+        needs_grad=needs_grad, memory=memory,
+    )  # fmt: skip
+    moved, held = 2 * (seq_len - seq_len // size) * heads * row, 2 * seq_len * sum(steps[:2]) * row * (1 + needs_grad)
+    return (
+        f"all_gather: keys of {seq_len} positions in steps of {list(steps)} key/value heads; a process receives at most "
+        f"{moved / 2**20:,.1f} MiB and holds {held / 2**20:,.1f} MiB at a time"
+    )
+
+
+def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
+    """Returns why heads cannot be divided among ``parts`` ranks, or None if they can."""
+    if num_heads % parts:
+        return f"{num_heads} heads are not a multiple of {parts} ranks"
+    if num_kv_heads % parts and parts % num_kv_heads:
+        return f"{num_kv_heads} key/value heads and {parts} ranks: neither is a multiple of the other"
+    if branch_heads == "split":
+        return "branch_heads='split' gives heads branches of their own"
+    return None
+
+
+def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads: int, *, is_dense: bool, is_causal: bool) -> str:
+    """Returns the exchange that ``name`` stands for. ``"auto"`` divides heads only where contiguous causal shards of a dense call would
+    give the last rank most of the work; elsewhere keys that are needed are fewer bytes or travel while others are computed."""
+    if name in ("all_gather", "all_to_all"):
+        return name
+    uneven = is_dense and is_causal and layout == "contiguous" and size > 1
+    return "all_to_all" if uneven and why_no_heads(num_heads, num_kv_heads, size, "all") is None else "all_gather"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Holdings of (queries, keys) by rank in the caller's layout (``given``), and during the computation (``used``). ``by_heads``: each
+    rank computes some heads of the whole sequence, so no keys are exchanged."""
+
+    given: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
+    used: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
+    by_heads: bool
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """Returns the position ranges of a rank's rows during the computation."""
+        return tuple((start, stop) for start, stop, _ in self.used[0][rank].spans)
+
+
+def make_sharding_plan(
+    seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, is_causal: bool
+) -> ShardingPlan:
+    """Returns the sharding plan of ``exchange`` ``"all_gather"`` or ``"all_to_all"``."""
+
+    def holdings(layout: str, by_heads: bool) -> tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]:
+        queries, keys, group = [], [], num_heads // num_kv_heads
+        for rank in range(size):
+            rows = ((0, seq_len, 1),) if by_heads else spans(seq_len, rank, size, layout)
+            if layout != "striped":
+                # neighbours as one
+                rows = tuple((start, stop, 1) for start, stop in joined((start, stop) for start, stop, _ in rows))
+            first, last = (num_heads // size * rank, num_heads // size * (rank + 1)) if by_heads else (0, num_heads)
+            queries.append(ShardSpec(rows, (first, last)))
+            keys.append(ShardSpec(rows, (first // group, -(-last // group))))
+        return tuple(queries), tuple(keys)
+
+    by_heads = exchange == "all_to_all"
+    assert not by_heads or num_heads % size == 0, "some heads would belong to no rank"
+    # kernels cannot process strided rows causally as ranges, so they are put in order first
+    computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
+    return ShardingPlan(holdings(layout, False), holdings(computed, by_heads), by_heads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,27 +183,21 @@ class RingSetup:
 
     Args:
         nbytes: bytes of its tables and lists.
-        lanes: one of ``LANES``; None if no rank sends anything. All ranks must choose the same, so it does not depend on what this rank
-            receives.
+        exchanges: whether any rank sends anything; alike on all ranks.
         compute: begins a pass; takes ``Masks``, q, and in a backward the ``rest`` of a ``Computation``.
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
-        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and sparse steps.
+        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and the steps of keys.
         digest: see ``NeededBlocks``.
     """
 
-    steps: tuple[StepPlan, ...]
+    steps: tuple[Step, ...]
     nbytes: int
-    lanes: Lanes | None
+    exchanges: bool
     compute: Callable[..., Any]
     sharding: ShardingPlan | None = None
     home: Callable[..., Any] | None = None
     query_rows: SparseRows | None = None
     digest: str = ""
-
-    @functools.cached_property
-    def is_local(self) -> bool:
-        """Whether this rank exchanges nothing and all its keys are read where they are."""
-        return self.home is None and len(self.steps) == 1 and self.steps[0].in_place and not self.steps[0].sends
 
 
 _setups: dict[Hashable, RingSetup] = {}
@@ -78,54 +221,54 @@ def make_setup(
     """Makes the setup of calls of dilated or dense attention like this one."""
     (q, k, _), pattern = tensors, settings.pattern
     me, size, device, num_heads = members.rank, members.size, k.device, q.shape[2]
-    ask = functools.partial(
-        cost.exchange_request, size=size, layout=ring.layout, is_causal=settings.is_causal, needs_grad=settings.needs_grad
-    )
-    exchange = cost.choose(ask(q, k, pattern, ring.seq_len)) if ring.exchange == "auto" else ring.exchange
+    is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= ring.seq_len
+    exchange = exchange_of(ring.exchange, ring.layout, size, num_heads, k.shape[2], is_dense=is_dense, is_causal=settings.is_causal)
     sharding = make_sharding_plan(ring.seq_len, size, ring.layout, exchange, num_heads, k.shape[2], settings.is_causal)
     queries, keys = (sides[me] for sides in sharding.used)
     first, last = queries.heads
     # of the shapes while they compute, without memory
     q = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], queries.rows, last - first, q.shape[3])
-    k = k.new_empty((k.shape[0], 0, keys.heads[1] - keys.heads[0], k.shape[3]))
+    k = k.new_empty((1, 1, 1, 1)).expand(k.shape[0], keys.rows, keys.heads[1] - keys.heads[0], k.shape[3])
     pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
     # nothing here holds the group: the setup outlives groups, and another group may get the same name
     ranks, place = ((me,), 0) if sharding.by_heads else (range(size), me)
     shards = tuple(sharding.ranges(rank) for rank in ranks)
+    B, D = k.shape[0], k.shape[3]
     problem = RingProblem(pattern, documents, shards, q.shape[2], k.shape[2], settings.is_causal, settings.window_sides)
     home: Callable[..., Any] | None = None
-    query_rows = None
+    query_rows: SparseRows | None = None
+    sparse: tuple[int, tuple[int, ...]] | None = None
     # masks and dropout are by position, and detached mixing needs the outputs of all branches
     plain = padding is None and not settings.dropout_p and not settings.detached
-    crossing = crossing_of(problem, 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()) if plain and len(ranks) > 1 else None
+    crossing = crossing_of(problem, 2 * B * k.shape[2] * D * k.element_size()) if plain and len(ranks) > 1 else None
     if crossing is not None:
         own = home_parts(problem, crossing.home, settings, place, first)
         home, problem = functools.partial(Computation, StepParts((own,), q)), crossing.problem
-        query_rows = SparseRows(crossing.step, crossing.offsets, q.shape[1], device)
+        query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
         q = q[:, :: crossing.step]
-    count = cost.head_steps(ask(q, k, problem.pattern, problem.seq_len)) if len(ranks) > 1 else 1
-
-    @functools.cache
-    def needed(reader: int) -> torch.Tensor:
-        return needed_keys(problem, reader, device)
-
-    span, each = key_span(problem, place), k.shape[2] // count
-    steps = tuple(
-        gathering(problem.shards, place, needed, (i * each, (i + 1) * each), (span.start, span.end), f"heads {i + 1} of {count}")
-        for i in range(count)
-    )
-    parts = tuple(parts_of(problem, settings, step, place, span, first) for step in steps)
-    if crossing is not None:
-        steps = tuple(step.on_sparse_rows(crossing.step, crossing.kv_offsets) for step in steps)
-    tables = [message.units for step in steps for message in (*step.sends, *step.receives, *step.owed) if message.units is not None]
-    exchanges = len(ranks) > 1 and any(bool(needed(rank).any()) for rank in ranks)
+    steps_of_heads: tuple[int, ...] = (k.shape[2],)
+    if len(ranks) > 1 and pattern.branch_heads == "all":
+        sizes = {"batch": B, "num_heads": num_heads, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": k.element_size()}
+        memory, training = device_memory(device), settings.needs_grad
+        if is_dense:
+            steps_of_heads = dense_steps(
+                ring.seq_len, size, is_causal=settings.is_causal, needs_grad=training, memory=memory, **sizes
+            )  # fmt: skip
+        else:
+            held = 2 * problem.seq_len * B * k.shape[2] * D * k.element_size() * (1 + training)
+            steps_of_heads = head_steps("dilated", k.shape[2], 0, held, 0, memory)
+    span, steps, parts, exchanges = key_span(problem, place), [], [], False
+    for index, kv_heads in enumerate(heads_of(steps_of_heads)):
+        needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
+        what = f"heads {index + 1} of {len(steps_of_heads)}"
+        steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device, sparse))
+        parts.append(parts_of(problem, settings, steps[-1], place, span, first))
+        exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
     return RingSetup(
-        steps=steps,
-        # the kernels that copy rows have tables as large as the messages'
-        nbytes=2 * sum(units.nbytes for units in tables),
-        # few multiprocessors suffice during a computation; what a rank waits for has all of them. Both are alike on all ranks
-        lanes=LANES[crossing is not None or (count > 1 and not problem.is_dense)] if exchanges else None,
-        compute=functools.partial(Computation, StepParts(parts, q)),
+        steps=tuple(steps),
+        nbytes=sum(step.nbytes for step in steps),
+        exchanges=exchanges,
+        compute=functools.partial(Computation, StepParts(parts, q, steps)),
         sharding=None if sharding.given == sharding.used else sharding,
         home=home,
         query_rows=query_rows,

@@ -40,13 +40,13 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns ascending ranges [start, stop) with neighbours as one and without empty ones."""
+    """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start >= stop:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if found and found[-1][0] <= start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
             found.append((start, stop))
     return tuple(found)

@@ -101,33 +101,35 @@ def reshard(
     ``add``: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype."""
     if all(list(a) == list(b) for a, b in zip(old, new, strict=True)):
         return list(tensors)
-    sends, receives, arriving, results = [], [], [], []
-    for x, before, after in zip(tensors, old, new, strict=True):
-        B, _, _, *rest = x.shape
-        dtype = accumulation_dtype(x.dtype) if add else x.dtype
+    results, others = [], [rank for rank in range(len(old[0])) if rank != me]
+    # bytes, and where others' go, by peer; the widest numbers come first, since the others' bytes would not be aligned for them
+    outgoing, incoming = ({rank: list[torch.Tensor]() for rank in others} for _ in range(2))
+    wide = [accumulation_dtype(x.dtype) if add else x.dtype for x in tensors]
+    for index in sorted(range(len(tensors)), key=lambda i: -wide[i].itemsize):
+        x, before, after, dtype = tensors[index], old[index], new[index], wide[index]
         mine, needed = before[me], after[me]
-        shape = (B, needed.rows, needed.heads[1] - needed.heads[0], *rest)
+        shape = (x.shape[0], needed.rows, needed.heads[1] - needed.heads[0], *x.shape[3:])
         result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=x.device)
-        results.append(result)
-        for rank in range(len(before)):
+        results.append((index, result))
+        for piece in shared_rows(mine, after[me]):
+            piece.of(result, piece.there, needed.heads[0]).copy_(piece.of(x, piece.here, mine.heads[0]))
+        for rank in others:
             for piece in shared_rows(mine, after[rank]):
-                part = piece.of(x, piece.here, mine.heads[0])
-                if rank != me:
-                    sends.append((rank, part.to(dtype).transpose(0, 1).contiguous()))
-                elif add:
-                    piece.of(result, piece.there, needed.heads[0]).add_(part)
-                else:
-                    piece.of(result, piece.there, needed.heads[0]).copy_(part)
-            if rank == me:
-                continue
+                part = piece.of(x, piece.here, mine.heads[0]).to(dtype)
+                # a copy in any case: a contiguous tensor of one number may have any stride
+                outgoing[rank].append(part.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
             for piece in shared_rows(before[rank], needed):
-                shape = (piece.count, B, piece.heads[1] - piece.heads[0], *rest)
-                part = torch.empty(shape, dtype=dtype, device=x.device)
-                receives.append((rank, part))
-                arriving.append((piece.of(result, piece.there, needed.heads[0]), part))
+                incoming[rank].append(piece.of(result, piece.there, needed.heads[0]))
+    sends = [(rank, torch.cat(parts)) for rank, parts in outgoing.items() if parts]
+    receives = [(rank, tensors[0].new_empty(sum(map(_nbytes, places)), dtype=torch.uint8)) for rank, places in incoming.items() if places]
     if sends or receives:
         assert wire is not None, "one process holds everything"
         wire.start(sends, receives, what).wait()
-    for place, part in arriving:
-        (place.add_ if add else place.copy_)(part.transpose(0, 1))
-    return results
+    for rank, came in receives:
+        for place, part in zip(incoming[rank], came.split([*map(_nbytes, incoming[rank])]), strict=True):
+            (place.add_ if add else place.copy_)(part.view(place.dtype).view(place.shape))
+    return [result for _, result in sorted(results, key=lambda found: found[0])]
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    return x.numel() * x.itemsize

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from dilated_attention.distributed.comm.group import members_named
-from dilated_attention.distributed.comm.p2p import wires_of
-from dilated_attention.distributed.exchange.setup import LANES
+from dilated_attention.distributed.comm.p2p import wire_of
 from dilated_attention.distributed.sharding.layout import Span, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.functional.arguments import place_in
@@ -77,7 +76,7 @@ def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: s
     old, new = _holdings(bounds, members.size, layout, inverse)
     expected = old[members.rank].rows
     rows = x if x.shape[1] == expected else x.new_zeros(x.shape[0], expected, x.shape[2])
-    wire, _ = wires_of(members, timeout, LANES[0], x.device)
+    wire = wire_of(members, timeout, x.device)
     moved = reshard([rows[:, :, None]], [old], [new], members.rank, wire, "class tokens")[0][:, :, 0]
     return moved if rows is x else x.new_zeros(x.shape[0], moved.shape[1] + 1, x.shape[2])
 

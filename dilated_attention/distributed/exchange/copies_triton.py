@@ -1,0 +1,143 @@
+"""The copies of an exchange, one launch each: into what is sent, into a step's memory, and the sums of gradients.
+
+Tensors of keys are pairs, K and V or their gradients, (B, rows, heads, D) of stride 1 in D, with three strides each (kb, kn, kh). A line is
+some heads of a row (``Step``), of all batch entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.tiles.launch import KernelLaunch
+from dilated_attention.distributed.exchange.step import Pair, Step
+
+# numbers of one program
+_BLOCK = 4096
+# integers that follow the length are not specialised: one compiled kernel serves all lengths
+_VARYING = ["total", "own", "arrived", "peers"]
+
+
+@triton.jit
+def _rows(line, at, k_strides, v_strides, heads, width, batch, column):  # type: ignore[no-untyped-def]
+    """Returns where row ``at`` of a line has its numbers of both tensors."""
+    unit, entry = line * width + at // batch % width, at % batch
+    row, head = unit // heads, unit % heads
+    k = entry * k_strides[0] + row * k_strides[1] + head * k_strides[2]
+    v = entry * v_strides[0] + row * v_strides[1] + head * v_strides[2]
+    return k[:, None] + column, v[:, None] + column
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _pack_kernel(  # type: ignore[no-untyped-def]
+    to, k, v, lines, own_lines, kb, kn, kh, vb, vn, vh, total, heads, width, batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
+    column = tl.arange(0, D_BLOCK)[None]
+    inside = at < total
+    line = tl.load(lines + at // (batch * width), mask=inside, other=0)
+    if MAPPED:
+        line = tl.load(own_lines + line, mask=inside, other=0)
+    from_k, from_v = _rows(line, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
+    mask = inside[:, None] & (column < D)
+    place = to + at[:, None] * (2 * D) + column
+    tl.store(place, tl.load(k + from_k, mask=mask).to(to.dtype.element_ty), mask=mask)
+    tl.store(place + D, tl.load(v + from_v, mask=mask).to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _assemble_kernel(  # type: ignore[no-untyped-def]
+    memory, k, v, came, sources, own_lines, kb, kn, kh, vb, vn, vh, total, own, arrived, heads, width, batch, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, U: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
+    column = tl.arange(0, D_BLOCK)[None]
+    inside = at < total
+    line = tl.load(sources + at // (batch * width), mask=inside, other=own + arrived)
+    is_own, has_come = line < own, (line >= own) & (line < own + arrived)
+    there = came + ((line - own) * (batch * width) + at % (batch * width))[:, None] * (2 * D) + column
+    if MAPPED:
+        line = tl.load(own_lines + line, mask=is_own, other=0)
+    from_k, from_v = _rows(line, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
+    mask = (column < D) & is_own[:, None]
+    other = (column < D) & has_come[:, None]
+    keys = tl.load(k + from_k, mask=mask, other=0.0) + tl.load(there, mask=other, other=0.0)
+    values = tl.load(v + from_v, mask=mask, other=0.0) + tl.load(there + D, mask=other, other=0.0)
+    place = memory + at[:, None] * (2 * D) + column
+    tl.store(place, keys, mask=inside[:, None] & (column < D))
+    tl.store(place + D, values, mask=inside[:, None] & (column < D))
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _add_kernel(  # type: ignore[no-untyped-def]
+    to_k, to_v, k, v, came, places, returned, own_lines, tkb, tkn, tkh, tvb, tvn, tvh, kb, kn, kh, vb, vn, vh, total, peers, heads, width,
+    batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
+    column = tl.arange(0, D_BLOCK)[None]
+    inside = at < total
+    mask = inside[:, None] & (column < D)
+    line = at // (batch * width)
+    place = tl.load(places + line, mask=inside, other=0)
+    from_k, from_v = _rows(place, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
+    keys = tl.load(k + from_k, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(v + from_v, mask=mask, other=0.0).to(tl.float32)
+    for peer in range(peers):
+        other = tl.load(returned + peer * (total // (batch * width)) + line, mask=inside, other=-1)
+        there = came + (other * (batch * width) + at % (batch * width))[:, None] * (2 * D) + column
+        some = mask & (other >= 0)[:, None]
+        keys += tl.load(there, mask=some, other=0.0).to(tl.float32)
+        values += tl.load(there + D, mask=some, other=0.0).to(tl.float32)
+    if MAPPED:
+        line = tl.load(own_lines + line, mask=inside, other=0)
+    at_k, at_v = _rows(line, at, (tkb, tkn, tkh), (tvb, tvn, tvh), heads, width, batch, column)
+    if MAPPED:
+        keys += tl.load(to_k + at_k, mask=mask, other=0.0).to(tl.float32)
+        values += tl.load(to_v + at_v, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to_k + at_k, keys.to(to_k.dtype.element_ty), mask=mask)
+    tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
+
+
+def pack(to: torch.Tensor, of: Pair, step: Step, lines: torch.Tensor, *, are_own: bool) -> None:
+    """Writes lines of K and V, or their gradients, to ``to`` (lines, width · B · 2·D). ``are_own``: lines of the rank's own keys, which
+    ``own_lines`` numbers in their tensors."""
+    own_lines = step.own_lines if are_own else None
+    _launch(_pack_kernel, step, (to, *of, lines, own_lines), (of,), (), to)
+
+
+def assemble(memory: torch.Tensor, own: Pair, came: torch.Tensor, step: Step) -> None:
+    """Fills a memory (rows, heads, B, 2·D) from the rank's own K and V and the lines that came, as the step's ``sources`` say."""
+    tensors = memory, *own, came, step.sources, step.own_lines
+    _launch(_assemble_kernel, step, tensors, (own,), (len(step.own_places), step.place.total), memory)
+
+
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
+    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
+    that came, by peer. Where own keys are only some rows, the sums are added to what dk and dv hold."""
+    tensors = *to, *grads, came, step.own_places, step.returned, step.own_lines
+    _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), step.own_places)
+
+
+def _launch(
+    kernel: Any, step: Step, tensors: tuple[torch.Tensor | None, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
+) -> None:
+    """Launches a kernel over the rows of ``of``: lines, or memory. The launch is remembered for calls of the same strides."""
+    B, _, heads, D = pairs[0][0].shape
+    total = of.numel() // (2 * D) if of.is_floating_point() else of.shape[0] * step.width * B
+    if not total:
+        return
+    numbers = (*(stride for pair in pairs for x in pair for stride in x.stride()[:3]), total, *counts, heads, step.width, B)
+    dtypes = tuple([None if x is None else x.dtype for x in tensors])
+    key = kernel, numbers, D, dtypes
+    launch = step.launches.get(key)
+    if launch is None:
+        width = triton.next_power_of_2(D)
+        rows = max(1, _BLOCK // (2 * width))
+        constants = {"D": D, "D_BLOCK": width, "U": rows, "MAPPED": tensors[-1] is not None}
+        launch = step.launches[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
+    device = pairs[0][0].device
+    launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, device.index or 0)

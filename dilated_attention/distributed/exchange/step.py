@@ -1,0 +1,148 @@
+"""One step of an exchange on one rank: which rows it sends and receives, and where they go. Planned in closed form from what all ranks
+know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilated_attention.distributed.exchange.plan import Needed
+from dilated_attention.engine.branches.problems import Range
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class RowIndex:
+    """``numbers`` of lines by peer, one after the other, on a device; ``counts``: of each peer."""
+
+    def __init__(self, by_peer: Sequence[Sequence[range | np.ndarray]], device: torch.device) -> None:
+        self.counts = [sum(map(len, rows)) for rows in by_peer]
+        self.total = sum(self.counts)
+        rows = [np.arange(some.start, some.stop) if isinstance(some, range) else some for peer in by_peer for some in peer]
+        self.numbers = _on_device(np.concatenate([np.zeros(0, dtype=np.int64), *rows]), device)
+
+
+def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(numbers)
+    # a copy from other memory would wait for all that the GPU has to do
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step on one rank. A *line* is a row of all the step's heads, or of one head where these need different rows.
+
+    Args:
+        what: for messages.
+        kv_heads: [first, last).
+        width: heads of a line.
+        rows: of the memory, which holds the keys of a range of positions in order.
+        own: (first of the rank's own rows, first row of the memory, count) of the runs that may be read where they are.
+        send: the rank's own lines for each peer; gradients come back for them.
+        place: lines of the memory that come from each peer.
+        sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
+        own_places: the line of the memory of each own line.
+        own_lines: the line of the rank's tensors of each own line, where these are only some rows; None for all of them.
+        launches: of kernels, by what they depend on.
+    """
+
+    what: str
+    kv_heads: Range
+    width: int
+    rows: int
+    own: tuple[tuple[int, int, int], ...]
+    send: RowIndex
+    place: RowIndex
+    sources: torch.Tensor
+    own_places: torch.Tensor
+    own_lines: torch.Tensor | None = None
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+    @cached_property
+    def is_own(self) -> bool:
+        """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
+        return self.own_lines is None and not self.place.total and self.own == (((0, 0, self.rows),) if self.rows else ())
+
+    @cached_property
+    def returned(self) -> torch.Tensor:
+        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        peers = [count for count in self.send.counts if count]
+        returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
+        numbers = torch.arange(self.send.total, device=returned.device)
+        for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
+            row[lines] = places
+        return returned
+
+    def local(self, rows: slice) -> slice | None:
+        """Returns rows of the memory as own rows; None if some of them are not the rank's own, or not adjacent."""
+        for row, place, count in self.own:
+            if place <= rows.start and rows.stop <= place + count:
+                return slice(rows.start - place + row, rows.stop - place + row)
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        lines = self.own_lines if self.own_lines is not None else self.own_places[:0]
+        return sum(x.nbytes for x in (self.send.numbers, self.place.numbers, self.sources, self.own_places, lines))
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the step's heads of x (B, n, Hk, D)."""
+        return x if self.num_kv_heads == x.shape[2] else x[:, :, slice(*self.kv_heads)]
+
+
+def make_step(
+    shards: Sequence[Sequence[Range]],
+    rank: int,
+    needed: Callable[[int], Needed],
+    kv_heads: Range,
+    span: Range,
+    what: str,
+    device: torch.device,
+    sparse: tuple[int, tuple[int, ...]] | None = None,
+) -> Step:
+    """Plans a step whose memory rows are the positions of ``span``.
+
+    Args:
+        needed: what a rank needs for the step's heads.
+        sparse: (g, offsets) where the rank's own row i of each of all key/value heads is row g · i + offset of its tensors.
+    """
+    shard, wanted, num_heads = shards[rank], needed(rank), kv_heads[1] - kv_heads[0]
+    offsets = None if sparse is None else sparse[1][slice(*kv_heads)]
+    # rows of heads at different offsets are lines of their own
+    alike = wanted.heads == 1 and (offsets is None or len(set(offsets)) == 1)
+    each, rows = 1 if alike else num_heads, span[1] - span[0]
+
+    def moved(lines: range | np.ndarray, by: int) -> range | np.ndarray:
+        if each == wanted.heads:
+            return range(lines.start + by * each, lines.stop + by * each) if isinstance(lines, range) else lines + by * each
+        if isinstance(lines, range):
+            return range((lines.start + by) * each, (lines.stop + by) * each)
+        return ((lines + by)[:, None] * each + np.arange(each)).ravel()
+
+    stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
+    own = tuple((row, start - span[0], end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
+    send, place = (list[list[Any]]([] for _ in shards) for _ in range(2))
+    for peer, held in enumerate(shards):
+        if peer != rank:
+            send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
+            place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
+    arrives, lines = RowIndex(place, device), stacked[-1] * each
+    own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives.numbers[:0]])
+    numbers = torch.arange(lines + arrives.total, device=device)
+    sources = torch.full((rows * each,), lines + arrives.total, device=device)
+    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives.numbers, numbers[lines:])
+    own_lines: torch.Tensor | None = None
+    if sparse is not None and offsets is not None:
+        # a line of all heads has one offset
+        places = (np.arange(stacked[-1])[:, None] * sparse[0] + np.array(offsets[:each])) * each + np.arange(each)
+        own_lines, own = _on_device(places.ravel(), device), ()
+    return Step(what, kv_heads, num_heads // each, rows, own, RowIndex(send, device), arrives, sources, own_places, own_lines)

@@ -1,0 +1,65 @@
+"""The kernels that copy the rows of an exchange, interpreted, do what torch's operations do."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+
+from dilated_attention.distributed.exchange import copies_torch, copies_triton
+from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.step import make_step
+from dilated_attention.pattern import DilatedPattern
+
+CPU = torch.device("cpu")
+
+
+def random_pair(B: int, rows: int, heads: int, D: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as views of one tensor, whose strides are not those of either."""
+    both = torch.randn(rows, heads, B, 2 * D).to(dtype).permute(2, 0, 1, 3)
+    return both[..., :D], both[..., D:]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_copy_as_torch_does(seed: int) -> None:
+    """Lines of all heads and of one, of some heads, of all rows and of every third, in several batch entries."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    N, H, Hk, B, D = 48, 4, rng.choice((1, 2, 4)), rng.randint(1, 2), rng.choice((8, 12))
+    offsets = "blocked" if seed % 2 else None
+    pattern = DilatedPattern((12, 48), (1, 3), **({} if offsets is None else {"head_offsets": offsets}))
+    shards = (((0, 6), (42, 48)), ((6, 42),)) if rng.random() < 0.5 else (((0, 20),), ((20, 29),), ((29, 48),))
+    problem, rank = RingProblem(pattern, ((0, N),), shards, H, Hk, rng.random() < 0.5), rng.randrange(len(shards))
+    heads = (0, Hk) if rng.random() < 0.5 else (Hk - 1, Hk)
+    span, rows = key_span(problem, rank), sum(end - start for start, end in shards[rank])
+    sparse = (3, tuple(rng.randrange(3) for _ in range(Hk))) if seed % 3 == 0 else None
+    needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=heads))
+    step = make_step(shards, rank, needed, heads, (span.start, span.end), "", CPU, sparse)
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    own = random_pair(B, rows * (3 if sparse else 1), Hk, D, dtype)
+    own = step.of_heads(own[0]), step.of_heads(own[1])
+    width = step.width * B * 2 * D
+
+    sent = [torch.full((step.send.total, width), torch.nan, dtype=dtype) for _ in range(2)]
+    memory = [torch.full((step.rows, step.num_kv_heads, B, 2 * D), torch.nan, dtype=dtype) for _ in range(2)]
+    came, returned = torch.randn(step.place.total, width).to(dtype), torch.randn(step.send.total, width).to(dtype)
+    grads = random_pair(B, step.rows, step.num_kv_heads, D, torch.float32)
+    before = random_pair(B, own[0].shape[1], Hk, D, dtype)
+    sums = [tuple(x.clone() for x in before) for _ in range(2)]
+    back = [torch.full((step.place.total, width), torch.nan, dtype=dtype) for _ in range(2)]
+    for copies, *to in zip((copies_torch, copies_triton), sent, memory, sums, back, strict=True):
+        copies.pack(to[0], own, step, step.send.numbers, are_own=True)
+        copies.assemble(to[1], own, came, step)
+        copies.add((step.of_heads(to[2][0]), step.of_heads(to[2][1])), grads, returned, step)
+        copies.pack(to[3], grads, step, step.place.numbers, are_own=False)
+    for one, other in (sent, memory):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for one, other in (back, *zip(*sums, strict=True)):
+        # the interpreter cuts off what a GPU rounds
+        torch.testing.assert_close(one, other, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+    # what came is in the memory, line by line, and what nobody needs is zero
+    lines = memory[0].view(-1, width)
+    torch.testing.assert_close(lines[step.place.numbers], came, rtol=0, atol=0)
+    assert not lines[step.sources == len(step.own_places) + step.place.total].any()
