@@ -22,7 +22,6 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches import run_branches, run_problems
 from dilated_attention.engine.ops.prepare import fuses, make_plan
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.engine.plan import Runner
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -78,7 +77,8 @@ def attention_memory(
     backend: str = "auto",
     detached: bool = False,
     dropout_p: float = 0.0,
-    runner: Runner | None = None,
+    keys: tuple[int, int] | None = None,
+    host_ms: tuple[float, float] = (0.0, 0.0),
 ) -> MemoryEstimate:
     """Estimates the peak memory of ``dilated_attention`` on contiguous q, k, v (and dout), as the engine allocates it.
 
@@ -98,7 +98,9 @@ def attention_memory(
         is_causal, key_padding_mask, backend, dropout_p: as in the call.
         detached: mixing is detached.
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
-        runner: how the passes run, if it is known.
+        keys: (keys in memory, the first query's position among them) of a rank whose queries see more keys than are its own. Only its
+            own keys and their gradients are counted here.
+        host_ms: of a forward and of a backward, see ``make_plan``.
 
     >>> pattern = DilatedPattern((2048, 8192), (1, 4))
     >>> print(attention_memory(pattern, 2**20, 8, 64))
@@ -108,7 +110,10 @@ def attention_memory(
     branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
     settings = CallSettings(branches, "", (), is_causal, detached, False, needs_grad, backend, "native", 0.0, False, (), D**-0.5, dropout_p)
     q, k = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, Hk))
-    Q, K, R, a = q.nbytes, k.nbytes, B * N * H, accumulation_dtype(dtype).itemsize
+    given: dict[str, Any] = {}
+    if keys is not None:
+        settings, k, given = settings._replace(query_offset=keys[1]), k.new_empty((B, keys[0], Hk, D)), {"documents": ((0, keys[0]),)}
+    Q, K, R, a = q.nbytes, q.nbytes // H * Hk, B * N * H, accumulation_dtype(dtype).itemsize
     inputs = Q + 2 * K + B * N * key_padding_mask
     # with padding, k and v are copied with their padded rows zeroed
     common = [("q, k, v", inputs), ("k, v without padding", 2 * K * key_padding_mask)]
@@ -116,9 +121,9 @@ def attention_memory(
     saved = 0
     for is_backward in (False, True)[: 1 + needs_grad]:
         tensors = (q, k, k, q, q) if is_backward else (q, k, k)
-        options: dict[str, Any] = {"has_padding": key_padding_mask, "saved": not is_backward or saved > 0, "hardware": machine}
+        options = given | {"has_padding": key_padding_mask, "saved": not is_backward or saved > 0, "hardware": machine}
         try:
-            plan = make_plan(settings, tensors, is_backward, runner=runner, **options)
+            plan = make_plan(settings, tensors, is_backward, host_ms=host_ms[is_backward], **options)
         except BackendUnavailable:
             # no kernel of this machine computes it
             options["runner"] = run_branches if fuses(machine, dtype) else run_problems

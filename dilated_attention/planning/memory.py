@@ -8,7 +8,7 @@ from typing import Any
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
-from dilated_attention.engine.branches import run_problems
+from dilated_attention.distributed.exchange.computation import HOST_MS
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts
@@ -110,8 +110,8 @@ def _of_ring(problem: Problem) -> tuple[Terms, Terms]:
         grads = ("dk, dv of all keys in memory", received * e * ranges // exchange.steps), ("sums of kernels in float32", sums)
         return [*common, ("out", Q * e)], [*common, ("out, dout", 2 * Q * e), ("dq", Q * e), *grads]
     if exchange.home is None:
-        # ranges of the keys in memory are read problem by problem, as on a CPU
-        local = _of_engine(problem, problem.rows, runner=run_problems)
+        first = exchange.rows - problem.rows if problem.is_causal else 0
+        local = _of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=(HOST_MS[False], HOST_MS[True]))
         more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * (a + e * (a != e)))]
     else:
         local = _of_engine(problem, problem.rows, exchange.home)

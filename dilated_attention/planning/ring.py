@@ -112,12 +112,14 @@ def _units(needed: list[Needed], shards: tuple[tuple[Range, ...], ...], kv_heads
     return torch.tensor([[x.count(shard) * (kv_heads // x.heads) for shard in shards] for x in needed])
 
 
-def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, row: int, steps: int) -> Exchange:
+def _gathered(name: str, seen: torch.Tensor, keys: torch.Tensor, row: int, steps: int, own: int = 0) -> Exchange:
     """Returns an exchange of the units ``seen`` [reader][holder] of ``row`` bytes, into a memory of ``keys`` units: a backward exchanges
-    keys again, and gradients the other way. What is sent and received, keys and gradients of two steps are in memory at a time."""
+    keys again, and gradients the other way. A step's memory is there while it is computed, what the next one sends and receives too; in a
+    backward also the memory's gradients, and those of the step before. ``own``: units of a rank's gradients, if they are made last."""
     received, sent = max(zip((seen.sum(1) * row).tolist(), (seen.sum(0) * row).tolist(), strict=True))
-    moved = seen.sum(0) + seen.sum(1)
-    forward, backward = (int(units.max()) * row * min(AHEAD, steps) // steps for units in (keys + moved, 3 * keys + moved + seen.sum(0)))
+    ahead = (seen.sum(0) + seen.sum(1)) * min(AHEAD, steps)
+    both = torch.maximum(2 * keys - own, keys + ahead) if steps == 1 else 3 * keys + ahead
+    forward, backward = (int(units.max()) * row // steps for units in (keys + ahead, both))
     return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
 
 
@@ -145,4 +147,4 @@ def _of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (block_plan.key_span(ring_problem, needs, rank) for rank in range(W))])
     row = 2 * problem.batch_size * problem.head_dim * problem.dtype.itemsize
-    return _gathered("blocks", seen, lengths * (seen.sum(1) > 0) * Hk, row, len(steps))
+    return _gathered("blocks", seen, lengths * (seen.sum(1) > 0) * Hk, row, len(steps), problem.rows * Hk)

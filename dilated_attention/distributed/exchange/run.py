@@ -56,7 +56,7 @@ class Arrival(AtHand):
         self._step: Step | None = None if step.is_own else step
         self._transfer: Transfer | None = None
         k, width = self.own[0], step.width * k.shape[0] * 2 * k.shape[3]
-        self._came = k.new_empty((step.place.total, width))
+        self._came: torch.Tensor | None = k.new_empty((step.place.total, width))
         if step.send.total or step.place.total:
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((step.send.total, width))
@@ -74,8 +74,8 @@ class Arrival(AtHand):
             _copies(k).assemble(memory, self.own, self._came, step)
             keys = memory.permute(2, 0, 1, 3)
             self.keys = keys[..., :D], keys[..., D:]
-        self._step = self._transfer = None
-        self._came = self._came[:0]
+        # what came is copied: its memory is free for the step's results
+        self._step = self._transfer = self._came = None
 
 
 class Returning:

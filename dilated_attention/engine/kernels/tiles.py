@@ -149,7 +149,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
         return
     _started.add(kind)
     q, k, v, *dout = (torch.empty_strided(x.shape, x.stride(), dtype=q.dtype, device="meta") for x in tensors[: 3 + plan.is_backward])
-    masks = Masks(torch.empty((q.shape[0], shape.keys[1]), dtype=torch.bool, device="meta") if has_padding else None)
+    masks = Masks(torch.empty(k.shape[:2], dtype=torch.bool, device="meta") if has_padding else None)
     rehearsed, saved = replace(plan, made={}), q.new_empty(0) if plan.is_saved else None
     with on_device(tensors[0].device):
         if plan.is_backward:
