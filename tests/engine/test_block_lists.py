@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dilated_attention.engine.blocks import lists as module
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, renumber_columns, select_rows
 from dilated_attention.pattern import (
+    Axial,
     BigBird,
     BlockPattern,
     BlockTensor,
@@ -138,6 +139,17 @@ def test_cached_by_all_arguments() -> None:
     table = torch.ones(1, 4, 4, dtype=torch.bool)
     full = block_lists(BlockTensor(table), 500, 2, device="cpu")
     assert block_lists(BlockTensor(~table), 500, 2, device="cpu").num_entries == 0 and full.num_entries == 16
+
+
+def test_sequences_of_equally_many_blocks_share_lists() -> None:
+    class Narrower(LocalWindow):
+        """A class that derives from one that shares lists may keep other pairs."""
+
+    sharing = LocalWindow(100), GlobalLocal(30, 10), BigBird(30, 3, 1), Strided(3), RandomBlocks(0.3), Axial(256), LocalWindow(9) | Causal()
+    for pattern, shares in [*((x, True) for x in sharing), (Axial(100), False), (Narrower(100), False), (Causal() & Axial(100), False)]:
+        longer, shorter = (check(pattern, n, False) for n in (600, 530))
+        assert (longer.columns is shorter.columns) == shares == (longer.by_column is shorter.by_column)
+        assert (longer.num_keys, shorter.num_keys) == (600, 530)
 
 
 def test_lists_made_while_inferring_serve_training() -> None:

@@ -174,7 +174,9 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
     assert lists.interval is not None, "only interval masks are supported"
     missing = lists.num_rows * lists.q_block - lists.num_queries
     # the kernels also read the bounds of the missing rows of the last block
-    bounds = lists.derived("whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()))
+    bounds = lists.derived(
+        "whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()), by_length=True
+    )
     return _mask_mod(), bounds
 
 

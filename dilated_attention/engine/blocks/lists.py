@@ -36,7 +36,8 @@ def block_lists(
         num_queries: number of queries; None for all up to N.
 
     Returns:
-        Lists, cached by all arguments. One list serves all heads (``num_heads`` of the result is 1) unless the pattern differs between
+        Lists, cached by all arguments; of patterns with ``shares_lists``, by the number of blocks: a length with as many as one before
+        makes no new ones. One list serves all heads (``num_heads`` of the result is 1) unless the pattern differs between
         heads. ``interval`` is set if the pairs that masks keep form one range [low, high) per query, the same for all heads.
 
     Raises:
@@ -53,19 +54,24 @@ def block_lists(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
+    queries, keys = pattern.listed(num_queries), pattern.listed(num_keys)
+    key = (pattern, keys, num_heads, first_query, queries, is_causal, device)
     with _lock:
         lists = _cache.get(key)
         if lists is not None:
             _cache.move_to_end(key)
-    if lists is not None:
+    if lists is None:
+        lists = _built(pattern, keys, num_heads, first_query, queries, is_causal, device)
+        with _lock:
+            _cache[key] = lists
+            while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
+                _cache.popitem(last=False)
+    else:
         _wait_for(lists)
+    if (queries, keys) == (num_queries, num_keys):
         return lists
-    lists = _built(pattern, num_keys, num_heads, first_query, num_queries, is_causal, device)
-    with _lock:
-        _cache[key] = lists
-        while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
-            _cache.popitem(last=False)
+    lists = lists.derived((num_queries, num_keys), lambda whole: _marked(whole.of_length(num_queries, num_keys)), by_length=True)
+    _wait_for(lists)
     return lists
 
 
@@ -92,7 +98,13 @@ def _built(
     checked_total(lists.num_entries)
     if device.type == "cuda":
         lists = lists.on(device) if on_host else lists
-        stream = torch.cuda.current_stream(device)
+    return _marked(lists)
+
+
+def _marked(lists: BlockLists) -> BlockLists:
+    """Notes which stream made the lists."""
+    if lists.row_starts.is_cuda:
+        stream = torch.cuda.current_stream(lists.row_starts.device)
         lists.cache["made"] = stream, stream.record_event()
     return lists
 

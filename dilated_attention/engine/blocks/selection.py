@@ -18,7 +18,6 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.engine.blocks.bitmask import bits_of_lists
-from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
 from dilated_attention.engine.oom import explains_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
@@ -26,7 +25,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.blocks.content import share_of
-from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
+from dilated_attention.pattern.blocks.kept_blocks import kept_blocks, packed, unpacked
 
 # bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
@@ -226,7 +225,7 @@ def _static_bits(
 ) -> torch.Tensor:
     """Returns (H or 1, rows, words) int32: the blocks of which the pattern keeps any pair, without causality."""
     # from lists instead of ``entries``, since only their masks show which blocks of a composition are empty
-    lists = block_lists(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=False, device=device)
+    lists = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, device=device)
     return bits_of_lists(lists)
 
 

@@ -144,6 +144,9 @@ class BlockPattern(Pattern):
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
     is_prefix_stable: ClassVar[bool] = False
+    # whether sequences of equally many blocks keep the same pairs, as far as both have these positions, with square blocks: such sequences
+    # share lists of blocks. A class that derives from another says so again
+    shares_lists: ClassVar[bool] = False
     # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
     is_chosen: ClassVar[bool] = False
     # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
@@ -152,6 +155,8 @@ class BlockPattern(Pattern):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the class by its name. Defining it again, as notebooks do, replaces it."""
         super().__init_subclass__(**kwargs)
+        if cls.shares_lists is True and "shares_lists" not in vars(cls):
+            cls.shares_lists = False
         known = _classes.get(cls.__name__)
         if known is not None and known.__module__ != cls.__module__:
             raise TypeError(f"{cls.__module__}.{cls.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
@@ -366,7 +371,13 @@ class BlockPattern(Pattern):
         """Returns the bytes of the lists and masks that kernels read for this pattern."""
         from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
-        return kept_blocks(self, num_positions, num_heads, is_causal=is_causal).nbytes
+        whole = kept_blocks(self, self.listed(checked_positions(num_positions)), num_heads, is_causal=is_causal)
+        return whole.of_length(num_positions, num_positions).nbytes
+
+    def listed(self, num_positions: int) -> int:
+        """Returns for how many positions lists are built that serve ``num_positions``: those of whole blocks, if the pattern shares lists."""
+        shares = self.shares_lists and self.q_block == self.k_block
+        return -(-num_positions // self.q_block) * self.q_block if shares else num_positions
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""

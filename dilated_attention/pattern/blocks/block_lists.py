@@ -53,7 +53,8 @@ class BlockLists:
     masks: Tensor | None
     bits: Tensor
     interval: tuple[Tensor, Tensor] | None = None
-    # what backends derive from the lists once, in their own form; of lists that were built on the host, those under "host"
+    # what backends derive from the lists once, in their own form; under "source" the lists that these have their blocks from: those that
+    # were built on the host, or of a sequence that fills its last block
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -72,19 +73,27 @@ class BlockLists:
     def num_entries(self) -> int:
         return self.columns.shape[0]
 
-    def derived(self, key: Hashable, make: Callable[[BlockLists], T]) -> T:
-        """Returns what ``make`` returns for these lists, which is called once, on the host if the lists were built there."""
+    def derived(self, key: Hashable, make: Callable[[BlockLists], T], *, by_length: bool = False) -> T:
+        """Returns what ``make`` returns for these lists, which is called once: for their source if they have one, unless it depends on the
+        numbers of positions (``by_length``)."""
         if key not in self.cache:
-            host = self.cache.get("host")
-            self.cache[key] = make(self) if host is None else moved(host.derived(key, make), self.row_starts.device)
+            source = None if by_length else self.cache.get("source")
+            self.cache[key] = make(self) if source is None else moved(source.derived(key, make), self.row_starts.device)
         found: T = self.cache[key]
         return found
+
+    def of_length(self, num_queries: int, num_keys: int) -> BlockLists:
+        """Returns these lists for fewer positions in as many blocks. Blocks may be listed of which no pair is left."""
+        interval = None if self.interval is None else (self.interval[0][:num_queries], self.interval[1][:num_queries].clamp(max=num_keys))
+        shorter = replace(self, num_queries=num_queries, num_keys=num_keys, interval=interval)
+        shorter.cache["source"] = self
+        return shorter
 
     def on(self, device: torch.device) -> BlockLists:
         """Returns these lists of the host on a GPU, without waiting for it."""
         names = ("row_starts", "columns", "masks", "bits", "interval")
         there = replace(self, **dict(zip(names, moved(tuple(getattr(self, name) for name in names), device), strict=True)))
-        there.cache["host"] = self
+        there.cache["source"] = self
         return there
 
     @property
@@ -102,8 +111,8 @@ class BlockLists:
     @cached_property
     def fills_every_row(self) -> bool:
         """Whether every query certainly keeps a key. Waits for the GPU once."""
-        host = self.cache.get("host", self)
-        return self.masks is None and bool((host.row_starts.diff() > 0).all())
+        source: BlockLists | None = self.cache.get("source")
+        return source.fills_every_row if source is not None else self.masks is None and bool((self.row_starts.diff() > 0).all())
 
     @cached_property
     @torch.inference_mode(False)
@@ -141,6 +150,8 @@ def moved(x: Any, device: torch.device) -> Any:
     leaves, form = tree_flatten(x, is_leaf=lambda part: not isinstance(part, tuple))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
+        return x
+    if tensors[0].device == device:
         return x
     assert all(tensor.dtype is torch.int32 for tensor in tensors)
     # kernels are compiled for pointers that are multiples of 16

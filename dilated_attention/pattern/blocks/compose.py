@@ -59,6 +59,10 @@ class _Composite(BlockPattern):
     def is_prefix_stable(self) -> bool:  # type: ignore[override]
         return all(part.is_prefix_stable for part in self.parts)
 
+    @property
+    def shares_lists(self) -> bool:  # type: ignore[override]
+        return all(part.shares_lists for part in self.parts)
+
     def check(self, num_positions: int, num_heads: int) -> None:
         for part in self.parts:
             part.check(num_positions, num_heads)

@@ -27,6 +27,7 @@ class GlobalLocal(LocalWindow):
     multiple of the block size, it needs no masks of single pairs.
     """
 
+    shares_lists = True
     global_tokens: int
 
     def __post_init__(self) -> None:
@@ -83,6 +84,7 @@ class BigBird(GlobalLocal):
     Differs from the paper: window and globals count positions, not blocks. Under causality, a row loses its drawn blocks in the future.
     """
 
+    shares_lists = True
     random_blocks: int
     seed: int = 0
 

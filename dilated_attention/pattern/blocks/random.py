@@ -30,6 +30,7 @@ class RandomBlocks(WholeBlocks):
         own_block: a row that keeps any block keeps the key block of its first position. Without it, causal rows may be empty.
     """
 
+    shares_lists = True
     ratio: float
     seed: int = 0
     per_head: bool = True

@@ -71,6 +71,7 @@ class Strided(_AroundOwn):
     ``PerHead`` to give the parts to separate heads.
     """
 
+    shares_lists = True
     stride_blocks: int
     local_blocks: int = 1
 
@@ -98,6 +99,7 @@ class DilatedBlocks(_AroundOwn):
         num_blocks: number of kept blocks, away from the ends of the sequence; ≥ 1.
     """
 
+    shares_lists = True
     dilation: int
     num_blocks: int
 
@@ -138,6 +140,8 @@ class Axial(WholeBlocks):
     def is_prefix_stable(self) -> bool:  # type: ignore[override]
         # otherwise a query block that the end of the sequence cuts short shares image columns with fewer key blocks
         return self.q_block == self.k_block and self.width % self.q_block == 0
+
+    shares_lists = is_prefix_stable  # type: ignore[assignment]
 
     def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         first_query, last_query = grid.queries(row)
@@ -201,6 +205,7 @@ class BlockTensor(BlockTable):
             sequence must have that many rows and columns of blocks.
     """
 
+    shares_lists = True
     mask: Tensor = field(repr=False)
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ class LocalWindow(IntervalPattern):
         # no sequence is longer than MAX_LENGTH, so such a side is unbounded
         self._set(window=tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
 
-    is_prefix_stable = True
+    is_prefix_stable = shares_lists = True
 
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
@@ -94,7 +94,7 @@ class LocalWindow(IntervalPattern):
 class Causal(IntervalPattern):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
-    is_prefix_stable = True
+    is_prefix_stable = shares_lists = True
 
     def cost(self, grid: Grid) -> float:
         return grid.num_columns / 2 + 1
