@@ -19,7 +19,7 @@ def flops_per_token(model: LongNetLM, length: int) -> float:
     """Of a training step, without recomputation: 6 for each weight of a matrix product, 12·D for each pair of query and key."""
     config = model.config
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
-    pairs = config.num_layers * config.pattern.pairs(length, config.num_heads, is_causal=config.is_causal)
+    pairs = sum(layer.pattern.pairs(length, config.num_heads, is_causal=config.is_causal) for layer in config.layers)
     return 6 * weights + 12 * config.head_dim * pairs / length
 
 

@@ -193,8 +193,10 @@ def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> Non
     """A third of a step's is the forward, as torch counts it op by op."""
     costs = example("recipe.costs", monkeypatch)
     shape: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 2, "kmer": 2, "tie_embeddings": False}
-    for is_causal in (True, False):
-        model = LongNetLM(LongNetConfig(**shape, segment_lengths=(64, 256), dilation_rates=(1, 4), is_causal=is_causal))
+    dilated: dict[str, Any] = {"segment_lengths": (64, 256), "dilation_rates": (1, 4)}
+    mixed = {"attention": [{"attention": "dense"}, {"attention": "dilated", **dilated}]}
+    for is_causal, layers in ((True, dilated), (False, dilated), (True, mixed)):
+        model = LongNetLM(LongNetConfig(**shape, **layers, is_causal=is_causal))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(model.encode("GATTACA" * 50)[:, :300])
         assert costs.flops_per_token(model, 300) * 300 == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
