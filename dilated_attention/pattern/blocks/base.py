@@ -375,7 +375,7 @@ class BlockPattern(Pattern):
         return whole.of_length(num_positions, num_positions).nbytes
 
     def listed(self, num_positions: int) -> int:
-        """Returns for how many positions lists are built that serve ``num_positions``: those of whole blocks, if the pattern shares lists."""
+        """Returns for how many positions the lists are built that serve ``num_positions``: of whole blocks if the pattern shares lists."""
         shares = self.shares_lists and self.q_block == self.k_block
         return -(-num_positions // self.q_block) * self.q_block if shares else num_positions
 
