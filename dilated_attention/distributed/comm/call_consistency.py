@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,59 +78,48 @@ def agreed_call(
     """
     q, k, _, padding = inputs[:4]
     if members.group is None:
-        return Agreed(checked_length(ring.layout, ring.seq_len, [q.shape[1]]), None, None, None), 0
+        return Agreed(_checked_length(ring, [q.shape[1]]), None, None, None), 0
     session = session_of(members, ring.timeout)
     session.check()
-    # without what each rank may choose for itself, else some ranks would start a handshake and others would not
-    same: dict[str, object] = {
-        "function": function_of(settings),
-        "q.shape[0]": q.shape[0],
-        "q.shape[2]": q.shape[2],
-        "k.shape[2]": k.shape[2],
-        "q.shape[3]": q.shape[3],
-        "dtype": q.dtype,
-        "device": q.device.type,
-        # it limits how much may be received at once, which must be the same on all ranks
-        "device memory, GiB": device_memory(q.device) >> 30,
-        "key_padding_mask": "None" if padding is None else "given",
-        "window": list(settings.window) or None,
-        "is_causal": settings.is_causal,
-        "scale": settings.scale,
-        "softcap": settings.softcap or None,
-        "sinks": "given" if settings.has_sinks else None,
-        "dropout_p": settings.dropout_p,
-        "mixture_grad": "detached" if settings.detached else "exact",
-        "deterministic": settings.deterministic,
-        "requires_grad": settings.needs_grad,
-        "exchange": ring.exchange,
-        "head_steps": settings.sharding[-1] or None,
-        "return_lse": ring.lse_grad,
-        "layout": "dealt" if is_dealt(ring.layout) else ring.layout,
-        "cu_seqlens": "None" if bounds is None else "given",
+    pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
+    # leave out what each rank may choose for itself, else some ranks would start a handshake and others would not; and what follows the
+    # length. The name of a pattern that holds a function may be given again once it is gone
+    kind = (
+        replace(ring, timeout=0.0, seq_len=min(ring.seq_len, 0), layout="" if is_dealt(ring.layout) else ring.layout),
+        settings._replace(backend="", precision="", seq_len=0, sharding=settings.sharding[-1:]),
+        *(q.shape[0], q.shape[2:], k.shape[2:], q.dtype, q.device.type, padding is None, bounds is None),
+        pattern if pattern is not None and pattern.lives_here else None,
+    )
+    of_length = {
+        "layout": short_name(ring.layout),
+        "cu_seqlens": "None" if bounds is None else _shortened(bounds),
+        "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None",
     }
-    of_function: BlockPattern | None = None
-    if settings.blocks:
-        pattern = pattern_from_spec(settings.blocks)
-        # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
-        of_function = pattern if pattern.lives_here else None
-        name = type(pattern).__name__ if of_function else settings.blocks
-        same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
-    elif settings.branches is not None:
-        lengths, rates, head_offsets, branch_heads, tail = settings.branches
-        same |= {"segment_lengths": list(lengths), "dilation_rates": list(rates), "head_offsets": head_offsets}
-        same |= {"branch_heads": branch_heads, "tail": tail}
-    arguments = {name: str(value) for name, value in same.items()}
-    # the name of a pattern that holds a function may be given again once it is gone
-    kind = (*arguments.values(), of_function)
-    arguments |= {"layout": short_name(ring.layout), "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None"}
-    if bounds is not None:
-        arguments["cu_seqlens"] = _shortened(bounds)
     form, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
     if form is None:
-        form = CallForm(session.handshakes, {})
-        with_kernels = arguments if kernels is None else arguments | {"kernels": kernels()}
-        held = [own["rows"] for own in agree(members, with_kernels, {"rows": q.shape[1]}, ring.timeout)]
-        seq_len = checked_length(ring.layout, seq_len, held)
+        number = session.calls
+        same = {
+            "function": function_of(settings),
+            **_same_of_tensors(q, k, padding),
+            **_same_of_patterns(settings, pattern),
+            "window": str(list(settings.window) or None),
+            "is_causal": settings.is_causal,
+            "scale": settings.scale,
+            "softcap": settings.softcap or "None",
+            "sinks": "given" if settings.has_sinks else "None",
+            "dropout_p": settings.dropout_p,
+            "mixture_grad": "detached" if settings.detached else "exact",
+            "deterministic": settings.deterministic,
+            "requires_grad": settings.needs_grad,
+            "exchange": ring.exchange,
+            "head_steps": settings.sharding[-1] or "None",
+            "return_lse": ring.lse_grad,
+            **({} if kernels is None else {"kernels": kernels()}),
+            **of_length,
+        }
+        arguments = {name: str(value) for name, value in same.items()}
+        held = [own["rows"] for own in agree(members, arguments, {"rows": q.shape[1]}, ring.timeout)]
+        seq_len, form = _checked_length(ring, held), CallForm(number, arguments)
         if ring.seq_len >= 0:
             session.remember(kind, form)
     elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
@@ -139,8 +128,9 @@ def agreed_call(
             "cut it by shard_sequence with the same layout and seq_len"
         )
     # a number of the kind and the length, which the tags of messages contain
-    form = CallForm(zlib.crc32(f"{form.number} {seq_len} {ring.layout} {bounds}".encode()), arguments)
-    return Agreed(seq_len, session.agreed, form, kind), session.enter_forward(form)
+    number = zlib.crc32(f"{form.number} {seq_len} {ring.layout} {bounds}".encode())
+    form = CallForm(number, {**form.arguments, **of_length})
+    return Agreed(seq_len, session.agreed, form, kind), session.order.enter_forward(form)
 
 
 def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, agreed: Agreed, kernels: Mapping[str, str]) -> None:
@@ -148,11 +138,45 @@ def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, a
     for a kind, or for a length where the blocks are those of a function."""
     if members.group is None:
         return
-    session = session_of(members, ring.timeout)
-    settled = (agreed.kind, "kernels", agreed.seq_len if pattern_from_spec(settings.blocks).lives_here else None)
+    session, of_function = session_of(members, ring.timeout), pattern_from_spec(settings.blocks).lives_here
+    settled = (agreed.kind, "kernels", agreed.seq_len if of_function else None)
     if settled not in session.agreed:
-        agree(members, {"function": function_of(settings), **kernels}, {}, ring.timeout)
-        session.remember(settled, CallForm(0, kernels))
+        same = {"function": function_of(settings), **kernels}
+        agree(members, same, {}, ring.timeout)
+        session.remember(settled, CallForm(0, same))
+
+
+def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None) -> dict[str, object]:
+    """Returns the properties of the tensors that must be equal on all ranks, by name."""
+    return {
+        "q.shape[0]": q.shape[0],
+        "q.shape[2]": q.shape[2],
+        "k.shape[2]": k.shape[2],
+        "q.shape[3]": q.shape[3],
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        # it limits how much may be received at once, which must be the same on all ranks
+        "device memory, GiB": device_memory(q.device) >> 30,
+        "key_padding_mask": "given" if padding is not None else "None",
+    }
+
+
+def _same_of_patterns(settings: CallSettings, blocks: BlockPattern | None) -> dict[str, object]:
+    if blocks is not None:
+        return {
+            "branches": settings.branches,
+            # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
+            "pattern": type(blocks).__name__ if blocks.lives_here else blocks.spec(),
+            "block_size": str(blocks.block_size),
+        }
+    pattern = settings.pattern
+    return {
+        "segment_lengths": str(list(pattern.segment_lengths)),
+        "dilation_rates": str(list(pattern.dilation_rates)),
+        "head_offsets": str(pattern.head_offsets),
+        "branch_heads": pattern.branch_heads,
+        "tail": pattern.tail,
+    }
 
 
 def _shortened(bounds: tuple[int, ...]) -> str:
@@ -160,13 +184,12 @@ def _shortened(bounds: tuple[int, ...]) -> str:
     return text if len(text) <= 200 else f"{text[:160]} … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})"
 
 
-def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
-    """Returns N, where it is negative the sum of all ranks' rows; ValueError if these are no shards of a sequence in the layout."""
-    seq_len = seq_len if seq_len >= 0 else sum(rows)
-    expected = [local_length(seq_len, rank, len(rows), layout) for rank in range(len(rows))]
+def _checked_length(ring: RingCall, rows: list[int]) -> int:
+    seq_len = ring.seq_len if ring.seq_len >= 0 else sum(rows)
+    expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
     if rows != expected:
         raise ValueError(
-            f"the group's ranks hold {rows} positions; a {short_name(layout)} sequence of {seq_len} has {expected}: "
+            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     return seq_len
