@@ -214,16 +214,16 @@ def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}; a process holds queries and keys of the same positions")
 
 
-def check_key_padding_mask(mask: Any, k: torch.Tensor) -> None:
+def check_key_padding_mask(mask: Any, k: torch.Tensor, name: str = "key_padding_mask") -> None:
     if mask is None:
         return
-    _check_plain("key_padding_mask", mask, "a bool tensor of shape (batch, keys), True = padding")
+    _check_plain(name, mask, "a bool tensor of shape (batch, keys), True = padding")
     if mask.dtype is not torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
     if tuple(mask.shape) != (k.shape[0], k.shape[1]):
-        raise ValueError(f"key_padding_mask has shape {tuple(mask.shape)}; expected (batch, keys) = {(k.shape[0], k.shape[1])}")
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}; expected (batch, keys) = {(k.shape[0], k.shape[1])}")
     if mask.device != k.device:
-        raise ValueError(f"key_padding_mask is on {mask.device} and k on {k.device}; move it with .to(k.device)")
+        raise ValueError(f"{name} is on {mask.device} and k on {k.device}; move it with .to(k.device)")
 
 
 def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:

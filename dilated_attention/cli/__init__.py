@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from dilated_attention import __version__, interrupt
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.cli import common, info, plan, saved, show, warmup
+from dilated_attention.factory.presets import hint_of
 
 # exit code that a shell reports for a process ended by SIGINT or SIGPIPE: 128 + the signal's number
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -44,10 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        wrong, choices, _ = message.partition("(choose from")
+        super().error(f"{message} {hint_of(wrong)}".strip() if choices else message)
+
+
 def _parser() -> argparse.ArgumentParser:
     called = Path(sys.argv[0]).name if sys.argv else ""
     program = "dilated-attention" if called.startswith("dilated-attention") else "python -m dilated_attention"
-    parser = argparse.ArgumentParser(prog=program, description="Exact long-sequence attention on PyTorch.")
+    parser = _Parser(prog=program, description="Exact long-sequence attention on PyTorch.")
     parser.add_argument("--version", action="version", version=f"dilated-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (info, show, plan, saved, warmup):

@@ -15,13 +15,15 @@ from dilated_attention import factory
 from dilated_attention.backends import PRECISIONS, rates
 from dilated_attention.cli.common import DTYPE_NAMES, add_command, count, dtype_of, put, put_json
 from dilated_attention.factory import EXAMPLES, Explanation, explain_backend
+from dilated_attention.factory.presets import SEARCHED
 from dilated_attention.functional import explain_decode
 from dilated_attention.parsing import size
 
 
 def add(commands: Any) -> None:
     text = "which backends this machine uses, why, and what would be faster"
-    add = add_command(commands, "info", _info, usage="%(prog)s [options]", help=text).add_argument
+    add = add_command(commands, "info", _info, usage="%(prog)s [name] [options]", help=text).add_argument
+    add("name", choices=SEARCHED, nargs="?", help="say what to use for this instead")
     text = "another kind of machine, with every kernel package installed"
     add("--for", dest="machine", choices=sorted(EXAMPLES), help=text)
     add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
@@ -40,6 +42,9 @@ def add(commands: Any) -> None:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.name:
+        put_json({args.name: SEARCHED[args.name]}) if args.json else put(f"{args.name}: {SEARCHED[args.name]}")
+        return 0
     hardware = EXAMPLES[args.machine] if args.machine else factory.detect()
     asked: dict[str, Any] = {name: getattr(args, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
     if args.decode:
@@ -67,7 +72,8 @@ def _info(args: argparse.Namespace) -> int:
         packages += [f"{name} installed, not usable" for name in dict(hardware.unusable)]
         machine = ", ".join([f"{hardware.name or hardware.device_type}: {hardware.architecture}", *packages])
         lines = [str(explanation)] if args.all or not is_possible else _verdict(explanation, asked)
-        put("\n".join([*lines, "", " · ".join(map(" ".join, versions.items())), machine, f"preference: {preference}"]))
+        named = f"what to use for {', '.join(SEARCHED)}: info NAME"
+        put("\n".join([*lines, "", " · ".join(map(" ".join, versions.items())), machine, f"preference: {preference}", named]))
     if not is_possible:
         print(f"no backend can compute {explanation.request.describe()}", file=sys.stderr)
     return 0 if is_possible else 1

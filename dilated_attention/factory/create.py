@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dilated_attention import modules
-from dilated_attention.factory.presets import MODEL_PRESETS
+from dilated_attention.factory.presets import MODEL_PRESETS, hint_of
 from dilated_attention.models import (
     LongNetConfig,
     LongNetLM,
@@ -91,7 +91,7 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     ...           "block_pattern": LocalWindow((1023, 0))}
     >>> create_model("longnet-15m", attention=[window] * 3 + [{"attention": "dense"}])
     """
-    one_of("preset", preset, tuple(MODEL_PRESETS))
+    one_of("preset", preset, tuple(MODEL_PRESETS), also=hint_of(preset))
     config: Any = MODEL_PRESETS[preset]
     model = MODELS[type(config)]
     options = [name for name in inspect.signature(model).parameters if name != "config"]

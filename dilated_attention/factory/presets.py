@@ -107,3 +107,18 @@ ATTENTION_PRESETS: dict[str, AttentionPreset] = {
     "gigapath": _attention_of("gigapath-12l768d", "Prov-GigaPath slide encoder 12l768d, max_wsi_size 262144"),
     "longvit": _attention_of("longvit-32768", "LongViT at 32768 × 32768 pixels"),
 }
+
+# names of others' models and trainers that people look for here → what to use
+SEARCHED = {
+    "gigapath": "load_torchscale('slide_encoder.pth') loads Prov-GigaPath's weights, integrations.gigapath.create_model stands in for its "
+    "own, create_model('gigapath-12l768d') makes a new one",
+    "titan": "TITAN's weights need a bias by distance (ALiBi in 2-D), which nothing here has; create_model('gigapath-12l768d', in_dim=768) "
+    "trains a slide encoder on its tile features",
+    "sft": "TRL's SFTTrainer takes a model with attn_implementation='dilated' (integrations.huggingface.register), and over several GPUs "
+    "integrations.huggingface.context_parallel",
+}
+
+
+def hint_of(name: Any) -> str:
+    """Returns "(…: what to use)" for each of ``SEARCHED`` that a name which is refused contains; else ""."""
+    return "".join(f"({key}: {use})" for key, use in SEARCHED.items() if key in str(name).lower())

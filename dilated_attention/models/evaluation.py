@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
+from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
+from dilated_attention.models.padding import PaddingOptions, rows_of
 from dilated_attention.models.text import UNKNOWN, kmers
 from dilated_attention.pattern.checks import as_int
 
@@ -65,13 +68,15 @@ class _Window(NamedTuple):
 
 
 @torch.no_grad()
+@shows_options
 def evaluate(
     model: LanguageModel,
-    records: Sequence[torch.Tensor],
+    records: Sequence[torch.Tensor] | torch.Tensor,
     *,
     context: int | None = None,
     stride: int | None = None,
     num_windows: int | None = None,
+    **options: Unpack[PaddingOptions],
 ) -> Evaluation:
     """Computes the mean of −log2 p(token) in windows that overlap, so that every token is scored once, with much before it.
 
@@ -82,16 +87,19 @@ def evaluate(
 
     Args:
         model: a ``LongNetLM`` on one device. It computes in the dtype of its weights, or autocast's where that is enabled.
-        records: sequences (N_i,) of tokens; bases for a model with ``config.kmer``, whose codes are made here, for each window.
+        records: sequences (N_i,) of tokens, or a batch (B, N); bases for a model with ``config.kmer``, whose codes are made here, for each
+            window.
         context: positions of a window; None for the model's longest segment, or 8,192 if it has none; at most the longest record.
         stride: from window to window, at most ``context``; None for half of it.
         num_windows: read only so many windows, at equal distances among all of them; None for all.
+        options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.padding.PaddingOptions``.
 
     Raises:
         ValueError, TypeError: if numbers do not fit, if nothing can be scored, if the model sees both sides and its tokens are no bases
             (there is no token for what is hidden), or if its loss is not finite.
     """
     config: LongNetConfig = model.config
+    records = rows_of("evaluate", records, options)
     if not config.is_causal and config.vocab_size != NUM_BASES:
         raise ValueError(
             f"is_causal is False and vocab_size is {config.vocab_size}; such a model fills in hidden tokens, and only bases "

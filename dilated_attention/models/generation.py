@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import Unpack
 
 from dilated_attention.functional.fused_layers import compute_dtype
+from dilated_attention.functional.options import shows_options
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
+from dilated_attention.models.padding import PaddingOptions, rows_of
 from dilated_attention.models.text import check_ids, check_tokens, following_codes
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
@@ -176,6 +179,7 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk
 
 
 @torch.no_grad()
+@shows_options
 def generate(
     model: LanguageModel,
     prompts: Any,
@@ -185,6 +189,7 @@ def generate(
     stop_token: int | None = None,
     prefill_chunk: int = 8192,
     cuda_graph: bool = True,
+    **options: Unpack[PaddingOptions],
 ) -> Any:
     """Continues prompts: each token is drawn from the logits that a forward over the whole sequence before it would give.
 
@@ -194,7 +199,7 @@ def generate(
 
     For arguments, results and errors see ``LongNetLM.generate``.
     """
-    rows, max_new_tokens, stop_token = _checked(model, prompts, max_new_tokens, stop_token)
+    rows, max_new_tokens, stop_token = _checked(model, rows_of("generate", prompts, options), max_new_tokens, stop_token)
     if max_new_tokens == 0 or not rows:
         return prompts
     # nothing waits for the device before the end: the draws of all steps are checked together
@@ -208,6 +213,7 @@ def generate(
     return [torch.cat([row, added[chosen].to(row.dtype)]) for row, added, chosen in zip(rows, new, is_added, strict=True)]
 
 
+@shows_options
 def generate_stream(
     model: LanguageModel,
     prompts: Any,
@@ -217,6 +223,7 @@ def generate_stream(
     stop_token: int | None = None,
     prefill_chunk: int = 8192,
     cuda_graph: bool = True,
+    **options: Unpack[PaddingOptions],
 ) -> Iterator[torch.Tensor]:
     """Yields the tokens that ``generate`` adds, (B, 1) of each step, as soon as they are drawn; the same for the same random generator.
 
@@ -229,7 +236,7 @@ def generate_stream(
     >>> for token in generate_stream(model, prompt, 100, sampling=sampling):
     ...     print(BYTES.decode(token[0]), end="", flush=True)
     """
-    rows, max_new_tokens, stop_token = _checked(model, prompts, max_new_tokens, stop_token)
+    rows, max_new_tokens, stop_token = _checked(model, rows_of("generate_stream", prompts, options), max_new_tokens, stop_token)
     if max_new_tokens == 0 or not rows:
         return iter(())
     return _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=True)

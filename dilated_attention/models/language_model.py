@@ -14,6 +14,7 @@ from dilated_attention.models.config import LongNetConfig, as_config
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.models.loss import sharded_cross_entropy
+from dilated_attention.models.padding import PaddingOptions, padding_of
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, stack_options
 from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
@@ -100,6 +101,7 @@ class LongNetLM(Pretrained):
             check_range("text", tokens, self.config.vocab_size)
         return tokens.to(self.output_weight.device)
 
+    @shows_options
     def forward(
         self,
         tokens: torch.Tensor,
@@ -108,6 +110,7 @@ class LongNetLM(Pretrained):
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
         cache: KVCache | CachePass | None = None,
+        **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
 
@@ -121,11 +124,13 @@ class LongNetLM(Pretrained):
             cache: a ``KVCache``, a ``PagedKVCache``, or one request of either, ``cache.of(i)``. Tokens are then new positions only, which
                 attend to those in the cache and are added to it: one token per request, or several for requests of equal length. With one
                 token per request, that of a request that is finished or freed is dropped; its logits mean nothing.
+            options: attention_mask, key_padding_mask (B, N) of ``tokens``: see ``models.padding.PaddingOptions``. Targets of padding do not
+                count; a target that is padding itself, after the last token of a row, has to be −100.
 
         Returns:
-            logits (B, N, vocab_size) in the parameters' dtype; with ``targets`` the mean cross-entropy in nats, a float32 scalar (float64
-            of a float64 model), for which logits are computed for a chunk of positions at a time. For a sharded model it is the loss of
-            the whole sequence.
+            logits (B, N, vocab_size) in the parameters' dtype, 0 for padding; with ``targets`` the mean cross-entropy in nats, a float32
+            scalar (float64 of a float64 model), for which logits are computed for a chunk of positions at a time. For a sharded model it is
+            the loss of the whole sequence.
 
         Raises:
             ValueError, TypeError: if tensors do not fit, tokens or targets on the CPU are out of range, or bases are given in place of
@@ -134,6 +139,7 @@ class LongNetLM(Pretrained):
         """
         check_tokens("tokens", tokens)
         check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)
+        padding = padding_of("LongNetLM.forward", tokens, options, cache=cache, cu_seqlens=cu_seqlens)
         if cache is not None and targets is not None:
             raise ValueError("cache is given and targets, too; a cache is for decoding: leave one of them out")
         if targets is not None:
@@ -142,9 +148,10 @@ class LongNetLM(Pretrained):
                 raise ValueError(
                     f"targets has shape {tuple(targets.shape)} and tokens has {tuple(tokens.shape)}; expected one target for each token"
                 )
+            targets = targets if padding is None else targets.masked_fill(padding, -100)
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
         cache_pass = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass, **options)
         if targets is None:
             logits = F.linear(hidden, self.output_weight)
             # memory may run out for the logits, so the pass only ends once they are computed
@@ -159,6 +166,7 @@ class LongNetLM(Pretrained):
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
         cache: KVCache | CachePass | None = None,
+        **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
         check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)
@@ -166,9 +174,10 @@ class LongNetLM(Pretrained):
         if self.config.scale_embedding:
             # undoes the small initial values of the output layer, so that the residual stream starts at variance 1
             embedded = embedded * self.config.embed_dim**0.5
-        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len, cache=cache)
+        return self.decoder(self.dropout(embedded), cu_seqlens=cu_seqlens, seq_len=seq_len, cache=cache, **options)
 
     @torch.no_grad()
+    @shows_options
     def generate(
         self,
         prompt: Any,
@@ -181,6 +190,7 @@ class LongNetLM(Pretrained):
         generator: torch.Generator | None = None,
         prefill_chunk: int = 8192,
         cuda_graph: bool = True,
+        **options: Unpack[PaddingOptions],
     ) -> Any:
         """Continues the prompt: each token is drawn as a forward over the whole sequence before it would give it.
 
@@ -196,11 +206,14 @@ class LongNetLM(Pretrained):
             generator: the random generator of the draws, on the model's device; None for torch's default.
             prefill_chunk: number of positions of a prompt that are computed at a time.
             cuda_graph: on a GPU, capture a step once and replay it.
+            options: attention_mask, key_padding_mask (B, N) of a prompt with padding, on the left, on the right or between: see
+                ``models.padding.PaddingOptions``.
 
         Returns:
-            (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; for a list, a list of (N_i + tokens added,). With
-            ``config.kmer`` the added tokens are codes, too, so that what is returned can be continued again: the code of a drawn base is
-            base + 5·(code before it mod 5^(k−1)), and the bases are ``codes % 5``.
+            (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; the added tokens are the last columns also of
+            prompts padded on the right. For a list, a list of (N_i + tokens added,). With ``config.kmer`` the added tokens are codes, too,
+            so that what is returned can be continued again: the code of a drawn base is base + 5·(code before it mod 5^(k−1)), and the
+            bases are ``codes % 5``.
 
         Raises:
             ValueError, TypeError: if arguments do not fit, a prompt has tokens out of range (checked on a GPU, too), logits are not finite,
@@ -208,5 +221,12 @@ class LongNetLM(Pretrained):
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return generate(
-            self, prompt, max_new_tokens, sampling=sampling, stop_token=stop_token, prefill_chunk=prefill_chunk, cuda_graph=cuda_graph
+            self,
+            prompt,
+            max_new_tokens,
+            sampling=sampling,
+            stop_token=stop_token,
+            prefill_chunk=prefill_chunk,
+            cuda_graph=cuda_graph,
+            **options,
         )

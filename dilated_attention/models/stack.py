@@ -7,16 +7,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.functional.fused_layers import is_lean
-from dilated_attention.functional.options import check_names
+from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
+from dilated_attention.models.padding import PaddingOptions, Unpadded, padding_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
@@ -87,6 +88,7 @@ class LongNetStack(nn.Module):
         # dtypes and modes in which the kernels of a block are compiled or being compiled
         self._started: set[tuple[Any, ...]] = set()
 
+    @shows_options
     def forward(
         self,
         x: torch.Tensor,
@@ -95,6 +97,7 @@ class LongNetStack(nn.Module):
         seq_len: int | None = None,
         all_layers: bool = False,
         cache: KVCache | CachePass | None = None,
+        **options: Unpack[PaddingOptions],
     ) -> Any:
         """Computes the hidden states.
 
@@ -105,10 +108,21 @@ class LongNetStack(nn.Module):
             cache: a cache (causal stacks only): x then holds new positions only, which attend to those in the cache and are added to it. It
                 may also be a pass that has been begun; it is not ended here.
             all_layers: also return the input of the first block and the output of each, before the last norm.
+            options: attention_mask, key_padding_mask: see ``models.padding.PaddingOptions``.
 
         Returns:
-            (B, N, E); with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
+            (B, N, E), zeros for padding; with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
+        padding = padding_of("LongNetStack.forward", x, options, cache=cache, cu_seqlens=cu_seqlens)
+        if padding is not None:
+            if self.ring is not None and self.ring.group_name:
+                way_out = "join the rows without padding to one sequence, and shard it with cu_seqlens"
+                raise ValueError(f"a padding mask is given and processes share the sequence; {way_out}")
+            rows = Unpadded(padding)
+            if len(rows.index) < padding.numel():
+                # not self(…): hooks, such as those of FSDP, have run
+                packed = self.forward(rows.pack(x), cu_seqlens=rows.cu_seqlens, all_layers=all_layers)
+                return (rows.unpack(packed[0]), [rows.unpack(y) for y in packed[1]]) if all_layers else rows.unpack(packed)
         cache_pass = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
@@ -210,6 +224,10 @@ class LongNetStack(nn.Module):
     def _inspected(self, method: str, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Runs the blocks before a layer, and returns what a method of its attention tells of that attention's input."""
         self.check_whole()
+        if options.get("key_padding_mask") is not None:
+            raise ValueError(
+                "key_padding_mask is given, which blocks before this one would not see; give rows alone, or packed, cu_seqlens"
+            )
         layer = as_int("layer", layer)
         if not -len(self.blocks) <= layer < len(self.blocks):
             raise ValueError(f"layer is {layer}; expected one of this stack's {len(self.blocks)} blocks")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -48,6 +49,19 @@ def test_on_a_cpu_the_gpu_backends_are_one_line(capsys: Capture) -> None:
     assert rest[: len(usable) + 1] == [*usable, f"cannot: {', '.join(refused)}; --all shows every reason."]
     assert "✗" not in text and "not installed" not in text
     assert str(explanation) in printed(capsys, "info --for cpu --all")
+
+
+@pytest.mark.parametrize("name", factory.presets.SEARCHED)
+def test_names_that_people_search_for_are_answered_with_what_to_use(name: str, capsys: Capture) -> None:
+    use = factory.presets.SEARCHED[name]
+    assert printed(capsys, f"info {name}") == f"{name}: {use}\n" and json.loads(printed(capsys, f"info {name} --json")) == {name: use}
+    assert "what to use for gigapath, titan, sft: info NAME" in printed(capsys, "info --for cpu")
+    with pytest.raises(ValueError, match=re.escape(f"({name}: {use})")):
+        factory.create_model(name.upper())
+    # no hint where a name is not refused
+    with pytest.raises(SystemExit):
+        main(["warmup", "gigapath-12l768d", "--heads", "4"])
+    assert "slide_encoder.pth" not in capsys.readouterr().err
 
 
 def test_packages_that_would_be_preferred_are_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +168,9 @@ WARMUP = "warmup gigapath-12l768d"
         ("recommend training --length 64 --parameters many", "'many' is not a number of parameters"),
         ("recommend training --length 64 --attention linear", "invalid choice"),
         ("show longnet-huge", "invalid choice"),
+        ("show titan", "(titan: TITAN's weights need a bias by distance"),
+        ("plan Prov-GigaPath --length 1k", "(gigapath: load_torchscale('slide_encoder.pth') loads"),
+        ("warmup sft", "(sft: TRL's SFTTrainer takes a model with attn_implementation='dilated'"),
         ("show longnet-tiny --memory -5", "'-5' is not a memory size"),
         ("show longnet-tiny --length 64", "unrecognized arguments"),
         ("show dilated --segment-lengths 16 --dilation-rates 32", "use a rate ≤ 16"),

@@ -226,8 +226,13 @@ def test_a_slice_of_a_block_mask_is_refused_with_what_to_do(index: tuple[Any, ..
     if len(index) < 3:
         assert torch.equal(block_sparse_attention(*qkv(512), sliced), block_sparse_attention(*qkv(512), mask))
         return
-    with pytest.raises(ValueError, match=r"blocks for \(1, 1, [12]\) .* without some rows; convert the whole"):
+    with pytest.raises(ValueError, match=r"blocks for \(1, 1, [12]\) .* without some rows; convert the whole.*query_offset=i \* 128"):
         block_sparse_attention(*qkv(512), sliced)
+    # as the message says
+    q, k, v = qkv(512)
+    rows = slice(128, 384) if isinstance(index[2], slice) else slice(0, 128)
+    part = block_sparse_attention(q[:, rows], k, v, mask, query_offset=rows.start)
+    torch.testing.assert_close(part, block_sparse_attention(q, k, v, mask)[:, rows], rtol=0, atol=TOLERANCE)
 
 
 def test_block_masks_that_read_behind_an_end_are_refused() -> None:

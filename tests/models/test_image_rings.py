@@ -205,6 +205,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         (lambda: spread(*(x.expand(rank + 1, -1, -1) for x in shard)), "slides"),
         (lambda: pooled(*slide(0)), "a slide has no tiles, and global_pool=True"),
         (lambda: spread.attention_map(*shard), "computed by one process; load the weights without a ring"),
+        (lambda: spread.features(*shard), "vectors of tiles are given by one; load the weights without group and mesh"),
         (lambda: view(images_of(24, 24 + 4 * rank)), "ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"),
         *(
             (lambda kind=kind, config=config, options=options: kind(config, group=group, **options), text)

@@ -19,7 +19,7 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig, segment_lengths_of
 from dilated_attention.models.images.slide_encoder import SlideEncoder
-from dilated_attention.models.images.slides import collate_slides, tile_step
+from dilated_attention.models.images.slides import collate_slides, tile_step, wrong_step
 from tests.helpers import torchscale_reference as reference
 
 
@@ -181,6 +181,8 @@ def test_inputs_that_do_not_fit(change: dict[str, Any], text: str) -> None:
         ({"class_names": ("a", "b"), "num_classes": 3}, "class_names has 2 names and num_classes is 3"),
         ({"class_names": "ab"}, "expected a sequence of strings"),
         ({"num_classes": 0}, "num_classes is 0"),
+        ({"pooling": "none", "num_classes": 2}, "pooling is 'none', global_pool is False and num_classes is 2"),
+        ({"pooling": "mean"}, "pooling is 'mean'; expected one of 'none' or None"),
     ],
 )
 def test_configurations_that_cannot_be(fields: dict[str, Any], text: str) -> None:
@@ -275,6 +277,23 @@ def test_features_that_are_not_finite_are_refused() -> None:
         model(torch.tensor([[0.0] * 12] * 3 + [[1e300] * 12], dtype=torch.float64)[None], grid_of(2)[None])
 
 
+@pytest.mark.parametrize("changes", [{"pooling": "none"}, {"global_pool": True}, {"num_classes": 3}])
+def test_vectors_of_tiles_are_the_encoders_output(changes: dict[str, Any]) -> None:
+    model = model_of(tiny(max_wsi_size=256 * 8, **changes), dtype=torch.float64).eval()
+    slides = [slide(n, n, dtype=torch.float64) for n in (40, 1, 23)]
+    tiles, coords, bounds = collate_slides(slides)
+    vectors = model.features(tiles, coords, cu_seqlens=bounds)
+    assert vectors.shape == (1, 64, 32) and (model.norm is None) == ("pooling" in changes)
+    for one, (features, places) in zip(vectors[0].split([40, 1, 23]), slides, strict=True):
+        alone = model.features(features[None], places[None])
+        torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-12)
+        if changes.get("global_pool"):
+            torch.testing.assert_close(model.norm(alone.mean(1)), model(features[None], places[None]))
+    if model.norm is None:
+        every = model(tiles, coords, cu_seqlens=bounds, all_layers=True)
+        assert torch.equal(model(tiles, coords, cu_seqlens=bounds), vectors) and [x.shape for x in every] == [vectors.shape] * 3
+
+
 def contours(step: float) -> torch.Tensor:
     """Three pieces of tissue, each a grid of its own origin and shape, as CLAM and TRIDENT list them."""
     pieces = ((9, 4, 13.0, 7.0), (3, 12, 1000.0, 90.0), (1, 6, 70.0, 2500.0))
@@ -294,6 +313,7 @@ STEPS: dict[str, tuple[torch.Tensor, float | None]] = {
     "two thirds of the tiles": (some(380), 256),
     "a tenth of the tiles": (some(57), None),
     "anywhere": (slide(200, 0)[1], None),
+    "a tenth of a sparse grid": (2 * some(57), None),
     "few": (grid_of(2), None),
     "all the same": (torch.full((20, 2), 7), 0),
     "each twice": (torch.cat((grid_of(16), grid_of(16))), 0),
@@ -305,6 +325,14 @@ def test_the_step_between_tiles(case: str) -> None:
     coords, wanted = STEPS[case]
     for places in (coords, coords[torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))], coords.flip(1)):
         assert tile_step(places) == (None if wanted is None else pytest.approx(wanted, rel=1e-4))
+
+
+@pytest.mark.parametrize("case", [*STEPS, "no tile"])
+def test_scattered_tiles_that_never_touch_are_warned_of(case: str) -> None:
+    coords = STEPS[case][0] if case in STEPS else torch.zeros(0, 2)
+    text = wrong_step(coords[None], [0, len(coords)], 256) or ""
+    assert ("no two of the 57 tiles of slide 0 lie in neighbouring cells of 256 × 256 pixels" in text) == ("tenth of a sparse" in case)
+    assert not wrong_step(coords[None], [0, len(coords)], 512) or "tenth of a sparse" not in case
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_config, as_size
-from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.validation import check_bool, check_held
 
 # side in pixels of the largest slide that Prov-GigaPath's segment lengths are made for
@@ -37,6 +37,7 @@ class SlideEncoderConfig(ModelConfig):
         grid_size: side of the grid in cells; coordinates beyond it are refused. It affects no weight's shape and changes no position.
         tile_size: side of a tile in pixels, by which coordinates are divided.
         global_pool: represent the slide by the mean of its tiles. False: by the class token.
+        pooling: None: ``global_pool`` says · ``"none"``: a vector for each tile, the encoder's output without the last norm.
         norm_eps: ε of the last norm.
         num_classes: number of outputs of a linear layer on the slide's vector; None for the vector itself, or for as many as names.
         class_names: what the outputs are called, for whoever loads the model; nothing is computed from them.
@@ -50,6 +51,7 @@ class SlideEncoderConfig(ModelConfig):
     grid_size: int = 1000
     tile_size: int = 256
     global_pool: bool = False
+    pooling: str | None = None
     norm_eps: float = 1e-6
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
@@ -72,6 +74,13 @@ class SlideEncoderConfig(ModelConfig):
         self._convert(as_size, "num_classes", optional=True)
         self._convert(check_bool, "global_pool")
         self._convert(check_held, "norm_eps")
+        if self.pooling is not None:
+            one_of("pooling", self.pooling, ("none",), also="or None")
+            if self.global_pool or self.num_classes is not None:
+                raise ValueError(
+                    f"pooling is 'none', global_pool is {self.global_pool} and num_classes is {self.num_classes}; both describe a whole "
+                    "slide: leave them out, or pooling"
+                )
 
     @classmethod
     def gigapath(

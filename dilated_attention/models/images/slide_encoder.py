@@ -26,7 +26,7 @@ class SlideEncoder(ImageModel):
 
         x_0 = c,   x_t = W e_t + b + position(t),   slide = norm(encoder(x)_0), or norm(mean_t encoder(x)_t) with ``global_pool``
 
-    With ``config.num_classes`` a linear layer, ``head``, makes logits of it.
+    With ``config.num_classes`` a linear layer, ``head``, makes logits of it; with ``pooling="none"`` the output is that of ``features``.
 
     Args:
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
@@ -93,7 +93,7 @@ class SlideEncoder(ImageModel):
             all_layers: return the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
 
         Returns:
-            (slides, E), or logits (slides, num_classes); with ``all_layers`` [M + 1 tensors (slides, E)].
+            (slides, E), or logits (slides, num_classes), or with ``pooling="none"`` (B, L, E); with ``all_layers`` [M + 1 such tensors].
 
         Raises:
             ValueError, TypeError: if tensors do not fit, a tile is outside the grid, or tiles on the CPU have NaN or infinite features
@@ -112,6 +112,20 @@ class SlideEncoder(ImageModel):
         """Computes the slides' vectors (slides, E), without the head of a model with ``num_classes``. For arguments see ``forward``."""
         x, bounds, options = self._begin(tiles, coords, cu_seqlens, seq_len)
         return self._pool(self.encoder(x, **options), bounds)
+
+    def features(self, tiles: torch.Tensor, coords: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes a vector for each tile, (B, L, E): the encoder's output, without class tokens and the norm after it, in the order of
+        ``tiles``. For arguments see ``forward``. Raises ValueError, too, if processes share the slide.
+
+        >>> vectors = model.features(tiles, coords)  # of any pooling
+        """
+        x, bounds, options = self._begin(tiles, coords, cu_seqlens)
+        return self._tiles_of(self.encoder(x, **options), bounds)
+
+    def _tiles_of(self, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        if self._shared is not None:
+            raise ValueError("processes share this slide, and vectors of tiles are given by one; load the weights without group and mesh")
+        return torch.cat([x[:, start + 1 : end] for start, end in itertools.pairwise(bounds)], 1)
 
     @torch.no_grad()
     def attention_map(
@@ -250,6 +264,8 @@ class SlideEncoder(ImageModel):
             warnings.warn(message, stacklevel=2)
 
     def _pool(self, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        if self.norm is None:
+            return self._tiles_of(x, bounds)
         is_mean = self.config.global_pool
         if self._shared is None and len(bounds) == 2:
             return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])

@@ -102,15 +102,23 @@ def tile_step(coords: torch.Tensor) -> float | None:
 
 def wrong_step(coords: torch.Tensor, bounds: list[int], tile_size: int) -> str | None:
     """Describes the first slide whose tiles are not ``tile_size`` pixels apart, by more than a twentieth; None if there is none. Tiles
-    without a common step are told of if there are two or more of them for each cell that has any."""
+    without a common step are told of if there are two or more of them for each cell that has any, or if none touches another though as many
+    at random places would."""
     for slide, places in enumerate(coords if len(bounds) == 2 else coords[0].tensor_split(bounds[1:-1])):
         step = tile_step(places)
         if not step:
-            cells = len(places.div(tile_size, rounding_mode="floor").unique(dim=0))
-            if len(places) and 2 * cells <= len(places):
+            cells = places.div(tile_size, rounding_mode="floor").unique(dim=0)
+            square = f"cells of {tile_size} × {tile_size} pixels"
+            if len(places) and 2 * len(cells) <= len(places):
                 return (
-                    f"the {len(places)} tiles of slide {slide} lie in {cells} cells of {tile_size} × {tile_size} pixels, so several get "
-                    "one position; expected the x and y of each tile in pixels at level 0"
+                    f"the {len(places)} tiles of slide {slide} lie in {len(cells)} {square}, so several get one position; expected the x "
+                    "and y of each tile in pixels at level 0"
+                )
+            if _never_touch(cells.double()):
+                return (
+                    f"no two of the {len(places)} tiles of slide {slide} lie in neighbouring {square}, so they never touch; expected "
+                    "tile_size to be the pixels at level 0 that a tile covers, such as 512 for 256 pixels at 20× of a slide scanned at 40× "
+                    f"(TRIDENT's patch_size_level0): make the model with it, or multiply coords by {tile_size} / it"
                 )
         elif abs(step - tile_size) > tile_size / 20:
             result = "several tiles get one position" if step < tile_size else "cells between them stay empty"
@@ -120,6 +128,18 @@ def wrong_step(coords: torch.Tensor, bounds: list[int], tile_size: int) -> str |
                 f"{resize}multiply coords by {tile_size / step:g}"
             )
     return None
+
+
+def _never_touch(cells: torch.Tensor) -> bool:
+    """Whether no two of these cells (n, 2) are neighbours, though of as many at random places in their rectangle 5 pairs would be."""
+    low, high = torch.aminmax(cells, dim=0) if len(cells) else (cells, cells)
+    if 4 * len(cells) ** 2 < 5 * float((high - low + 1).prod()):
+        return False
+    # numbers of cells in rows that have one more on each side
+    width = high[1] - low[1] + 3
+    numbers = (cells - low) @ torch.stack((width, torch.ones_like(width)))
+    steps = torch.stack((width, width - 1, width + 1, torch.ones_like(width)))
+    return not bool(torch.isin(numbers[:, None] + steps, numbers).any())
 
 
 def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:

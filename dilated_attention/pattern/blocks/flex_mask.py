@@ -85,8 +85,9 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
         raise ValueError(
             f"block_mask lists blocks for {shape} (batch entries, heads, rows of queries) and its {block_mask.seq_lengths[0]} queries have "
             f"{rows} rows: it is a slice of a BlockMask, such as mask[:, :, 0], {'without mask_mod' if is_slice else 'without some rows'}; "
-            "convert the whole one: from_block_mask(mask, batch=0) takes one batch entry, query_offset of the attention call some "
-            "queries; for some heads make a BlockMask of these"
+            "convert the whole one, as a slice does not say which rows it has: from_block_mask(mask, batch=0) takes one batch entry; the "
+            f"queries of mask[:, :, i] are query_offset=i * {block_mask.BLOCK_SIZE[0]} of the attention call, with as many rows in q; for "
+            "some heads make a BlockMask of these"
         )
     for counts, indices in ((block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
         listed = torch.zeros(0) if counts is None or indices is None else indices[_listed(counts, indices)]
