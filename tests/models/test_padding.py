@@ -48,8 +48,9 @@ def batch(side: str, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize(("side", "is_causal"), [("left", True), ("right", False), ("between", True)])
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_loss_and_gradients_are_those_of_each_row_alone(name: str, is_causal: bool, side: str) -> None:
-    lm, (tokens, targets, mask) = model(name, **{"is_causal": is_causal, **KINDS[name]}), batch(side)
+def test_logits_loss_and_gradients_are_those_of_each_row_alone(name: str, is_causal: bool, side: str, device: str) -> None:
+    lm = model(name, **{"is_causal": is_causal, **KINDS[name]}).to(device)
+    tokens, targets, mask = (x.to(device) for x in batch(side))
     logits = lm(tokens, attention_mask=mask)
     assert not logits[mask == 0].any()
     loss = lm(tokens, targets=targets, key_padding_mask=mask == 0)
@@ -79,9 +80,12 @@ def test_an_encoder_takes_padding_that_is_not_finite(changes: dict[str, Any]) ->
     assert torch.equal(torch.compile(encoder, backend="eager")(x, attention_mask=mask), y)
 
 
-@pytest.mark.parametrize(("name", "side"), [("dilated", "left"), ("xpos", "right"), ("dense", "between"), ("window", "left")])
-def test_a_padded_batch_is_continued_and_evaluated_as_each_row_alone(name: str, side: str) -> None:
-    lm, (tokens, _, mask) = model(name).eval(), batch(side, LENGTHS[1:])
+CONTINUED = [("dilated", "left"), ("xpos", "right"), ("dense", "between"), ("window", "left"), ("mixed", "right")]
+
+
+@pytest.mark.parametrize(("name", "side"), CONTINUED)
+def test_a_padded_batch_is_continued_and_evaluated_as_each_row_alone(name: str, side: str, device: str) -> None:
+    lm, (tokens, _, mask) = model(name).eval().to(device), (x.to(device) for x in batch(side, LENGTHS[1:]))
     padded = {"attention_mask": mask.bool()}
     found = lm.generate(tokens, 20, temperature=0, **padded)
     rows = [row[keep] for row, keep in zip(tokens, mask == 1, strict=True)]

@@ -29,7 +29,6 @@ KNOWN_UPWARDS = {
 }
 # sibling folders with imports both ways
 KNOWN_PAIRS = {
-    "distributed.comm distributed.exchange",
     "distributed.comm distributed.sharding",
     "engine.blocks engine.ops",
 }
