@@ -15,6 +15,8 @@ MAX_HEADS, MAX_BRANCHES = 2**20, 1024
 MAX_RANKS = 2**20
 # elements of a mask of all pairs
 MAX_MASK = 2**32
+# positions of a block, each way
+BLOCK_SIZES = (64, 128)
 
 
 def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = MAX_LENGTH) -> int:
@@ -80,3 +82,14 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> N
         raise TypeError(f"{name} is {shown(value)} ({type(value).__name__}); {expected}")
     if value not in allowed:
         raise ValueError(f"{name} is {shown(value)}; {expected}")
+
+
+def checked_block_size(block_size: Any) -> tuple[int, int]:
+    """Returns (q_block, k_block) from an integer or a pair."""
+    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size is {shown(block_size)}; expected one integer or (query block, key block)")
+    sizes = tuple(as_int("block_size", size) for size in sizes)
+    if any(size not in BLOCK_SIZES for size in sizes):
+        raise ValueError(f"block_size is {shown(block_size)}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
+    return sizes

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, shown, sizes_of_mask
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, checked_block_size, shown, sizes_of_mask
 
-BLOCK_SIZES = (64, 128)
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
 # pairs evaluated at once, which bounds the memory of building lists
@@ -467,17 +466,6 @@ def _value(written: Any) -> Any:
 
 def checked_positions(num_positions: Any) -> int:
     return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
-
-
-def checked_block_size(block_size: Any) -> tuple[int, int]:
-    """Returns (q_block, k_block) from an integer or a pair."""
-    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sizes) != 2:
-        raise ValueError(f"block_size is {shown(block_size)}; expected one integer or (query block, key block)")
-    sizes = tuple(as_int("block_size", size) for size in sizes)
-    if any(size not in BLOCK_SIZES for size in sizes):
-        raise ValueError(f"block_size is {shown(block_size)}; expected 64 or 128, or (query block, key block) with each of them 64 or 128")
-    return sizes
 
 
 def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

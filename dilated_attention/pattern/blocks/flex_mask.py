@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern.blocks.base import BLOCK_SIZES, BlockPattern, MaskMod
+from dilated_attention.pattern.blocks.base import BlockPattern, MaskMod
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.function import MaskFunction
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
+from dilated_attention.pattern.checks import BLOCK_SIZES
 
 
 def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
