@@ -360,13 +360,11 @@ def _later(moment: _Moment, each: Sequence[int], count: int) -> _Moment:
 
 
 def _deepened(pass_: list[_Moment], count: int) -> tuple[list[_Moment], list[int]]:
-    """Returns the moments of a pass of ``_BLOCKS`` blocks with ``count`` more in its middle, and what one of them changes."""
+    """Returns the moments of a pass of ``_BLOCKS`` blocks that call attention equally often, with ``count`` more, and what one changes."""
     if not pass_:
         return pass_, [0] * 4
-    # each block calls attention equally often
     calls = [i for i, moment in enumerate(pass_) if moment.attention]
-    middle, of_block = len(calls) // 2, len(calls) // _BLOCKS
-    size = calls[middle] - calls[middle - of_block]
+    size = calls[len(calls) // 2] - calls[len(calls) // 2 - len(calls) // _BLOCKS]
     second = (len(pass_) - 2 * size) // 2
     third, end = second + size, second + 2 * size
     each = [after - before for after, before in zip(pass_[third][:4], pass_[second][:4], strict=True)]

@@ -90,25 +90,22 @@ class _Sources(TorchDispatchMode):
     def __init__(self, arguments: list[Tensor]) -> None:
         super().__init__()
         self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}
-        # no address serves a second storage
-        self.alive = [*arguments]
+        self.alive = [*arguments]  # no address serves a second storage
 
     def of(self, values: Any) -> int:
-        return functools.reduce(operator.or_, (self.bits.get(x.untyped_storage()._cdata, 0) for x in _tensors(values)), 0)
+        each = (self.bits.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
+        return functools.reduce(operator.or_, each, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        bits, made = 0 if func in _VALUE_FREE else self.of((args, kwargs)), _tensors(out)
+        bits = 0 if func in _VALUE_FREE else self.of((args, kwargs))
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if bits and not made:
             raise TypeError(f"{func} takes a number out of a tensor, on which the rest of the function may depend")
         self.alive += made
         for x in made:
             self.bits[x.untyped_storage()._cdata] = self.of(x) | bits
         return out
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def reads_of(fn: MaskMod) -> tuple[bool, bool]:
@@ -119,8 +116,8 @@ def reads_of(fn: MaskMod) -> tuple[bool, bool]:
         try:
             with _Sources(arguments) as sources:
                 bits = sources.of(fn(*arguments))
+            return bool(bits & 1), bool(bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
-        return bool(bits & 1), bool(bits & 2)
     # no call for one pair works, so nothing is known
     return True, True
