@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import inspect
 import os
 import zlib
@@ -29,6 +30,11 @@ from hypothesis import HealthCheck, settings
 from dilated_attention.backends import registry
 from dilated_attention.backends.flash import flash3, flash3_fp8
 from tests.helpers.machine import COUNT, GPUS
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from tests.helpers import interpreter
+
+    interpreter.make_fast()
 
 # torch.manual_seed notes for each kind of accelerator, with the stack as text, that it is to be seeded once there is one: milliseconds in
 # the deep stacks of tests, thousands of times

@@ -344,12 +344,12 @@ def _moments_of(run: Run, positions: int) -> tuple[list[_Moment], int]:
 def _trace(run: Run, rows: int) -> tuple[list[_Moment], int]:
     """Returns the moments of a step of these rows, and how many are of the forward; of a deep stack of equal blocks from few of them."""
     config = stack_of(run.model)
-    if config.num_layers <= 2 * _BLOCKS or config.kind == "mixed":
+    if config.num_layers <= _BLOCKS or config.kind == "mixed":
         return _trace_of(run, rows, config.num_layers)
-    (few, few_forward), (more, num_forward) = (_trace_of(run, rows, blocks) for blocks in (_BLOCKS - 1, _BLOCKS))
+    moments, num_forward = _trace_of(run, rows, _BLOCKS)
     count = config.num_layers - _BLOCKS
-    forward, each = _deepened(few[:few_forward], more[:num_forward], count)
-    backward, _ = _deepened(few[few_forward:], more[num_forward:], count)
+    forward, each = _deepened(moments[:num_forward], count)
+    backward, _ = _deepened(moments[num_forward:], count)
     return forward + [_later(x, each, count) for x in backward], len(forward)
 
 
@@ -359,16 +359,17 @@ def _later(moment: _Moment, each: Sequence[int], count: int) -> _Moment:
     return _Moment(alive, grads, kept, moved, moment.attention)
 
 
-def _deepened(few: list[_Moment], more: list[_Moment], count: int) -> tuple[list[_Moment], list[int]]:
-    """Returns the moments of a pass with ``count`` blocks more than ``more``, which has one more than ``few``, and what a block changes."""
-    size = len(more) - len(few)
-    if not size:
-        return more, [0] * 4
-    second = (len(more) - 2 * size) // 2
+def _deepened(pass_: list[_Moment], count: int) -> tuple[list[_Moment], list[int]]:
+    """Returns the moments of a pass of ``_BLOCKS`` blocks that call attention equally often, with ``count`` more, and what one changes."""
+    if not pass_:
+        return pass_, [0] * 4
+    calls = [i for i, moment in enumerate(pass_) if moment.attention]
+    size = calls[len(calls) // 2] - calls[len(calls) // 2 - len(calls) // _BLOCKS]
+    second = (len(pass_) - 2 * size) // 2
     third, end = second + size, second + 2 * size
-    each = [after - before for after, before in zip(more[third][:4], more[second][:4], strict=True)]
-    added = [_later(x, each, number) for number in range(1, count + 1) for x in more[third:end]]
-    return [*more[:end], *added, *(_later(x, each, count) for x in more[end:])], each
+    each = [after - before for after, before in zip(pass_[third][:4], pass_[second][:4], strict=True)]
+    added = [_later(x, each, number) for number in range(1, count + 1) for x in pass_[third:end]]
+    return [*pass_[:end], *added, *(_later(x, each, count) for x in pass_[end:])], each
 
 
 def _trace_of(run: Run, rows: int, blocks: int) -> tuple[list[_Moment], int]:

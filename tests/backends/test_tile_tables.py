@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -52,15 +53,11 @@ def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
     return found
 
 
-def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
+def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places:
     """What programs write, read from their rows as the kernels do; that no two rows write one result is asserted."""
     low, high = walk.keys if of_keys else walk.queries
     places: Places = {}
-    call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=0 if is_causal else None)
-    tables = Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE)).tables(
-        (False, 5 if of_keys else tile), (True, tile if of_keys else 5)
-    )
-    for branch, rate, start, length, index, place, _, query_place in tables.rows[of_keys].tolist():
+    for branch, rate, start, length, index, place, _, query_place in rows.tolist():
         w, r = walk.branches[branch]
         assert rate == r and length <= w and index >= 0
         for offset in range(rate):
@@ -75,11 +72,13 @@ def by_table(walk: Walk, of_keys: bool, tile: int, is_causal: bool) -> Places:
 
 @pytest.mark.parametrize("first", range(0, 24, 6))
 def test_every_result_has_one_place_and_one_tile(first: int) -> None:
-    for seed in range(first, first + 6):
+    for seed, (tiles, right) in itertools.product(range(first, first + 6), (((16, 16), None), ((3, 2), 0))):
         walk = random_walk(seed)
-        for of_keys, tile, is_causal in ((False, 16, False), (True, 2, True), (False, 3, True), (True, 16, False)):
+        call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=right)
+        tables = Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE)).tables(*zip((False, True), tiles, strict=True))
+        for of_keys, tile in zip((False, True), tiles, strict=True):
             spans, direct = make_spans(walk, of_keys), walk.key_direct if of_keys else walk.direct
-            places = by_table(walk, of_keys, tile, is_causal)
+            places = by_table(walk, of_keys, tile, tables.rows[of_keys])
             assert set(places) == taken(walk, of_keys), (seed, walk)
             # a head has one offset in each branch: of those with equal places no two meet in one head
             heads: dict[int, set[tuple[int, int]]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from hypothesis import strategies as st
 
@@ -35,6 +37,8 @@ def lattice(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx
     return ((q_idx // 50 + kv_idx // 70 + head) % 3 == 0) & (q_idx % 200 != 17)
 
 
+# cached, for a function is traced where its pattern is made
+@functools.cache
 def simple_patterns(num_positions: int, block_size: int | tuple[int, int]) -> dict[str, BlockPattern]:
     """One or two of each kind, for ``num_positions`` positions and ``HEADS`` heads."""
     n = num_positions

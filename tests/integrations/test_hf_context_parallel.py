@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.skipif(RELEASE < PINNED, reason="context_parallel refuses older releases of transformers"),
 ]
 
-MODELS = {"llama": llama, "gpt_oss": gpt_oss, "gemma2": gemma2}
+MODELS = {"llama": llama, "gpt_oss": gpt_oss, "gemma2": gemma2, "one layer": functools.partial(llama, num_hidden_layers=1)}
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": 3,
@@ -205,7 +205,7 @@ CASES: dict[str, dict[str, Any]] = {
         "size": 2,
         "args": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
     },
-    "compiled": {"size": 2, "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "eager"}},
+    "compiled": {"size": 2, "model": "one layer", "kind": "packed", "args": {"torch_compile": True, "torch_compile_backend": "eager"}},
     "fsdp": {"size": 2, "world": 4, "args": {"use_cpu": False, "fsdp": True, "fsdp_config": FSDP}},
 }
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,16 @@ import torch
 
 from dilated_attention.integrations.huggingface import configure, register
 from dilated_attention.pattern import GlobalLocal, MaskFunction
-from tests.integrations.test_huggingface import DECODER, LENGTHS, PATTERN, RATES, RELEASE, registered  # noqa: F401  used by every test
+from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
+    DECODER,
+    LENGTHS,
+    PATTERN,
+    RATES,
+    RELEASE,
+    masking,
+    modeling,
+    registered,
+)
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(RELEASE < (5, 4), reason="older releases of transformers read no implementation from config.json")
@@ -158,13 +164,13 @@ def test_an_adapter_is_trained_and_loaded_on_a_base_model_of_its_attention(tmp_p
     torch.testing.assert_close(load(tmp_path / "merged")(IDS).logits, expected[0], atol=1e-5, rtol=0)
 
 
-def test_a_process_that_has_registered_nothing_is_told(tmp_path: Path) -> None:
+def test_a_process_that_has_registered_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama("dilated")
     configure(model, segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
     model.save_pretrained(tmp_path)
-    script = "import transformers; transformers.AutoModelForCausalLM.from_pretrained('.')"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    without = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert without.returncode == 1 and 'Specified `attn_implementation="dilated"` is not supported' in without.stderr
-    more = "from dilated_attention.integrations.huggingface import register; register(); "
-    subprocess.run([sys.executable, "-c", more + script], cwd=tmp_path, env=environment, check=True)
+    for table in (modeling.AttentionInterface, masking.AttentionMaskInterface):
+        monkeypatch.setattr(table, "_global_mapping", {name: x for name, x in table._global_mapping.items() if name != "dilated"})
+    with pytest.raises(ValueError, match='Specified `attn_implementation="dilated"` is not supported'):
+        load(tmp_path)
+    register()
+    assert load(tmp_path).config._attn_implementation == "dilated"

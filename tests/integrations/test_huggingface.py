@@ -467,9 +467,9 @@ def test_dropout_in_training_only_and_autocast() -> None:
 )
 def test_compiled_without_a_graph_break(name: str, kind: str) -> None:
     torch.compiler.reset()
-    model = on(MODELS[kind](), name)
-    # the experts of gpt-oss break graphs of their own
-    compiled = torch.compile(model, fullgraph=kind != "gpt_oss", backend="aot_eager" if name == "dilated" else "eager")
+    model = on(MODELS[kind](**({"num_hidden_layers": 1} if kind == "gpt_oss" else {})), name)
+    # the experts of gpt-oss break graphs of their own; a backward is traced ahead once, which takes twice the time
+    compiled = torch.compile(model, fullgraph=kind != "gpt_oss", backend="aot_eager" if kind == "gemma2" else "eager")
     found, expected = (results(model, inputs_of(model, padded("right")), call=each) for each in (compiled, model))
     assert error(found, expected) <= 1e-10
 
@@ -479,7 +479,7 @@ def test_a_compiled_model_has_documents_and_new_settings_and_refuses_hidden_docu
     """Position ids tell a compiled model of documents that it did not see when it was compiled."""
     torch.compiler.reset()
     model, ids = on(llama(num_hidden_layers=1), "dilated"), tokens()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     for cut in (50, 21):
         given = {"input_ids": ids, "position_ids": positions_in(cut, N - cut).expand(2, -1), "use_cache": False}
         found, expected = (results(model, given, call=each) for each in (compiled, model))

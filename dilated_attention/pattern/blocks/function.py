@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, MaskMod
 from dilated_attention.pattern.checks import check_bool
@@ -81,15 +84,40 @@ class MaskFunction(BlockPattern):
         return 4.0 * grid.num_columns
 
 
+class _Sources(TorchDispatchMode):
+    """Follows, storage by storage, which of a function's arguments a tensor may depend on: bit i is set for argument i."""
+
+    def __init__(self, arguments: list[Tensor]) -> None:
+        super().__init__()
+        self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}
+        self.alive = [*arguments]  # no address serves a second storage
+
+    def of(self, values: Any) -> int:
+        each = (self.bits.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
+        return functools.reduce(operator.or_, each, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        bits = 0 if func in _VALUE_FREE else self.of((args, kwargs))
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if bits and not made:
+            raise TypeError(f"{func} takes a number out of a tensor, on which the rest of the function may depend")
+        self.alive += made
+        for x in made:
+            self.bits[x.untyped_storage()._cdata] = self.of(x) | bits
+        return out
+
+
 def reads_of(fn: MaskMod) -> tuple[bool, bool]:
     """Returns whether the result of ``fn`` may depend on the batch entry, and on the head: followed through one call for one pair."""
     # a function may hold tensors of a GPU
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
         try:
-            graph = make_fx(fn)(*(torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4))).graph
+            with _Sources(arguments) as sources:
+                bits = sources.of(fn(*arguments))
+            return bool(bits & 1), bool(bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
-        graph.eliminate_dead_code()
-        return tuple(any(user.target not in _VALUE_FREE for user in node.users) for node in list(graph.nodes)[:2])  # type: ignore[return-value]
     # no call for one pair works, so nothing is known
     return True, True
