@@ -11,8 +11,7 @@ from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnav
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.pattern.blocks.base import checked_block_size
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, checked_block_size, one_of, shown
 from dilated_attention.validation import check_counts, check_probability, check_scale, check_softcap
 
 
