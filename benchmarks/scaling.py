@@ -36,10 +36,10 @@ from benchmarks.contenders import Contender, ours
 from benchmarks.report import Group, Row
 from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, attempt, captured, host_time, loop, new_and_again, peak_bytes, release, synchronise
+from benchmarks.traffic import traffic
 from benchmarks.truth import wrong
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
-from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity

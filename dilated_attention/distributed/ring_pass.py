@@ -19,7 +19,8 @@ from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
-from dilated_attention.distributed.comm.session import session_of, sessions
+from dilated_attention.distributed.comm.session import sessions
+from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.computation import Masks, Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, make_setup
@@ -70,7 +71,7 @@ class ResolvedRing(ResolvedCall):
             if session is not None:
                 if session.failed is not None:
                     session.check()
-                number = session.order.enter_forward(agreed.form)
+                number = session.enter_forward(agreed.number, agreed.arguments)
         else:
             agreed, number = self.agree(members, inputs, bounds)
             if ring.seq_len >= 0:
@@ -92,7 +93,7 @@ class ResolvedRing(ResolvedCall):
             if session.failed is not None:
                 session.check()
             # for comparison with the other ranks
-            session.order.enter_backward(number)
+            session.enter(f"the backward of call {number}")
         if not inputs[0].shape[0]:
             return tuple(new_like(x) for x in inputs[:3])
         bounds = None if inputs[4] is None else bounds_of(inputs[4])
@@ -122,7 +123,7 @@ class ResolvedRing(ResolvedCall):
         return found
 
 
-_NOTHING = Agreed(-1, ..., None, None)
+_NOTHING = Agreed(-1, ...)
 
 
 class ResolvedRingBlocks(ResolvedRing):
@@ -140,7 +141,7 @@ class ResolvedRingBlocks(ResolvedRing):
                 kernels["pattern (the blocks that its function keeps)"] = digest
         except BackendUnavailable as error:
             kernels["kernels"], unavailable = f"unavailable: {str(error).splitlines()[0]}", error
-        agree_on_kernels(members, self.settings, self.ring, agreed, kernels)
+        agree_on_kernels(members, agreed, kernels, self.ring.timeout)
         if unavailable is not None:
             raise unavailable
         return agreed, number

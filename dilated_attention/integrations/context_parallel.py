@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.group import members_of
-from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.sharding.layout import unshard_sequence
 from dilated_attention.integrations._hf_attend import attend
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs

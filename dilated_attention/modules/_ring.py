@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention import validation as check
+from dilated_attention.distributed.comm.call_consistency import agree, checked_length
 from dilated_attention.distributed.comm.group import group_name_of, members_named
-from dilated_attention.distributed.comm.handshake import agree
 from dilated_attention.distributed.exchange.setup import EXCHANGES
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name, short_name
-from dilated_attention.distributed.sharding.layout import local_length, positions_of
+from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.functional.options import DEFAULTS
 from dilated_attention.pattern.checks import as_int, one_of
@@ -80,14 +80,7 @@ class RingSettings:
             raise ValueError("seq_len is None inside torch.compile; positions depend on it: give seq_len, the length of the whole sequence")
         members = members_named(self.group_name)
         same = {"function": "seq_len, asked for", "layout": short_name(self.layout), "seq_len": "None", **same}
-        held = [own["rows"] for own in agree(members, same, {"rows": rows}, self.timeout)]
-        expected = [local_length(sum(held), rank, members.size, self.layout) for rank in range(members.size)]
-        if held != expected:
-            raise ValueError(
-                f"the group's ranks hold {held} positions; a {short_name(self.layout)} sequence of {sum(held)} has {expected}: "
-                "cut it with shard_sequence and the same layout"
-            )
-        return sum(held)
+        return checked_length(self.layout, -1, agree(members, same, rows, self.timeout))
 
     def positions(self, x: torch.Tensor, seq_len: int) -> torch.Tensor:
         """Returns the positions in the whole sequence of the rows of x (B, n, …), as int64 (n,); zeros if n rows are not a shard of

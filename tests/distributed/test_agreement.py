@@ -17,8 +17,8 @@ import torch.multiprocessing as mp
 
 from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention, shard_sequence
 from dilated_attention.distributed import members_of
-from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.comm.session import session_of
+from dilated_attention.distributed.comm.call_consistency import agree
+from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.pattern import BigBird, LocalWindow
 from tests.helpers.pool import Pool, PoolError, fresh_processes, pool_of
@@ -98,7 +98,7 @@ def test_a_rank_that_skips_the_handshake_is_named() -> None:
                 f"rank {rank}: ring_attention: check that all ranks make the same call failed after {LATE} s: rank 1 posted nothing; "
                 f"rank 1 has not reported: dead, stalled or in another call."
             )
-            assert text.endswith(f"look at the output of rank 1, or raise timeout= ({LATE:g} s) if only late")
+            assert text.endswith(f". Look at the output of rank 1, or raise timeout= ({LATE:g} s) if only slow")
             assert took < LATE + 8.0
 
 
@@ -128,7 +128,7 @@ def again(rank: int, path: str, kind: str, ports: Any) -> None:
         for call in range(3 + life):
             numbers = agree(members, {"life": life, "call": call}, {"rank": rank, "life": life}, 20.0)
             assert numbers == [{"rank": r, "life": life} for r in range(world)]
-        assert session_of(members, 1.0).calls == 3 + life
+        assert session_of(members, 1.0).handshakes == 3 + life
         if rank == 0 and life == 0:
             # as a rank leaves it that was killed in its call
             session_of(members, 1.0).store.set("agree/3/0", '[{"stale": "yes"}, {}]')
@@ -233,7 +233,7 @@ def of_many_lengths(rank: int, world: int) -> list[int]:
             for kind in ({}, {"function": "dilated", "w": [16, 64]}, {"function": "blocks"}):
                 call(grad=True, seq_len=length, **kind)
             call(seq_len=length, cu_seqlens=torch.tensor([0, length // 3, length], dtype=torch.int32))
-        found.append(session.calls)
+        found.append(session.handshakes)
     return found
 
 

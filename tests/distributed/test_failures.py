@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from dilated_attention import ring_attention
 from dilated_attention.distributed import members_of
-from dilated_attention.distributed.comm import p2p
-from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.comm.p2p import wire_of
-from dilated_attention.distributed.comm.watchdog import COLLECT, GRACE, POLL, Exchange, Monitor, Queue, watch
+from dilated_attention.distributed.comm import watchdog
+from dilated_attention.distributed.comm.call_consistency import agree
+from dilated_attention.distributed.comm.p2p import Exchange, wire_of
+from dilated_attention.distributed.comm.session import COLLECT
+from dilated_attention.distributed.comm.watchdog import GRACE, POLL
 from dilated_attention.distributed.errors import RingError
 from tests.helpers.machine import ON_CPU, on_gpus
 from tests.helpers.pool import fresh_processes, here, on_its_gpu
@@ -112,7 +113,7 @@ def _act(rank: int, backend: str, world: int, port: Any, serve_at: int | None, f
             port.put(store.port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=600))
     agree(members_of(None), {"scene": scene.__name__}, {}, 60.0)
-    wire_of(members_of(None), 60.0)
+    wire_of(members_of(None), 60.0, here())
     began = time.monotonic()
     try:
         scene(rank, world, *args)
@@ -126,14 +127,21 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
+def begin(world: int, send: tuple[int, torch.Tensor], receive: tuple[int, torch.Tensor], what: str) -> Exchange:
+    """Begins to send a tensor to one rank and to receive one from another."""
+    wire = wire_of(members_of(None), TIMEOUT, here())
+    assert wire is not None
+    counts = [[len(x) if peer == one else 0 for peer in range(world)] for one, x in (send, receive)]
+    return wire.start(send[1], counts[0], receive[1], counts[1], what)
+
+
 def ring(rank: int, world: int, hops: int, at_hop: Callable[[int], None] = lambda _: None) -> None:
     """Passes 4 MB around without waiting for a GPU, as attention does, and looks at them at the end."""
-    wire = wire_of(members_of(None), TIMEOUT)
     after, before = (rank + 1) % world, (rank - 1) % world
     held, coming = torch.full((1_000_000,), float(rank), device=here()), torch.zeros(1_000_000, device=here())
     for hop in range(hops):
         at_hop(hop)
-        wire.start([(after, held)], [(before, coming)], f"ring forward, hop {hop}: K and V").wait()
+        begin(world, (after, held), (before, coming), f"ring forward, hop {hop}: K and V").wait()
         held, coming = coming, held
     assert held[0].item() == held[-1].item() == (rank - hops) % world
 
@@ -190,11 +198,11 @@ def told_of(machine: Machine, ends: list[End], victim: int) -> None:
         left = re.search(gone, end.error, re.S)
         assert f"rank {victim} {SILENT}" in end.error or left, end
         if machine.backend == "gloo":
-            way = "(sending 4.0 MB to|receiving 4.0 MB from)"
+            way = "(sending 3.81 MiB to|receiving 3.81 MiB from)"
             assert re.match(rf"RingError: rank \d: ring forward, hop \d: K and V: {way} rank \d failed after ", end.error), end
             assert left or end.error.endswith(f". Look at the output of rank {victim}, or raise timeout= ({TIMEOUT:g} s) if only slow")
     # the first to fail is one that exchanges with the victim, in the hop that the victim left out
-    direct = rf"hop {HOP}: K and V: (sending 4.0 MB to|receiving 4.0 MB from) rank {victim} failed after "
+    direct = rf"hop {HOP}: K and V: (sending 3.81 MiB to|receiving 3.81 MiB from) rank {victim} failed after "
     assert machine.backend == "nccl" or any(re.search(direct, end.error) for end in ends), ends
 
 
@@ -221,7 +229,7 @@ def test_a_rank_that_fails_is_named_by_all_in_time(machine: Machine, how: str, t
         # when it wakes up it finds the others gone, and why
         assert own.code == 1 and own.seconds < TIMEOUT + MARGIN + 3.5
         assert "all ranks report that they wait or have given up: rank 0 gave up waiting for rank " in own.error
-        assert f"gave up waiting for rank {victim} in 'ring forward, hop {HOP}: K and V' (keys, exchange {HOP + 1})" in own.error
+        assert f"gave up waiting for rank {victim} in 'ring forward, hop {HOP}: K and V' (exchange {HOP + 1})" in own.error
 
 
 @pytest.mark.parametrize("machine", machines(3, gpus=(2, 4)))
@@ -256,7 +264,7 @@ def two_failures(rank: int, world: int) -> None:
         ring(rank, world, 2)
     began = time.monotonic()
     for again in (
-        lambda: wire_of(members_of(None), TIMEOUT).start([], [], "ring backward, hop 0"),
+        lambda: begin(world, (1, torch.zeros(0)), (1, torch.zeros(0)), "ring backward, hop 0"),
         lambda: agree(members_of(None), {}, {}, TIMEOUT),
     ):
         with pytest.raises(RingError, match="this group failed before and cannot be used again; it failed with: ") as second:
@@ -268,7 +276,7 @@ def two_failures(rank: int, world: int) -> None:
 
 def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
     ends = play(Machine("gloo", 2), two_failures, folder=tmp_path)
-    assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 4.0 MB from rank 1 failed after ")
+    assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 3.81 MiB from rank 1 failed after ")
     assert ends[0].seconds >= TIMEOUT and ends[1].code == 0
 
 
@@ -302,22 +310,19 @@ def watched(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(TIMEOUT + 3.5)
         return
-    wire = wire_of(members_of(None), TIMEOUT)
     x = torch.zeros(1000)
-    wire.start([], [], "learns its device").wait()
-    wire._on_gpu, wire._device = True, x.device
-    cuda: Any = torch.cuda
-    cuda.Event, cuda.is_current_stream_capturing, cuda.set_device = Ready, lambda: False, lambda _: None
-    p2p._current_stream = lambda _: None  # type: ignore[assignment]
-    watch(wire)
-    going = wire.start([((rank + 1) % world, x)], [((rank - 1) % world, x.clone())], "ring backward, hop 0: dK and dV")
+    wire = wire_of(members_of(None), TIMEOUT, here())
+    going = begin(world, ((rank + 1) % world, x), ((rank - 1) % world, x.clone()), "ring backward, hop 0: dK and dV")
+    going.ready = Ready()
+    torch.cuda.set_device = lambda _: None
+    wire.pending.append(going)
+    wire.session.wires["cuda"] = wire
     try:
         while True:
             time.sleep(0.01)
     except RingError:
         with pytest.raises(RingError, match="this group failed before"):
-            wire.start([], [], "one more")
-        assert going is not None
+            wire.session.check()
         raise
 
 
@@ -325,71 +330,65 @@ def test_the_watch_ends_ranks_that_wait_without_blocking(tmp_path: Path) -> None
     ends = play(Machine("gloo", 4), watched, folder=tmp_path)
     for rank in (0, 2):
         assert ends[rank].code == 1 and TIMEOUT <= ends[rank].seconds < TIMEOUT + MARGIN
-        peers = f"ranks {(rank - 1) % 4}, {(rank + 1) % 4}"
-        assert ends[rank].error.startswith(f"RingError: rank {rank}: ring backward, hop 0: dK and dV: exchange 2 with {peers} is not done ")
+        peers = "ranks 1, 3"
+        assert ends[rank].error.startswith(f"RingError: rank {rank}: ring backward, hop 0: dK and dV: exchange 1 with {peers} is not done ")
         assert f"rank 1 {SILENT}" in ends[rank].error
         assert ends[rank].error.endswith(f". Look at the output of rank 1, or raise timeout= ({TIMEOUT:g} s) if only slow")
 
 
 class Stalled:
-    """A wire whose exchange never ends, issued by a thread."""
+    """A session and its wire, whose exchange never ends, issued by a thread."""
 
     def __init__(self, thread: int) -> None:
-        self.queue, self.timeout = Queue(), 0.2
-        self.queue.pending.append(Exchange(3, "hop 3", (1,), self, None, thread))
+        self.exchange = Exchange(self, 3, "hop 3", (1,), thread=thread)  # type: ignore[arg-type]
+        self.count = self.equal = 0
         self.failed: str | None = None
+        self.has_raised, self.wires, self.timeout = False, {"cuda": self}, 0.2
         self.aborted = threading.Event()
 
-    def is_completed(self) -> bool:
-        return False
+    def names(self, ranks: tuple[int, ...]) -> str:
+        return "rank 1"
 
-    def enter(self) -> None:
-        pass
+    def stalled(self) -> tuple[Exchange, str]:
+        return self.exchange, "stalled"
 
-    def describe(self, exchange: Exchange, trouble: str) -> str:
-        return f"rank 0: {exchange.what} stalled"
+    def fail_waiting(self, what: str, number: int, peers: tuple[int, ...], trouble: str, timeout: float, collect: float) -> None:
+        self.failed = f"rank 0: {what}{trouble}"
 
-    def fail(self, message: str) -> None:
-        self.failed = message
-
-    def abort(self) -> None:
+    def abort(self) -> list[threading.Thread]:
         self.aborted.set()
-
-    def has_raised(self) -> bool:
-        return False
+        return []
 
 
 @pytest.mark.parametrize("issued_by", ["this thread", "one that does nothing more", "none that is there"])
-def test_a_stall_raises_in_some_thread_or_ends_the_process(issued_by: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_raises_in_some_thread_or_ends_the_process(
+    issued_by: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[int] = []
     idle = threading.Event()
-    worker = threading.Thread(target=idle.wait)
+    worker = threading.Thread(target=idle.wait, daemon=True)
     worker.start()
     nobody = issued_by == "none that is there"
-    # grace shorter than the second after which the main thread would be made to raise
-    monitor = Monitor(leave=left.append, **({"grace": 0.5} if nobody else {}))
+    monkeypatch.setattr(os, "_exit", left.append)
+    if nobody:
+        # nor is the main thread, which would be made to raise after a second
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)
+        monkeypatch.setattr(watchdog, "GRACE", 1.5)
     wire = Stalled({"this thread": threading.get_ident(), "one that does nothing more": worker.ident or 0}.get(issued_by, 1))
-    monitor.add(wire)
-
-    def look() -> None:
-        while not wire.failed:
-            monitor.look()
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=watchdog.look, args=(wire,))
     thread.start()
     if nobody:
         thread.join()
         # like a thread that never comes back from a CUDA call
         assert left == [1]
     else:
-        with pytest.raises(RingError, match=r"^rank 0: hop 3 stalled$"):
+        with pytest.raises(RingError, match=r"^rank 0: hop 3: exchange 3 with rank 1 stalled$"):
             for _ in range(1000):
                 time.sleep(0.01)
         thread.join()
         assert not left
-    assert wire.aborted.wait(1.0) and wire.failed == "rank 0: hop 3 stalled"
-    assert "rank 0: hop 3 stalled" in capfd.readouterr().err
+    assert wire.aborted.wait(1.0) and wire.failed == "rank 0: hop 3: exchange 3 with rank 1 stalled"
+    assert "rank 0: hop 3: exchange 3 with rank 1 stalled" in capfd.readouterr().err
     # the one that idled raises as well, when it goes on; its traceback is not of this test
     threading.excepthook, hook = lambda _: None, threading.excepthook
     idle.set()
@@ -417,7 +416,7 @@ def captures(rank: int, world: int) -> None:
     if here().type == "cuda":
         x, got = torch.ones(64, device=here()), torch.zeros(64, device=here())
         torch.cuda._sleep(int(2e9 * 4))
-        going = wire_of(members_of(None), TIMEOUT).start([((rank + 1) % world, x)], [((rank - 1) % world, got)], "under way")
+        going = begin(world, ((rank + 1) % world, x), ((rank - 1) % world, got), "under way")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x + 1
@@ -441,7 +440,7 @@ def stuck(rank: int, world: int) -> None:
     ring(rank, world, 2)
     if rank == 0:
         x = torch.ones(8, device=here())
-        wire_of(members_of(None), TIMEOUT).start([(1, x)], [(1, x.clone())], "ring forward, hop 0: K and V")
+        begin(world, (1, x), (1, x.clone()), "ring forward, hop 0: K and V")
         ctypes.CDLL(None).sleep(1000)
     elif rank == 1:
         time.sleep(LIMIT)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.traffic import traffic
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.comm.p2p import traffic
 from dilated_attention.distributed.exchange.setup import even_steps
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.planning.ring import Bytes

@@ -195,7 +195,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
     mesh = dist.init_device_mesh("cpu", (world,))
     # every process raises, none waits
     for call, text in (
-        (lambda: spread(*slide(12 if rank else 11)), f"a contiguous sequence of {12 * world - 1} has .*: cut it with shard_sequence"),
+        (lambda: spread(*slide(12 if rank else 11)), f"a contiguous sequence of {12 * world - 1} has .*: cut it by shard_sequence"),
         (lambda: spread(*shard, seq_len=11 + world), f"a contiguous sequence of {11 + world + 1} has"),
         (lambda: spread(*shard, cu_seqlens=torch.tensor([0, 5 + rank, 11], dtype=torch.int32)), "cu_seqlens"),
         (

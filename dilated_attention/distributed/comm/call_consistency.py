@@ -1,182 +1,183 @@
-"""Checks that all ranks make the same call, and determines the length of the shared sequence."""
+"""Checks that all ranks make the same call: else they would hang in a collective, or interpret one tensor as another."""
 
 from __future__ import annotations
 
 import functools
+import json
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.handshake import agree
-from dilated_attention.distributed.comm.session import CallForm, session_of
+from dilated_attention.distributed.comm.session import differences, missing
+from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.sharding.custom_layout import is_dealt, short_name
 from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
+from dilated_attention.pattern import MAX_LENGTH, pattern_from_spec
+
+
+def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
+    """Returns every rank's ``own``, such as its rows, in order of rank, once ``same``, all that must be equal, by name, is found equal on
+    all ranks; its ``"function"`` names the call in messages. All ranks of the group must call it.
+
+    Raises ValueError if values differ, with the same message on every rank: which ranks have which; RingError that names the ranks that
+    have posted nothing within the timeout."""
+    if members.group is None:
+        return [own]
+    session = session_of(members, timeout)
+    session.check()
+    number, store, arguments = session.handshakes, session.store, {key: str(value) for key, value in same.items()}
+    session.handshakes += 1
+    session.enter("a handshake", number, arguments)
+    keys = session.keys(f"agree/{number}")
+    with session.asking():
+        store.set(keys[session.rank], json.dumps([arguments, own]))
+        # the watching thread may find a failure meanwhile
+        while not (texts := session.until(lambda: session.failed or (store.check(keys) and store.multi_get(keys)), timeout)):
+            if absent := missing(store, keys):
+                what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
+                trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
+                # the others give up in their own time; report what is known by now
+                session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
+        if session.failed is not None:
+            raise session.error()
+        if number > 0:
+            # all ranks have posted this call, so all have read the previous one
+            store.delete_key(f"agree/{number - 1}/{session.rank}")
+    posts = [json.loads(text) for text in texts]
+    if found := differences(session, {rank: post[0] for rank, post in enumerate(posts)}):
+        raise ValueError(f"{found}; all ranks must make the same call")
+    return [post[1] for post in posts]
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """The arguments of a distributed call that a single-process call does not have. ``seq_len``: of the whole sequence, −1 if the ranks ask
-    each other; ``lse_grad``: whether lse may get a gradient on any rank."""
+    """The arguments of a distributed call alone. ``seq_len``: of the whole sequence, −1 if the ranks ask each other; ``lse_grad``: whether
+    lse may get a gradient on any rank."""
 
     group_name: str
     layout: str
     exchange: str
-    seq_len: int
     timeout: float
     lse_grad: bool
+    seq_len: int
 
 
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
     group_name, layout, exchange, timeout, lse_grad, _ = settings.sharding
     if exchange in ("ring", "2d"):
-        registry.tell_once(
-            f"ring: exchange={exchange!r} runs as 'auto', which moves the same keys in one exchange for some heads at a time"
-        )
+        registry.tell_once(f"ring: exchange={exchange!r} runs as 'auto': the same keys in one exchange for some heads at a time")
         exchange = "auto"
-    return RingCall(group_name, layout, exchange, settings.seq_len, timeout, lse_grad)
+    return RingCall(group_name, layout, exchange, timeout, lse_grad, settings.seq_len)
 
 
 class Agreed(NamedTuple):
-    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: what the group's ranks have agreed on, while they
-    remember it (``Session.agreed``), and ``form``: the call as agreed on, both None in one process; ``kind``: its key in ``among``."""
+    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: ``Session.agreed`` until they forget it, None in one
+    process; ``kind``: of call, its key in ``among``; ``number``, ``arguments``: of ``Session.enter``."""
 
     seq_len: int
-    among: object
-    form: CallForm | None
-    kind: object
-
-
-def function_of(settings: CallSettings) -> str:
-    """Returns the name of the public function of a distributed call."""
-    if settings.blocks:
-        return "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
-    return "ring_attention" if settings.pattern.segment_lengths[0] >= MAX_LENGTH else "ring_dilated_attention"
+    among: object = None
+    kind: Any = None
+    number: int = 0
+    arguments: Mapping[str, str] | None = None
 
 
 def agreed_call(
-    members: Members,
-    inputs: tuple[Any, ...],
-    settings: CallSettings,
-    ring: RingCall,
-    bounds: tuple[int, ...] | None,
+    members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, bounds: tuple[int, ...] | None,
     kernels: Callable[[], str] | None,
-) -> tuple[Agreed, int]:
-    """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same kind of call.
+) -> tuple[Agreed, int]:  # fmt: skip
+    """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same kind of call: by a
+    handshake at the first call of a kind, whatever its length, or at every call if N is not given. If they make different calls of kinds
+    they agreed on earlier, or of different lengths, ``session.compare`` finds out in these calls or soon after.
 
-    The ranks perform a handshake at the first call of a kind, whatever its length, or at every call if N is not given. If ranks make
-    different calls of kinds they agreed on earlier, or of different lengths, ``handshake.py`` finds out during these calls or soon after.
     ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents. ``kernels`` returns, as text, what must be equal in the
-    ranks' choices of kernels; None if the choice needs N, and ``agree_on_kernels`` follows.
-    """
+    ranks' choices of kernels; None if the choice needs N, and ``agree_on_kernels`` follows."""
     q, k, _, padding = inputs[:4]
     if members.group is None:
-        return Agreed(_checked_length(ring, [q.shape[1]]), None, None, None), 0
+        return Agreed(checked_length(ring.layout, ring.seq_len, [q.shape[1]])), 0
     session = session_of(members, ring.timeout)
     session.check()
-    pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
-    # leave out what each rank may choose for itself, else some ranks would start a handshake and others would not; and what follows the
-    # length. The name of a pattern that holds a function may be given again once it is gone
-    kind = (
-        replace(ring, timeout=0.0, seq_len=min(ring.seq_len, 0), layout="" if is_dealt(ring.layout) else ring.layout),
-        settings._replace(backend="", precision="", seq_len=0, sharding=settings.sharding[-1:]),
-        *(q.shape[0], q.shape[2:], k.shape[2:], q.dtype, q.device.type, padding is None, bounds is None),
-        pattern if pattern is not None and pattern.lives_here else None,
-    )
-    of_length = {
-        "layout": short_name(ring.layout),
-        "cu_seqlens": "None" if bounds is None else _shortened(bounds),
-        "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None",
+    function = "ring_attention"
+    if settings.blocks:
+        function = "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+    elif settings.pattern.segment_lengths[0] < MAX_LENGTH:
+        function = "ring_dilated_attention"
+    # without what each rank may choose for itself, else some ranks would start a handshake and others would not
+    same: dict[str, object] = {
+        "function": function,
+        "q.shape[0]": q.shape[0],
+        "q.shape[2]": q.shape[2],
+        "k.shape[2]": k.shape[2],
+        "q.shape[3]": q.shape[3],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        # it limits how much may be received at once, which must be the same on all ranks
+        "device memory, GiB": device_memory(q.device) >> 30,
+        "key_padding_mask": "None" if padding is None else "given",
+        "window": list(settings.window) or None,
+        "is_causal": settings.is_causal,
+        "scale": settings.scale,
+        "softcap": settings.softcap or None,
+        "sinks": "given" if settings.has_sinks else None,
+        "dropout_p": settings.dropout_p,
+        "mixture_grad": "detached" if settings.detached else "exact",
+        "deterministic": settings.deterministic,
+        "requires_grad": settings.needs_grad,
+        "exchange": ring.exchange,
+        "head_steps": settings.sharding[-1] or None,
+        "return_lse": ring.lse_grad,
+        "layout": "dealt" if is_dealt(ring.layout) else ring.layout,
+        "cu_seqlens": "None" if bounds is None else "given",
     }
-    form, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
-    if form is None:
-        number = session.calls
-        same = {
-            "function": function_of(settings),
-            **_same_of_tensors(q, k, padding),
-            **_same_of_patterns(settings, pattern),
-            "window": str(list(settings.window) or None),
-            "is_causal": settings.is_causal,
-            "scale": settings.scale,
-            "softcap": settings.softcap or "None",
-            "sinks": "given" if settings.has_sinks else "None",
-            "dropout_p": settings.dropout_p,
-            "mixture_grad": "detached" if settings.detached else "exact",
-            "deterministic": settings.deterministic,
-            "requires_grad": settings.needs_grad,
-            "exchange": ring.exchange,
-            "head_steps": settings.sharding[-1] or "None",
-            "return_lse": ring.lse_grad,
-            **({} if kernels is None else {"kernels": kernels()}),
-            **of_length,
-        }
-        arguments = {name: str(value) for name, value in same.items()}
-        held = [own["rows"] for own in agree(members, arguments, {"rows": q.shape[1]}, ring.timeout)]
-        seq_len, form = _checked_length(ring, held), CallForm(number, arguments)
+    pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
+    # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
+    of_function = pattern if pattern is not None and pattern.lives_here else None
+    if pattern is not None:
+        name = type(pattern).__name__ if of_function else settings.blocks
+        same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
+    elif settings.branches is not None:
+        names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
+        same |= zip(names, [list(x) if isinstance(x, tuple) else x for x in settings.branches], strict=True)
+    arguments = {name: str(value) for name, value in same.items()}
+    # the name of a pattern that holds a function may be given again once it is gone
+    kind = (*arguments.values(), of_function)
+    arguments |= {"layout": short_name(ring.layout), "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None"}
+    if bounds is not None:
+        arguments["cu_seqlens"] = _shortened(bounds)
+    number, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
+    if number is None:
+        number = session.handshakes
+        with_kernels = arguments if kernels is None else arguments | {"kernels": kernels()}
+        held = agree(members, with_kernels, q.shape[1], ring.timeout)
+        seq_len = checked_length(ring.layout, seq_len, held)
         if ring.seq_len >= 0:
-            session.remember(kind, form)
+            session.remember(kind, number)
     elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
         raise ValueError(
             f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     # a number of the kind and the length, which the tags of messages contain
-    number = zlib.crc32(f"{form.number} {seq_len} {ring.layout} {bounds}".encode())
-    form = CallForm(number, {**form.arguments, **of_length})
-    return Agreed(seq_len, session.agreed, form, kind), session.order.enter_forward(form)
+    number = zlib.crc32(f"{number} {seq_len} {ring.layout} {bounds}".encode())
+    return Agreed(seq_len, session.agreed, kind, number, arguments), session.enter_forward(number, arguments)
 
 
-def agree_on_kernels(members: Members, settings: CallSettings, ring: RingCall, agreed: Agreed, kernels: Mapping[str, str]) -> None:
+def agree_on_kernels(members: Members, agreed: Agreed, kernels: Mapping[str, str], timeout: float) -> None:
     """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` says of them is equal; else ValueError. Once
     for a kind, or for a length where the blocks are those of a function."""
     if members.group is None:
         return
-    session, of_function = session_of(members, ring.timeout), pattern_from_spec(settings.blocks).lives_here
-    settled = (agreed.kind, "kernels", agreed.seq_len if of_function else None)
+    session, (function, *_, of_function) = session_of(members, timeout), agreed.kind
+    settled = agreed.kind, None if of_function is None else agreed.seq_len
     if settled not in session.agreed:
-        same = {"function": function_of(settings), **kernels}
-        agree(members, same, {}, ring.timeout)
-        session.remember(settled, CallForm(0, same))
-
-
-def _same_of_tensors(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None) -> dict[str, object]:
-    """Returns the properties of the tensors that must be equal on all ranks, by name."""
-    return {
-        "q.shape[0]": q.shape[0],
-        "q.shape[2]": q.shape[2],
-        "k.shape[2]": k.shape[2],
-        "q.shape[3]": q.shape[3],
-        "dtype": str(q.dtype),
-        "device": q.device.type,
-        # it limits how much may be received at once, which must be the same on all ranks
-        "device memory, GiB": device_memory(q.device) >> 30,
-        "key_padding_mask": "given" if padding is not None else "None",
-    }
-
-
-def _same_of_patterns(settings: CallSettings, blocks: BlockPattern | None) -> dict[str, object]:
-    if blocks is not None:
-        return {
-            "branches": settings.branches,
-            # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
-            "pattern": type(blocks).__name__ if blocks.lives_here else blocks.spec(),
-            "block_size": str(blocks.block_size),
-        }
-    pattern = settings.pattern
-    return {
-        "segment_lengths": str(list(pattern.segment_lengths)),
-        "dilation_rates": str(list(pattern.dilation_rates)),
-        "head_offsets": str(pattern.head_offsets),
-        "branch_heads": pattern.branch_heads,
-        "tail": pattern.tail,
-    }
+        agree(members, {"function": function, **kernels}, None, timeout)
+        session.remember(settled, 0)
 
 
 def _shortened(bounds: tuple[int, ...]) -> str:
@@ -184,12 +185,13 @@ def _shortened(bounds: tuple[int, ...]) -> str:
     return text if len(text) <= 200 else f"{text[:160]} … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})"
 
 
-def _checked_length(ring: RingCall, rows: list[int]) -> int:
-    seq_len = ring.seq_len if ring.seq_len >= 0 else sum(rows)
-    expected = [local_length(seq_len, rank, len(rows), ring.layout) for rank in range(len(rows))]
+def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
+    """Returns N, where it is negative the sum of all ranks' rows; ValueError if these are no shards of a sequence in the layout."""
+    seq_len = seq_len if seq_len >= 0 else sum(rows)
+    expected = [local_length(seq_len, rank, len(rows), layout) for rank in range(len(rows))]
     if rows != expected:
         raise ValueError(
-            f"the group's ranks hold {rows} positions; a {short_name(ring.layout)} sequence of {seq_len} has {expected}: "
+            f"the group's ranks hold {rows} positions; a {short_name(layout)} sequence of {seq_len} has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     return seq_len
@@ -197,7 +199,6 @@ def _checked_length(ring: RingCall, rows: list[int]) -> int:
 
 @functools.lru_cache(maxsize=8)
 def device_memory(device: torch.device) -> int:
-    """Returns the bytes that steps are chosen for, alike on all ranks."""
-    # on a CPU all processes of the machine share the memory, and no two see the same amount free, so a fixed value is used
-    # in whole GiB, because ranks compare it
+    """Returns the bytes that steps are chosen for, in whole GiB, because ranks compare them. On a CPU a fixed number: all processes of the
+    machine share the memory, and no two see the same amount free."""
     return torch.cuda.get_device_properties(device).total_memory >> 30 << 30 if device.type == "cuda" else 2**36

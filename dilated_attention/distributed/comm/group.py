@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Members:
-    """The processes of one sequence, in the order of its shards.
-
-    Args:
-        group: the process group; None for one process, which needs no communication.
-        rank: this process's rank in the group.
-        size: W, the number of processes.
-    """
+    """The processes of one sequence, in the order of its shards: their group, None for one process; this process's rank in it; and W, their
+    number."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -40,41 +36,32 @@ _places: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref
 
 def _place_in(group: dist.ProcessGroup) -> tuple[int, int]:
     """Returns this process's rank in a group, −1 if it is not in it, and the group's size."""
-    found = _places.get(group)
-    if found is None:
-        found = _places[group] = dist.get_rank(group), dist.get_world_size(group)
-    return found
+    return _places.get(group) or _places.setdefault(group, (dist.get_rank(group), dist.get_world_size(group)))
 
 
 def members_of(group_or_mesh: Any) -> Members:
-    """Returns the group's members as seen from this process.
+    """Returns the members, as seen from this process, of a ProcessGroup or a DeviceMesh of one axis; None for all processes, or for this
+    one alone if torch.distributed is not initialised.
 
-    Args:
-        group_or_mesh: a ProcessGroup; a DeviceMesh of one axis; None for all processes, or for this one alone if torch.distributed is not
-            initialised.
-
-    Raises:
-        ValueError: if this process is not in the group, or the mesh has several axes.
-        TypeError: if it is neither a group nor a mesh.
-    """
+    Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError if it is neither a group nor a mesh."""
     if group_or_mesh is None and not (dist.is_available() and dist.is_initialized()):
         return Members(None, 0, 1)
     if not dist.is_initialized():
         raise ValueError("a group is given but torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    group = group_or_mesh
-    if _is_mesh(group_or_mesh):
-        if group_or_mesh.ndim != 1:
-            names = group_or_mesh.mesh_dim_names
+    group: Any = dist.group.WORLD if group_or_mesh is None else group_or_mesh
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names
             raise ValueError(
-                f"the mesh has {group_or_mesh.ndim} axes {names or tuple(group_or_mesh.mesh.shape)}; a sequence is spread over one: pass "
+                f"the mesh has {group.ndim} axes {names or tuple(group.mesh.shape)}; a sequence is spread over one: pass "
                 f"mesh[{(names or ('cp',))[-1]!r}]"
             )
-        group = group_or_mesh.get_group()
-    elif group is None:
-        group = dist.group.WORLD
-    elif not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        group = group.get_group()
+    rank, size = -1, 0
+    if isinstance(group, dist.ProcessGroup):
+        rank, size = _place_in(group)
+    elif group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
-    rank, size = (-1, 0) if group is dist.GroupMember.NON_GROUP_MEMBER else _place_in(group)
     if rank < 0:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group it was given; call this on the group's own ranks only")
     return Members(group if size > 1 else None, rank, size)
@@ -89,9 +76,3 @@ def group_name_of(group: Any, mesh: Any) -> str:
         raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
     members = members_of(mesh if group is None else group)
     return "" if members.group is None else str(members.group.group_name)
-
-
-def _is_mesh(x: Any) -> bool:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(x, DeviceMesh)

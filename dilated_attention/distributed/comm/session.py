@@ -1,243 +1,271 @@
-"""A group's state: the calls that its ranks have made, and small messages between them through the store of torch.distributed.
+"""What a rank knows of a group: the calls made so far, what its ranks have agreed on, whether it has failed. Ranks tell each other through
+the store of torch.distributed.
 
 A call of a kind that the ranks have agreed on begins without asking the others. It leaves a number and a checksum of all calls so far,
-which messages on gloo carry as their tag, so that those of different calls never match, and ``handshake.py`` compares. A store outlives
-groups, and still contains the keys of those that a program has destroyed. So the ranks meet once per group object, each with a fresh unique
-name, and all later keys contain those names.
+which messages on gloo carry as their tag, so that those of different calls never match. Twice a second, while there are new calls, a thread
+posts both (``compare``): a rank that finds a difference says so, and then all post their last calls and arrive at one message. Ranks that
+give up waiting post that (``fail_waiting``), so the culprit is among the others.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import os
 import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.errors import RingError, first_line
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-# the number of calls whose checksums a rank keeps
-KEPT = 4096
-
-
-class CallForm(NamedTuple):
-    """A kind of call that all ranks have agreed on, in the handshake of this ``number``, and its equal ``arguments`` by name."""
-
-    number: int
-    arguments: Mapping[str, str]
+# calls that a rank remembers; those that it posts when ranks disagree; kinds of calls that it remembers, before it forgets all of them
+KEPT, POSTED, MOST_KINDS = 4096, 64, 4096
+# seconds to wait for what the others post, since ranks of one stalled exchange time out together
+COLLECT = 2.0
 
 
-class CallEntry(NamedTuple):
-    """One call on a group, its backward, or a handshake: the ``checksum`` of it and all before it, and its name, such as "call 3"."""
+class Session:
+    """A group on this rank, as long as the group lives. All ranks make it together; RingError if some have not within the timeout.
 
-    checksum: int
-    what: str
-    arguments: Mapping[str, str]
+    ``failed``: message of the first failure; nothing is exchanged after it. ``has_raised``: whether a thread has raised it.
+    ``count``, ``forwards``, ``handshakes``: the numbers of all that the ranks have called so far, and of forwards and handshakes alone.
+    ``entries``: the last calls by number, from 1: checksum of it and all before, name, such as "call 3", and arguments.
+    ``equal``: ``count`` when all ranks were last known to have made the same calls. ``compares``: whether the store answers.
+    ``agreed``: the number of each kind of call that the ranks have agreed on. They make the same calls, so they forget at the same one.
+    ``wires``: what the ranks exchange by, by type of device."""
 
+    def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
+        self.rank, self.size = members.rank, members.size
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.name = self.names([self.rank])
+        self.failed: str | None = None
+        self.has_raised, self.compares = False, True
+        self.handshakes = self.count = self.forwards = self.checksum = self.equal = 0
+        self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
+        self.agreed: dict[object, int] = {}
+        self.wires: dict[str, Any] = {}
+        default: Any = _get_default_store()
+        if default is _parents_store:
+            raise RingError(
+                f"{self.name}: this process was forked from one that had initialised torch.distributed, whose connections do not work in "
+                "it; start processes that exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
+            )
+        with self.asking():
+            # a connection of its own: torch waits inside the usual one for what a dead rank never posts
+            self.store: Any = PrefixStore(f"dilated_attention/{group.group_name}", default.clone())
+            self._meet(timeout)
 
-class CallOrder:
-    """A rank's calls on one group. One thread makes them, another one reads them."""
+    def _meet(self, timeout: float) -> None:
+        """Posts a fresh name; done when all have posted under the names of all. A store still contains the keys of groups that a program
+        has destroyed, but none under the fresh name of this rank."""
+        store, names, orders = self.store, self.keys("name"), self.keys("order")
+        store.set(names[self.rank], uuid.uuid4().hex)
 
-    def __init__(self) -> None:
-        # the numbers of all entries, and of calls alone
-        self.count = 0
-        self.forwards = 0
-        self.checksum = 0
-        # time.monotonic() of the last entry
-        self.last = 0.0
-        self._entries: dict[int, CallEntry] = {}
+        def absent() -> list[int]:
+            if late := missing(store, names):
+                return late
+            self.store = PrefixStore(uuid.uuid5(uuid.NAMESPACE_OID, str(store.multi_get(names))).hex, store)
+            self.store.set(orders[self.rank], "0 0")
+            return missing(self.store, orders)
 
-    def enter_handshake(self, form: CallForm) -> None:
-        """Records that this rank asks the others whether they make the same call."""
-        self._enter("a handshake", form)
+        if not self.until(lambda: not absent(), timeout) and (late := absent()):
+            raise RingError(
+                f"{self.name}: first use of the group failed after {timeout:.1f} s: {self.names(late)} did not join; dead, stalled or busy "
+                "with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+                f"({timeout:g} s) if they are only late"
+            )
 
-    def enter_forward(self, form: CallForm) -> int:
-        """Records a call before it exchanges anything; returns its number among the calls of this group, counted from 1."""
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around calls to the store; a failure means that the process that serves it has ended, and raises RingError."""
+        try:
+            yield
+        except RingError:
+            raise
+        except RuntimeError as error:
+            raise RingError(
+                f"{self.name}: the store of torch.distributed does not answer ({first_line(error)}); the process that serves it, usually "
+                "global rank 0, has ended: look at its output"
+            ) from error
+
+    def until(self, found: Callable[[], Any], timeout: float) -> Any:
+        """Returns the first result of ``found`` that is true, polled less and less often; None after the timeout. A wait inside the store
+        would block the process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
+        began = time.monotonic()
+        while not (result := found()):
+            waited = time.monotonic() - began
+            if waited > timeout:
+                return None
+            time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
+        return result
+
+    def posts(self, what: str, mine: object, collect: float) -> dict[int, Any]:
+        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest."""
+        store, keys = self.store, self.keys(what)
+        if not store.check([keys[self.rank]]):
+            store.set(keys[self.rank], json.dumps(mine))
+        self.until(lambda: store.check(keys), collect)
+        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+    def keys(self, what: str) -> list[str]:
+        return [f"{what}/{rank}" for rank in range(self.size)]
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
+        others = [self.global_ranks[rank] for rank in ranks]
+        text, more = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, some))}" for some in (ranks, others))
+        return text if others == list(ranks) else f"{text} (global {more})"
+
+    def enter(self, what: str, number: int = 0, arguments: Mapping[str, str] | None = None) -> None:
+        """Records a call before it exchanges anything. ``number``: what the ranks' calls of its kind and length have in common."""
+        count = self.count + 1
+        self.checksum = zlib.crc32(b"%s %d" % (what.encode(), number), self.checksum)
+        self.entries[count] = self.checksum, what, arguments or {}
+        self.entries.pop(count - KEPT, None)
+        # set last, because the watching thread asks for no entry above it
+        self.count = count
+
+    def enter_forward(self, number: int, arguments: Mapping[str, str] | None) -> int:
+        """Records a call; returns its number among the calls of this group, counted from 1."""
         self.forwards += 1
-        self._enter(f"call {self.forwards}", form)
+        self.enter(f"call {self.forwards}", number, arguments)
         return self.forwards
 
-    def enter_backward(self, number: int) -> None:
-        """Records the backward of call ``number``."""
-        self._enter(f"the backward of call {number}", CallForm(0, {}))
-
-    def _enter(self, what: str, form: CallForm) -> None:
-        number = self.count + 1
-        self.checksum = zlib.crc32(b"%s %d" % (what.encode(), form.number), self.checksum)
-        self._entries[number] = CallEntry(self.checksum, what, form.arguments)
-        self._entries.pop(number - KEPT, None)
-        self.last = time.monotonic()
-        # set last, because the reading thread asks for no entry above it
-        self.count = number
-
-    def entry(self, number: int) -> CallEntry | None:
-        """Returns the ``number``-th entry, counted from 1; None if it is too old or does not exist yet."""
-        return self._entries.get(number)
-
-
-T = TypeVar("T")
-# kinds of calls remembered per group as agreed on by its ranks; at this many, all of them are forgotten
-MOST_KINDS = 4096
-
-
-@dataclass
-class Session:
-    """One group's section of the store, and its state.
-
-    Args:
-        store: the store, with keys that belong to this group and this meeting only.
-        calls: the number of handshakes made so far; the same on all ranks.
-        failed: message of the first failure; nothing is exchanged after it. ``told``: whether a thread has raised it.
-        order: the calls made so far; ``comparison`` compares them with those of the other ranks, once it exists.
-        wire: what the ranks exchange by, once it exists.
-        agreed: the kinds of calls that the ranks have agreed on. The ranks make the same calls, so they forget them at the same call.
-    """
-
-    rank: int
-    size: int
-    global_ranks: tuple[int, ...]
-    store: Store
-    calls: int = 0
-    failed: str | None = None
-    told: bool = False
-    order: CallOrder = field(default_factory=CallOrder)
-    comparison: Any = None
-    wire: weakref.ref[Any] | None = None
-    agreed: dict[object, CallForm] = field(default_factory=dict)
-
-    def remember(self, kind: object, form: CallForm) -> None:
+    def remember(self, kind: object, number: int) -> None:
         if len(self.agreed) >= MOST_KINDS:
             self.agreed = {}
-        self.agreed[kind] = form
+        self.agreed[kind] = number
 
     def check(self) -> None:
         if self.failed is not None:
-            self.told = True
-            raise RingError(f"{name(self, self.rank)}: this group failed before and cannot be used again; it failed with: {self.failed}")
+            raise self.error(f"{self.name}: this group failed before and cannot be used again; it failed with: ")
 
-    def disagreement(self) -> str | None:
-        """Returns what ranks are known to disagree on, which may be why a thread of this rank waits in vain."""
-        return None if self.comparison is None else self.comparison.verdict()
+    def error(self, again: str = "") -> RingError:
+        """Returns what the group failed with, to be raised."""
+        self.has_raised = True
+        return RingError(f"{again}{self.failed}")
+
+    def fail_waiting(self, what: str, number: int, peers: Sequence[int], trouble: str, timeout: float, collect: float) -> None:
+        """Marks the group as failed, because this rank has waited in vain for ``peers`` in its exchange ``number``, described by ``what``,
+        such as "forward, heads 1 of 2: K and V"; or because ranks disagree on what they call, if that is why."""
+        compare(self)
+        if self.failed is not None:
+            return
+        blamed = list(peers)
+        try:
+            waits = self.posts("waits", [f"{what!r} (exchange {number})", blamed], collect)
+        except RuntimeError as error:
+            blame = f"the store of torch.distributed does not answer either ({first_line(error)}): "
+            blame += "its server, usually global rank 0, has ended"
+        else:
+            # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on
+            reached, front = {self.rank}, [self.rank]
+            while front:
+                new = set(waits[front.pop()][1]) - reached
+                reached |= new
+                front += new & waits.keys()
+            silent = sorted(reached - waits.keys())
+            told = [
+                f"{self.names([rank])} gave up waiting for {self.names(others)} in {place}"
+                for rank, (place, others) in waits.items()
+                if rank in peers or not silent
+            ]
+            blame = f"all ranks report that they wait or have given up: {'; '.join(told)}"
+            if silent:
+                has, blamed = "has" if len(silent) == 1 else "have", silent
+                blame = "; ".join([*told, f"{self.names(silent)} {has} not reported: dead, stalled or in another call"])
+        way = f"Look at the output of {self.names(blamed)}, or raise timeout= ({timeout:g} s) if only slow"
+        self.failed = self.failed or f"{self.name}: {what}{trouble}; {blame}. {way}"
 
 
-def name(session: Session, rank: int) -> str:
-    """Formats "rank 1", with its global rank if that is a different number."""
-    other = session.global_ranks[rank]
-    return f"rank {rank}" if other == rank else f"rank {rank} (global rank {other})"
+def missing(store: Any, keys: list[str]) -> list[int]:
+    """Returns the ranks whose key is not there."""
+    return [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
-def names(session: Session, ranks: Sequence[int]) -> str:
-    """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
-    if len(ranks) == 1:
-        return name(session, ranks[0])
-    others = [session.global_ranks[rank] for rank in ranks]
-    text = f"ranks {', '.join(map(str, ranks))}"
-    return text if others == list(ranks) else f"{text} (global ranks {', '.join(map(str, others))})"
+def compare(session: Session) -> None:
+    """Compares this rank's calls with those of the others, as far as they are known now, and marks the group as failed if they differ."""
+    if session.failed is not None or not session.compares:
+        return
+    store, count, keys, calls = session.store, session.count, session.keys("order"), dict[int, Any]()
+    try:
+        store.set(keys[session.rank], f"{count} {session.entries[count][0]}")
+        if not store.check(["disagree"]):
+            orders = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
+            if all(session.entries.get(number, (checksum,))[0] == checksum for number, checksum in orders):
+                if all(number == count for number, _ in orders):
+                    session.equal = count
+                return
+            store.set("disagree", "1")
+        posts = session.posts("calls", dict(list(session.entries.items())[-POSTED:]), COLLECT)
+    except RuntimeError:
+        # the store's server has ended, usually because the program has
+        session.compares = False
+        return
+    for number in sorted({int(number) for post in posts.values() for number in post}):
+        calls = {rank: post[str(number)] for rank, post in posts.items() if str(number) in post}
+        if len({checksum for checksum, _, _ in calls.values()}) > 1:
+            break
+    session.failed = session.failed or (
+        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
+        "this group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
+    )
+
+
+def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
+    """Describes how calls, given by rank, differ."""
+    kinds = {what for _, what, _ in calls.values()}
+    text = differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
+    if text and not any(what.startswith("the backward") for what in kinds):
+        return text
+    if len(kinds) < 2:
+        return "ranks disagree on what they have called"
+    named = {rank: f"{what} ({has.get('function', 'first use')})" if has else what for rank, (_, what, has) in calls.items()}
+    return f"ranks disagree on what they call: {_sides(session, named)}"
+
+
+def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
+    """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
+    "" if all are equal."""
+    functions = {post.get("function") for post in posts.values()}
+    # different functions have different arguments anyway
+    arguments = ["function"] if len(functions) > 1 else dict.fromkeys(argument for post in posts.values() for argument in post)
+    found = []
+    for argument in arguments:
+        values = {rank: post.get(argument, "no such argument") for rank, post in posts.items()}
+        if len(set(values.values())) > 1:
+            found.append(f"{argument}: {_sides(session, values)}")
+    prefix = f"{functions.pop()}: " if len(functions) == 1 and None not in functions else ""
+    return f"{prefix}ranks disagree on {'; on '.join(found)}" if found else ""
+
+
+def _sides(session: Session, values: Mapping[int, str]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    # values of the most ranks come first, so that the exceptions are at the end
+    sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
+    return ", ".join(f"{session.names(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
 
 
 sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
 # the store of the groups that existed when this process was forked
-_parents_store: Store | None = None
-_FORKED = (
-    "this process was forked from one that had initialised torch.distributed, whose connections do not work in it; start processes that "
-    "exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
-)
+_parents_store: Any = None
 
 
 def _leave_parents_groups() -> None:
     global _parents_store
-    for session in list(sessions.values()):
-        session.failed = _FORKED
-    if dist.is_available() and dist.is_initialized():
-        _parents_store = dist.distributed_c10d._get_default_store()
+    sessions.clear()
+    _parents_store = _get_default_store() if dist.is_initialized() else None
 
 
 # Windows has no fork
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_parents_groups)
-
-
-def session_of(members: Members, timeout: float) -> Session:
-    """Returns the group's session. At its first use all ranks must call this together; RingError if some have not within the timeout."""
-    assert members.group is not None, "one process has nobody to tell"
-    session = sessions.get(members.group)
-    if session is None:
-        session = sessions[members.group] = _meet(members, members.group, timeout)
-    return session
-
-
-def _meet(members: Members, group: dist.ProcessGroup, timeout: float) -> Session:
-    """Posts a fresh name and the names seen so far; done when all other ranks have seen this rank's name. What an earlier group left under
-    these keys cannot contain a fresh name, so it is never mistaken for an answer."""
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-    if _get_default_store() is _parents_store:
-        raise RingError(f"rank {members.rank}: {_FORKED}")
-    ranks = tuple(dist.get_process_group_ranks(group))
-    store = PrefixStore(f"dilated_attention/{group.group_name}", _get_default_store())
-    session = Session(members.rank, members.size, ranks, store)
-    keys = [f"meet/{rank}" for rank in range(members.size)]
-    seen = [""] * members.size
-    seen[members.rank] = uuid.uuid4().hex
-    store_call(session, lambda: store.set(keys[members.rank], json.dumps(seen)))
-
-    def read() -> list[list[str] | None]:
-        present = [True] * members.size if store.check(keys) else [store.check([key]) for key in keys]
-        texts = iter(store.multi_get([key for key, here in zip(keys, present, strict=True) if here]))
-        return [json.loads(next(texts)) if here else None for here in present]
-
-    def absent() -> list[int]:
-        posts = read()
-        fresh = [post[rank] if post is not None else "" for rank, post in enumerate(posts)]
-        if fresh != seen:
-            seen[:] = fresh
-            store.set(keys[members.rank], json.dumps(seen))
-        return [rank for rank, post in enumerate(posts) if post is None or post[members.rank] != seen[members.rank]]
-
-    if store_call(session, lambda: until(lambda: not absent() or None, timeout, members.size)) is None and (
-        late := store_call(session, absent)
-    ):
-        raise RingError(
-            f"{name(session, members.rank)}: first use of the group failed after {timeout:.1f} s: {names(session, late)} did not join; "
-            "dead, stalled or busy with another call: all ranks of the group must make the same calls. "
-            f"Look at their output, or raise timeout= ({timeout:g} s) if they are only late"
-        )
-    joint = hashlib.sha256("".join(seen).encode()).hexdigest()[:16]
-    session.store = PrefixStore(joint, store)
-    return session
-
-
-def until(found: Callable[[], T | None], timeout: float, size: int) -> T | None:
-    """Returns the first result of ``found`` that is not None, polled less and less often; None after the timeout. A wait inside the store
-    would block the process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
-    began = time.monotonic()
-    while (result := found()) is None:
-        waited = time.monotonic() - began
-        if waited > timeout:
-            return None
-        time.sleep(min(0.01 + 0.001 * size, 5e-5 + waited / 4))
-    return result
-
-
-def store_call(session: Session, call: Callable[[], T]) -> T:
-    """Makes a call to the store; a failure means that the process that serves it has ended, and raises RingError."""
-    try:
-        return call()
-    except RingError:
-        raise
-    except RuntimeError as error:
-        raise RingError(
-            f"{name(session, session.rank)}: the store of torch.distributed does not answer ({first_line(error)}); the process that "
-            f"serves it, usually global rank 0, has ended: look at its output"
-        ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.distributed.comm.p2p import Transfer, Wire
+from dilated_attention.distributed.comm.p2p import Exchange, Wire
 from dilated_attention.distributed.exchange import copies_torch
 from dilated_attention.distributed.exchange.step import Pair, Step
 
@@ -54,7 +54,7 @@ class Arrival(AtHand):
         """Begins the exchange; all ranks begin theirs in the same order. ``k``, ``v``: the rank's rows (B, n, Hk, D)."""
         super().__init__(step.of_heads(k), step.of_heads(v))
         self._step: Step | None = None if step.is_own else step
-        self._transfer: Transfer | None = None
+        self._transfer: Exchange | None = None
         k, width = self.own[0], step.width * k.shape[0] * 2 * k.shape[3]
         self._came: torch.Tensor | None = k.new_empty((step.place.total, width))
         if step.send.total or step.place.total:
@@ -62,7 +62,7 @@ class Arrival(AtHand):
             sent = k.new_empty((step.send.total, width))
             _copies(k).pack(sent, self.own, step, step.send.numbers, are_own=True)
             what = f"{what}, {step.what}: K and V"
-            self._transfer = wire.start_lines(_wide(sent), step.send.counts, _wide(self._came), step.place.counts, what)
+            self._transfer = wire.start(_wide(sent), step.send.counts, _wide(self._came), step.place.counts, what)
 
     def wait(self) -> None:
         if self._transfer is not None:
@@ -94,7 +94,7 @@ class Returning:
             sent = k.new_empty((step.place.total, width))
             _copies(k).pack(sent, grads, step, step.place.numbers, are_own=False)
             what = f"backward, {step.what}: dK and dV"
-            self._transfer = wire.start_lines(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
+            self._transfer = wire.start(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Writes the sums of all contributions, once they have come, into the step's heads of dk and dv (B, n, Hk, D)."""

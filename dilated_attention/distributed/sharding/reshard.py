@@ -7,6 +7,7 @@ division and r needs under the new one, so an all-to-all over heads, its inverse
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ def reshard(
         return list(tensors)
     results, others = [], [rank for rank in range(len(old[0])) if rank != me]
     # bytes, and where others' go, by peer; the widest numbers come first, since the others' bytes would not be aligned for them
-    outgoing, incoming = ({rank: list[torch.Tensor]() for rank in others} for _ in range(2))
+    outgoing, incoming = ([list[torch.Tensor]() for _ in old[0]] for _ in range(2))
     wide = [accumulation_dtype(x.dtype) if add else x.dtype for x in tensors]
     for index in sorted(range(len(tensors)), key=lambda i: -wide[i].itemsize):
         x, before, after, dtype = tensors[index], old[index], new[index], wide[index]
@@ -120,14 +121,17 @@ def reshard(
                 outgoing[rank].append(part.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
             for piece in shared_rows(before[rank], needed):
                 incoming[rank].append(piece.of(result, piece.there, needed.heads[0]))
-    sends = [(rank, torch.cat(parts)) for rank, parts in outgoing.items() if parts]
-    receives = [(rank, tensors[0].new_empty(sum(map(_nbytes, places)), dtype=torch.uint8)) for rank, places in incoming.items() if places]
-    if sends or receives:
+    send_counts, counts = ([sum(map(_nbytes, parts)) for parts in by_peer] for by_peer in (outgoing, incoming))
+    came = tensors[0].new_empty(sum(counts), dtype=torch.uint8)
+    if sum(send_counts) or sum(counts):
         assert wire is not None, "one process holds everything"
-        wire.start(sends, receives, what).wait()
-    for rank, came in receives:
-        for place, part in zip(incoming[rank], came.split([*map(_nbytes, incoming[rank])]), strict=True):
-            (place.add_ if add else place.copy_)(part.view(place.dtype).view(place.shape))
+        wire.start(torch.cat([came[:0], *itertools.chain(*outgoing)]), send_counts, came, counts, what).wait()
+    places = list(itertools.chain(*incoming))
+    for place, part in zip(places, came.split([*map(_nbytes, places)]), strict=True):
+        if part.storage_offset() % place.itemsize:
+            # what came before it from another rank has an odd number of bytes
+            part = part.clone()
+        (place.add_ if add else place.copy_)(part.view(place.dtype).view(place.shape))
     return [result for _, result in sorted(results, key=lambda found: found[0])]
 
 
