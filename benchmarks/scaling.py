@@ -1,4 +1,4 @@
-"""Attention on a sequence that processes share: time, memory, what is sent, and the efficiency against one process.
+"""Attention on a sequence that processes share: time, memory, and the efficiency against one process.
 
 python -m benchmarks scaling
 torchrun --nproc-per-node 4 -m benchmarks scaling --cases 'gigapath-*' 'packed-*' --graphs --lengths-vary
@@ -36,7 +36,6 @@ from benchmarks.contenders import Contender, ours
 from benchmarks.report import Group, Row
 from benchmarks.speed import FLOPS, call_of
 from benchmarks.timing import NEW, WARM, Call, Refused, attempt, captured, host_time, loop, new_and_again, peak_bytes, release, synchronise
-from benchmarks.traffic import traffic
 from benchmarks.truth import wrong
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
@@ -44,7 +43,7 @@ from dilated_attention.distributed.sharding.layout import local_length
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
 
-ABOUT = "attention over processes (torchrun): time, efficiency, memory, traffic, beside torch's context_parallel and ring-flash-attention"
+ABOUT = "attention over processes (torchrun): time, efficiency, memory, beside torch's context_parallel and ring-flash-attention"
 DEFAULT = ("dense-*", "longnet-*", "local-*")
 # what lengths are divided by on a CPU, and the longest sequence that is checked
 _SHRINK, _CHECKED = 128, 2**19
@@ -185,10 +184,7 @@ def _timed(
         calls.append(call)
         # opens communicators and compiles kernels
         call()
-        with traffic() as sent:
-            call()
-        figures = {"sent_bytes": sent.sent, "received_bytes": sent.received}
-        return figures | ({"peak_bytes": peak_bytes(call, case.device)} if case.device.type == "cuda" else {})
+        return {"peak_bytes": peak_bytes(call, case.device)} if case.device.type == "cuda" else {}
 
     answers = ranks.everywhere(prepare, **who)
     values: dict[str, float] = {name: max(answer[name] for answer in answers) for name in answers[0]}

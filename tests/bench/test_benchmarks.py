@@ -235,7 +235,7 @@ def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
     ring = rows["ring", "both"]
     assert ring.case["N"] == 390 and set(ring.errors) == {"out", "dq", "dk", "dv"}
     whole = rows["one process", "both"].values["called"]
-    assert ring.values["efficiency"] == pytest.approx(whole / 2 / ring.values["called"], rel=1e-3) and ring.values["received_bytes"] > 0
+    assert ring.values["efficiency"] == pytest.approx(whole / 2 / ring.values["called"], rel=1e-3)
 
 
 def test_the_search_ends_by_memory_and_one_process_refuses_several(

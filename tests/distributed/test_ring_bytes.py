@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.traffic import traffic
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.exchange.setup import even_steps
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
@@ -22,6 +21,7 @@ from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilat
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
 from tests.helpers.ring_chosen import spread_of
+from tests.helpers.traffic import traffic
 
 D = 8
 Count = tuple[Bytes, dict[int, int]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
@@ -124,6 +125,26 @@ def test_every_step_is_the_row_of_the_forward(name: str, layout: str) -> None:
         found, found_lse = decode_attention(q[rows, at][:, None], cache_k, cache_v, torch.tensor(at), **options)
         torch.testing.assert_close(found[:, 0], out[rows, at], atol=1e-5, rtol=0)
         torch.testing.assert_close(found_lse[..., 0], lse[rows, :, at], atol=1e-5, rtol=0)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what a graph cannot capture: reading a number of the device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_captured_row_serves_all_lengths(name: str) -> None:
+    keys, at = keys_of(PATTERNS[name], 2, 300), torch.tensor([0, 63, 128, 199, 299])
+    keys.prepare(at.tolist())
+    runs = keys.runs(at)
+    wanted, used = runs.keys()
+    with NothingWaits():
+        positions, inside = runs.keys(is_captured=True)
+    assert positions.shape[-1] == runs.max_keys >= wanted.shape[-1] and not inside[..., wanted.shape[-1] :].any()
+    assert torch.equal(positions[..., : wanted.shape[-1]], wanted) and torch.equal(inside[..., : wanted.shape[-1]], used)
 
 
 @given(st.integers(0, 10**6))

@@ -55,12 +55,15 @@ class Runs:
     def num_groups(self) -> int:
         return self.first.shape[1]
 
-    def keys(self) -> tuple[Tensor, Tensor]:
+    def keys(self, is_captured: bool = False) -> tuple[Tensor, Tensor]:
         """Returns (positions (B, G, L) int64, bool mask of those that are used), where L is the most keys of any of these rows.
 
-        On devices other than the CPU, this synchronizes with the host.
+        On devices other than the CPU, this synchronizes with the host; with ``is_captured``, L is ``max_keys`` instead, since a graph is
+        replayed for rows of more keys.
         """
-        length = int(self.ends[..., -1].max()) if self.ends.numel() else 0
+        length = self.max_keys
+        if not is_captured:
+            length = int(self.ends[..., -1].max()) if self.ends.numel() else 0
         index = torch.arange(length, dtype=torch.int32, device=self.first.device).expand(*self.first.shape[:2], length).contiguous()
         inside = index < self.ends[..., -1:]
         run = torch.searchsorted(self.ends.contiguous(), index, right=True).clamp(max=self.first.shape[2] - 1)

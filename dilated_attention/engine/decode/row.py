@@ -68,7 +68,7 @@ def decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[Tensor,
     """
     B, H, D = q.shape
     K = cached.k.shape[2]
-    positions, inside = runs.keys()
+    positions, inside = runs.keys(q.is_cuda and torch.cuda.is_current_stream_capturing())
     wide = accumulation_dtype(q.dtype)
     first, slot = cached.places(positions)
     G = runs.num_groups
