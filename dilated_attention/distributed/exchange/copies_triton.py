@@ -133,11 +133,11 @@ def _launch(
     numbers = (*(stride for pair in pairs for x in pair for stride in x.stride()[:3]), total, *counts, heads, step.width, B)
     dtypes = tuple([None if x is None else x.dtype for x in tensors])
     key = kernel, numbers, D, dtypes
-    launch = step.launches.get(key)
+    launch = step.made.get(key)
     if launch is None:
         width = triton.next_power_of_2(D)
         rows = max(1, _BLOCK // (2 * width))
         constants = {"D": D, "D_BLOCK": width, "U": rows, "MAPPED": tensors[-1] is not None}
-        launch = step.launches[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
+        launch = step.made[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
     device = pairs[0][0].device
     launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, device.index or 0)

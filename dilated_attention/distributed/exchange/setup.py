@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -261,6 +261,12 @@ def make_setup(
     for index, kv_heads in enumerate(heads_of(steps_of_heads)):
         needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
+        if steps and needed(place).heads == 1 and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
+            # the same rows of as many other heads: what is made for the first step, the plans of its parts too, serves this one
+            heads = kv_heads[0] * (last - first) // k.shape[2], kv_heads[1] * (last - first) // k.shape[2]
+            steps.append(replace(steps[0], what=what, kv_heads=kv_heads))
+            parts.append(tuple([replace(part, heads=heads) for part in parts[0]]))
+            continue
         steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device, sparse))
         parts.append(parts_of(problem, settings, steps[-1], place, span, first))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))

@@ -48,7 +48,7 @@ class Step:
         sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
         own_places: the line of the memory of each own line.
         own_lines: the line of the rank's tensors of each own line, where these are only some rows; None for all of them.
-        launches: of kernels, by what they depend on.
+        made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
     """
 
     what: str
@@ -61,7 +61,7 @@ class Step:
     sources: torch.Tensor
     own_places: torch.Tensor
     own_lines: torch.Tensor | None = None
-    launches: dict[Any, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def num_kv_heads(self) -> int:
@@ -72,14 +72,17 @@ class Step:
         """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
         return self.own_lines is None and not self.place.total and self.own == (((0, 0, self.rows),) if self.rows else ())
 
-    @cached_property
+    @property
     def returned(self) -> torch.Tensor:
         """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        if (known := self.made.get("returned")) is not None:
+            return known  # type: ignore[no-any-return]
         peers = [count for count in self.send.counts if count]
         returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
         numbers = torch.arange(self.send.total, device=returned.device)
         for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
             row[lines] = places
+        self.made["returned"] = returned
         return returned
 
     def local(self, rows: slice) -> slice | None:
