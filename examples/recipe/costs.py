@@ -32,13 +32,15 @@ def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
         for known, tflops in PEAK_TFLOPS.items():
             if known in name:
                 return tflops * 1e12, f"{name}, bf16 as stated by its maker"
-    x = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    # enough to fill it; a CPU core takes a second for the larger ones
+    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    x = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
         (x @ x)[0, 0].item()
         seconds.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(seconds), "a product of two 2048 x 2048 matrices on this machine"
+    return 2 * size**3 / min(seconds), f"a product of two {size} x {size} matrices on this machine"
 
 
 def plot(log: dict[str, Any], path: Path) -> None:
