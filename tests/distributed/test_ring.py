@@ -6,6 +6,7 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``gpus/test_ring
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 
 from dilated_attention import DilatedPattern, attention, balanced_layout, dilated_attention, ring_attention
 from dilated_attention.backends import registry
-from dilated_attention.distributed import LAYOUTS, Layout
+from dilated_attention.distributed import LAYOUTS, Layout, shard_sequence
 from dilated_attention.distributed.exchange import crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.testing import (
@@ -32,7 +33,7 @@ from dilated_attention.testing.check import truth_and_bounds
 from tests.helpers import ring_cases, ring_chosen
 from tests.helpers.machine import worlds
 from tests.helpers.pool import Pool, pool_of
-from tests.helpers.ring_cases import HEADS, WHOLE, Spread, draw, random_layout, together, with_changes
+from tests.helpers.ring_cases import HEADS, WHOLE, Spread, byte_limits_of_one, draw, random_layout, together, with_changes
 from tests.helpers.ring_chosen import spread_of
 
 # random calls of each world; test_random_calls_reach_everything checks that they draw every option. Five and eight are slow on two cores
@@ -273,3 +274,31 @@ def test_nan_stays_with_the_queries_that_see_it(pool: Pool, exchange: str, at: i
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2, 4)))
 def test_a_gradient_of_lse_on_one_rank_alone(pool: Pool, exchange: str, layout: str) -> None:
     assert max(pool.run(ring_cases.lse_gradient_of_the_last, exchange, layout)) <= 1e-10
+
+
+def in_steps(rank: int, world: int, num_kv_heads: int) -> tuple[int, int, float]:
+    """(steps of heads, how many of them were made, worst error) of a dense call whose heads come one after the other."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(2, 100, heads, 16, generator=random).double() for heads in (8, num_kv_heads, num_kv_heads, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    whole = attention(*leaves, is_causal=True)
+    *parts, dout_part, out, dq, dk, dv = shard_sequence(
+        None, [q, k, v, dout, whole, *torch.autograd.grad(whole, leaves, dout)], [1] * 8, layout="zigzag"
+    )
+    parts = [x.detach().requires_grad_() for x in parts]
+    with (
+        byte_limits_of_one(),
+        mock.patch.object(setup, "STEP_SHARE", -1.0),
+        mock.patch.object(setup, "make_step", wraps=setup.make_step) as made,
+    ):
+        found = ring_attention(*parts, is_causal=True, layout="zigzag", seq_len=100)
+        grads = torch.autograd.grad(found, parts, dout_part)
+        (one,) = setup._setups.values()
+    errors = [float((x - y).abs().max()) for x, y in zip((found, *grads), (out, dq, dk, dv), strict=True)]
+    return len(one.steps), made.call_count, max(errors)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "steps"), [(8, 4), (2, 2)])
+def test_steps_of_heads_that_need_the_same_rows_share_what_is_made(num_kv_heads: int, steps: int) -> None:
+    for found in pool_of(2).run(in_steps, num_kv_heads):
+        assert found[:2] == (steps, 1) and found[2] <= 1e-10

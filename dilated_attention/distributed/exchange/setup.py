@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.computation import Computation, QueryPart, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.step import Step, make_step
@@ -257,7 +257,7 @@ def make_setup(
         else:
             held = 2 * problem.seq_len * B * k.shape[2] * D * k.element_size() * (1 + training)
             steps_of_heads = head_steps("dilated", k.shape[2], 0, held, 0, memory)
-    span, steps, parts, exchanges = key_span(problem, place), [], [], False
+    span, steps, parts, exchanges = key_span(problem, place), list[Step](), list[tuple[QueryPart, ...]](), False
     for index, kv_heads in enumerate(heads_of(steps_of_heads)):
         needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
@@ -272,7 +272,7 @@ def make_setup(
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
     return RingSetup(
         steps=tuple(steps),
-        nbytes=sum(step.nbytes for step in steps),
+        nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()),
         exchanges=exchanges,
         compute=functools.partial(Computation, StepParts(parts, q, steps)),
         sharding=None if sharding.given == sharding.used else sharding,
