@@ -138,8 +138,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later)."""
-    return _importable("triton.experimental.gluon")
+    """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later) and compiles for NVIDIA: AMD's MI300 also reports
+    capability 9."""
+    return torch.version.hip is None and _importable("triton.experimental.gluon")
 
 
 def has_kernels(x: torch.Tensor | None) -> bool:

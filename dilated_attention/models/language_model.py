@@ -151,7 +151,7 @@ class LongNetLM(Pretrained):
             targets = targets if padding is None else targets.masked_fill(padding, -100)
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
         cache_pass = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass, **options)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass, key_padding_mask=padding)
         if targets is None:
             logits = F.linear(hidden, self.output_weight)
             # memory may run out for the logits, so the pass only ends once they are computed

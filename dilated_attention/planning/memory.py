@@ -112,7 +112,7 @@ def _of_ring(problem: Problem) -> tuple[Terms, Terms]:
     if exchange.home is None:
         first = exchange.rows - problem.rows if problem.is_causal else 0
         local = _of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=(HOST_MS[False], HOST_MS[True]))
-        more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * (a + e * (a != e)))]
+        more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * e)]
     else:
         local = _of_engine(problem, problem.rows, exchange.home)
         more = [("keys from elsewhere, shares of gradients", exchange.held[1])]

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
+from dilated_attention.backends.hardware import has_gluon
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.engine.kernels import tiles
 from dilated_attention.testing import Space, inputs, measure, random_case
@@ -164,3 +165,11 @@ def test_what_compiles_ahead_is_what_is_launched(options: dict[str, Any], monkey
     dilated_attention(q, k, v, **branches, backend="tiles").sum().backward()
     assert len(started) > 4
     assert all(one in launched for one in started) and all(one in started for one in launched)
+
+
+def test_the_kernels_for_hopper_are_not_taken_on_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300 reports capability 9.4."""
+    if not has_gluon.__wrapped__():
+        pytest.skip("this Triton has no Gluon")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not has_gluon.__wrapped__()

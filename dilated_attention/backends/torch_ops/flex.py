@@ -96,10 +96,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists |
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
         assert band is None, "block lists already include causality and the window"
-        mask, name = (
-            lists.derived("flex", lambda _: block_mask(lists), by_length=True),
-            f"{lists.q_block}x{lists.k_block} {lists.mask_kind}",
-        )
+        mask = lists.derived("flex", block_mask, by_length=True)
+        name = f"{lists.q_block}x{lists.k_block} {lists.mask_kind}"
     elif band is not None:
         mask, name = _band_block_mask(band, q.shape[1], k.shape[1], str(q.device)), "band"
     else:
