@@ -102,3 +102,15 @@ def test_explain_backend_names_the_rule_and_the_estimates() -> None:
     assert explain_backend(**options, backend="flash4").tiles == explain_backend(device="cpu").tiles == ""
     with pytest.raises(ValueError, match="give both"):
         explain_backend(**options, num_positions=N)
+
+
+@pytest.mark.parametrize(("kv_heads", "sums"), [(16, 4 * 2**16 * 16 * 130), (4, 4 * 2**16 * 16 * 130 + 2 * 2**16 * 128 * 16 * 2)])
+def test_one_launch_of_a_library_sums_in_float32(kv_heads: int, sums: int) -> None:
+    # 65,536 positions, 16 heads of 128, torch's flash kernels: with 4 key heads an H200 took 2,424,308,736 bytes, of which 1,346,371,584
+    # are inputs, results and lse
+    machine = dataclasses.replace(EXAMPLES["hopper"], packages=frozenset())
+    found = attention_memory(
+        DilatedPattern((2**16,), (1,)), 2**16, 16, 128, num_kv_heads=kv_heads, dtype=torch.bfloat16, hardware=machine, backend="sdpa_flash"
+    )
+    assert dict(found.backward)["sums of kernels in float32"] == sums
+    assert kv_heads == 16 or found.peak == pytest.approx(2_424_308_736, rel=0.02)

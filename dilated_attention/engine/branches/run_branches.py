@@ -41,15 +41,13 @@ from dilated_attention.engine.branches.launches import (
     without_padding,
 )
 from dilated_attention.engine.branches.problems import Problem, Problems, Shape, problems_of
-from dilated_attention.engine.branches.run_problems import run_backward
+from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
 
 Place = Callable[[Problem], View | None]
 # number of launches that run concurrently where no other chunk runs
 CONCURRENT_LAUNCHES = 3
-# kernels pad the rows of their sums to a multiple of this
-_TILE = 128
 
 
 class Part(NamedTuple):
@@ -307,15 +305,5 @@ def terms(plan: Plan) -> Terms:
         share = sizes.heads * sizes.positions / (H * N)
         found = [("dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * share))]
     found.append(("lse of the chunks", B * sizes.heads * sizes.positions * a))
-    # of the largest launch: dq, two numbers per row, and dk and dv of heads that share them, of each query head or of their key head
     part = _part_of(plan.pattern, shape, Chunk((0, min(sizes.heads, H)), (0, min(sizes.positions, N))), False, False)
-    sums = 0
-    for problem in part.problems.problems:
-        rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))
-        launch = PART_BYTES["cuda"] // (4 * D * problem.heads.size)
-        segments = min(B * problem.segments, max(1, launch // max(rows, keys)))
-        # torch's own kernels have dk and dv of each query head, before they are summed
-        expanded = problem.heads.size * e if plan.backend.name.startswith("sdpa") else 4 * problem.heads.kv_count
-        shared = 2 * keys * D * expanded * (Hk < H)
-        sums = max(sums, segments * (4 * rows * problem.heads.size * (D + 2) + shared))
-    return [*found, ("sums of kernels in float32", sums)]
+    return [*found, kernel_sums(plan, part.problems)]

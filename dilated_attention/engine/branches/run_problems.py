@@ -38,6 +38,9 @@ from dilated_attention.engine.branches.launches import (
 from dilated_attention.engine.branches.problems import Problems
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 
+# kernels pad the rows of their sums to a multiple of this
+_TILE = 128
+
 
 def forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
@@ -202,7 +205,8 @@ def terms(plan: Plan) -> Terms:
     a, H, Hk = accumulation_dtype(plan.dtype).itemsize, shape.num_heads, shape.num_kv_heads
     if plan.one_launch:
         # the kernel's results are those of the call
-        return []
+        is_on_gpu = plan.request.hardware.device_type == "cuda"
+        return [kernel_sums(plan, problems)] if plan.is_backward and is_on_gpu else []
     queries, keys = (B * (last - first) for first, last in (shape.queries, shape.keys))
     Q, K, R = queries * H * D, keys * Hk * D, queries * H
     if not plan.is_backward:
@@ -214,6 +218,23 @@ def terms(plan: Plan) -> Terms:
         ("dq, dk, dv in float32", (Q + 2 * K) * (a - e)),
         ("launch results, rounded dq, dk, dv", _launch_bytes(plan, (Q + 2 * K) * e if a != e else 0)),
     ]
+
+
+def kernel_sums(plan: Plan, problems: Problems) -> tuple[str, int]:
+    """Returns the term of what a library's backward on a GPU sums in float32 in its largest launch: dq and two numbers per row, and dk and
+    dv of heads that share them."""
+    (B, D, e), shape = plan.size, plan.shape
+    sums = total = 0
+    for problem in problems.problems:
+        rows, keys = (-(-length // _TILE) * _TILE for length in (problem.q_len, problem.k_len))
+        launch = PART_BYTES["cuda"] // (4 * D * problem.heads.size)
+        segments = min(B * problem.segments, max(1, launch // max(rows, keys)))
+        # torch's kernels have dk and dv of each query head before they are summed, others a sum for each key head
+        expanded = problem.heads.size * e if plan.backend.name.startswith("sdpa") else 4 * problem.heads.kv_count
+        of_problem = 4 * rows * problem.heads.size * (D + 2) + 2 * keys * D * expanded * (shape.num_kv_heads < shape.num_heads)
+        sums, total = max(sums, segments * of_problem), total + B * problem.segments * of_problem
+    sums = total if plan.one_launch else sums
+    return "sums of kernels in float32", sums
 
 
 def _launch_bytes(plan: Plan, rounded: int) -> int:
