@@ -1,4 +1,4 @@
-# make demo · make test (lint and test-cpu) · make test-fast · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
+# make demo · make test (lint and test-cpu) · make test-fast · make test-newest · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # the GPU tests run with a Python that has torch for CUDA, triton, pytest, pytest-timeout, pytest-xdist and hypothesis: make test-gpu GPU_PYTHON=…
 GPU_PYTHON ?= $(PYTHON)
 
-.PHONY: demo test test-cpu test-fast test-gpu test-gpus lint bench bench-check docs docs-serve clean
+.PHONY: demo test test-cpu test-fast test-newest test-gpu test-gpus lint bench bench-check docs docs-serve clean
 
 # a third of the pinned versions need Python 3.11; an older one takes what its index offers
 PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
@@ -43,6 +43,14 @@ test-cpu: $(STAMP)
 # for the inner loop: no slow test, none of several processes, and a few cases of each of the others, always the same ones
 test-fast: $(STAMP)
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow and not distributed and not sweep and not gpu"
+
+# the newest releases of what models come from and are trained with, in place of the pinned ones: those tests again
+NEWEST := transformers tokenizers huggingface-hub accelerate peft trl datasets
+
+test-newest: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target build/newest $(NEWEST)
+	$(BIN)/python -c "import sys, importlib.metadata as m; sys.path.insert(0, 'build/newest'); print({n: m.version(n) for n in '$(NEWEST)'.split()})"
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 PYTHONPATH=build/newest $(BIN)/python -m pytest -q -n auto --dist worksteal tests/integrations
 
 # every test of one GPU to its end, in 12 minutes on an H200 with 16 cores; build/test-gpu.md says what passed and why others did not run
 test-gpu:
