@@ -3,10 +3,15 @@
     python examples/hf_context_parallel.py                                        # tiny, one process, a few seconds on a CPU
     torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --context 128k --liger --offload
     python examples/hf_context_parallel.py --longest --model 1b --out build/longest.json        # one GPU, about four minutes
+    torchrun --nproc_per_node=2 examples/hf_context_parallel.py --model 1b --context 64k --liger --fsdp --sharing cp_size
 
 The text is Python's language reference, byte by byte. ``--model`` is ``tiny``, ``1b`` (the shape of Llama 3.2 1B with random weights) or
 the path of a checkpoint. All processes share each sequence unless ``--size`` says how many do. The saved model is a plain one.
-Last line: ``done: … steps of … tokens on … processes, loss … to …; it writes …``
+
+``--sharing`` saves nothing and times steps of all processes: ``ours``, or what transformers brings instead, ``cp_size`` (FSDP2 and a ring
+of torch's SDPA) or ``ulysses`` (``pip install deepspeed``, ZeRO stage 3).
+Last line: ``done: … steps of … tokens on … processes, loss … to …, … tokens/s and … GiB a process; it writes …``, the time of a median
+step after the first two.
 
 ``--longest`` trains on one device with all options (``pip install liger-kernel``), with each of them switched off in turn, and with none:
 tokens a second and peak memory of a step at two lengths, the longest sequence by the straight line through the two peaks, and one step at
@@ -20,6 +25,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import sysconfig
 import time
@@ -38,7 +44,8 @@ from dilated_attention.parsing import size
 
 try:
     from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
     from transformers.integrations.liger import apply_liger_kernel
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
@@ -61,6 +68,43 @@ def made(name: str, length: int, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name], **ids, max_position_embeddings=length), dtype=dtype)
 
 
+class Clock(TrainerCallback):
+    """Notes when each step began and ended on the device."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if IS_GPU:
+            torch.cuda.synchronize()
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if IS_GPU:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+
+    def told(self, tokens: float) -> str:
+        """``tokens``: of one process in a step."""
+        rate = tokens / statistics.median(self.seconds[2:] or self.seconds)
+        peak = f" and {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if IS_GPU else ""
+        return f"{rate:,.0f} tokens/s{peak} a process"
+
+
+def sharing_of(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    """Returns the arguments of a trainer by which transformers shares sequences itself."""
+    if args.sharing in (None, "ours"):
+        return {}
+    if args.sharing == "cp_size":
+        return {"parallelism_config": ParallelismConfig(cp_size=world_size)}
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    config = {
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "seq_parallel_communication_data_type": "bf16",
+    }  # fmt: skip
+    return {"deepspeed": config, "parallelism_config": ParallelismConfig(sp_size=world_size, sp_backend="deepspeed", sp_handler=handler)}
+
+
 def train(args: argparse.Namespace) -> None:
     text = torch.tensor(list(DOCUMENT.read_bytes()))
     rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // args.context * args.context].view(-1, args.context)]
@@ -72,21 +116,27 @@ def train(args: argparse.Namespace) -> None:
         save_strategy="no", report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True, ddp_find_unused_parameters=False,
         use_liger_kernel=args.liger,
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False, "offload": args.offload},
-        **({"fsdp": True, "fsdp_config": wrap} if args.fsdp else {}),
+        **({"fsdp": True, "fsdp_config": wrap} if args.fsdp else {}), **sharing_of(args, int(os.environ.get("WORLD_SIZE", "1"))),
     )  # fmt: skip
-    trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows)
-    context_parallel(trainer, size=args.size or settings.world_size)
+    clock = Clock()
+    trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows, callbacks=[clock])
+    if args.sharing in (None, "ours"):
+        context_parallel(trainer, size=args.size or settings.world_size)
     trainer.train()
-    trainer.save_model()
+    told = clock.told(args.context / (args.size or settings.world_size))
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    steps = f"{args.steps} steps of {args.context} tokens on {settings.world_size} processes, loss {losses[0]:.3f} to {losses[-1]:.3f}"
+    written = f" by {args.sharing}"
+    if args.sharing is None:
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            # transformers' own attention, as the model had
+            plain = AutoModelForCausalLM.from_pretrained(args.out).eval()
+            prompt = rows[0]["input_ids"][None, :64]
+            ids = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
+            written = f"; it writes {bytes(x % 256 for x in ids[0, 64:].tolist())!r}"
     if trainer.is_world_process_zero():
-        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        # transformers' own attention, as the model had
-        plain = AutoModelForCausalLM.from_pretrained(args.out).eval()
-        prompt = rows[0]["input_ids"][None, :64]
-        written = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        words = bytes(x % 256 for x in written[0, 64:].tolist())
-        steps = f"{args.steps} steps of {args.context} tokens on {settings.world_size} processes"
-        print(f"done: {steps}, loss {losses[0]:.3f} to {losses[-1]:.3f}; it writes {words!r}")
+        print(f"done: {steps}, {told}{written}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -174,6 +224,7 @@ def main() -> int:
     parser.add_argument("--liger", action="store_true", help="liger-kernel's Triton kernels, whose loss needs no logits; on a GPU")
     parser.add_argument("--offload", action="store_true", help="activation checkpoints in the host's memory; on a GPU")
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters over all processes")
+    parser.add_argument("--sharing", choices=["ours", "cp_size", "ulysses"], help="time steps, shared by this")
     parser.add_argument("--longest", action="store_true", help="find the longest sequence on one device")
     parser.add_argument("--minutes", type=float, default=3.5, help="of --longest, after which no long step begins")
     parser.add_argument("--memory-gib", type=float, help="of --longest, where the device does not say")

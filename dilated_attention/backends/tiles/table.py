@@ -93,17 +93,23 @@ def share_keys(offsets: tuple[tuple[int, ...], ...], group: int) -> bool:
     return all(len(set(row[h : h + group])) == 1 for row in offsets for h in range(0, len(row), group))
 
 
-@functools.lru_cache(maxsize=16)
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
     """Returns the spans of the results at the queries' positions, or at the positions of all keys."""
-    (first_position, last_position), direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
+    positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
+    return _spans(walk.branches, walk.documents, positions, direct)
+
+
+# of self-attention, those of queries and of keys are the same
+@functools.lru_cache(maxsize=16)
+def _spans(branches: tuple[tuple[int, int], ...], documents: tuple[Range, ...], positions: Range, direct: int) -> Spans:
+    first_position, last_position = positions
     spans: dict[int, tuple[Span, ...]] = {}
     base = apart = 0
-    for branch in sorted(range(walk.num_branches), key=lambda b: b == direct):
-        w, rate = walk.branches[branch]
+    for branch in sorted(range(len(branches)), key=lambda b: b == direct):
+        w, rate = branches[branch]
         apart = base if branch == direct else apart
         of_documents = []
-        for start, end in walk.documents:
+        for start, end in documents:
             length = min(w, end - start)
             places = -(-length // rate)
             low, high = max(start, first_position), min(end, last_position)
@@ -112,7 +118,7 @@ def make_spans(walk: Walk, of_keys: bool) -> Spans:
             of_documents.append(Span(length, places, base - first * places, first, count))
             base += count * places
         spans[branch] = tuple(of_documents)
-    return Spans(tuple(spans[b] for b in range(walk.num_branches)), apart if direct >= 0 else base, base)
+    return Spans(tuple([spans[b] for b in range(len(branches))]), apart if direct >= 0 else base, base)
 
 
 def num_tiles(walk: Walk, of_keys: bool, tile: int) -> int:
