@@ -1,4 +1,4 @@
-# make demo · make test (lint and test-cpu) · make test-fast · make test-newest · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs: each makes .venv and installs what it needs.
+# make demo · make test (lint and test-cpu) · make test-fast · make test-newest · make test-gpu · make test-gpus · make lint · make bench · make bench-check · make docs · make wheel: each makes .venv and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # the GPU tests run with a Python that has torch for CUDA, triton, pytest, pytest-timeout, pytest-xdist and hypothesis: make test-gpu GPU_PYTHON=…
 GPU_PYTHON ?= $(PYTHON)
 
-.PHONY: demo test test-cpu test-fast test-newest test-gpu test-gpus lint bench bench-check docs docs-serve clean
+.PHONY: demo test test-cpu test-fast test-newest test-gpu test-gpus lint bench bench-check docs docs-serve wheel clean
 
 # a third of the pinned versions need Python 3.11; an older one takes what its index offers
 PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
@@ -74,6 +74,11 @@ bench: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site: build/site/index.html"
+
+# dist/dilated_attention-….whl, for Python 3.10 and later
+wheel: $(STAMP)
+	rm -rf build/lib
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 docs-serve: $(STAMP)
 	NOTEBOOKS=false NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,31 @@ type(model).from_pretrained({str(tmp_path / "model")!r})
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert "python -m benchmarks" in result.stdout
+
+
+def test_the_wheel_has_every_file_of_the_package_and_runs(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    # a copy, so that the tree gets no folder build, which would go into other wheels
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "dilated_attention", source / "dilated_attention", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), "."]
+    result = subprocess.run(build, cwd=source, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("dilated_attention/")}
+        archive.extractall(tmp_path / "installed")
+    files = {file.relative_to(source).as_posix() for file in (source / "dilated_attention").rglob("*") if file.is_file()}
+    assert packed == files
+    # with the wheel's files, not those of this tree
+    run = [sys.executable, "-m", "dilated_attention", "plan", "dense", "--length", "1k", "--gpu", "H100"]
+    result = subprocess.run(
+        run, cwd=tmp_path / "installed", env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0 and "H100" in result.stdout, result.stderr
 
 
 def test_the_description_has_no_link_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
