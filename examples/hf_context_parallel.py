@@ -110,6 +110,9 @@ def train(args: argparse.Namespace) -> None:
     rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // args.context * args.context].view(-1, args.context)]
     if not rows:
         raise SystemExit(f"{DOCUMENT.name} has {len(text)} bytes; expected a --context up to that")
+    if args.sharing == "ulysses":
+        # which refuses batches without
+        rows = [row | {"position_ids": torch.arange(args.context)} for row in rows]
     wrap = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=args.lr, logging_steps=1,
