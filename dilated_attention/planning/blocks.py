@@ -14,9 +14,9 @@ from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # the most blocks that are listed to count pairs, and to size lists; counts of longer sequences come from a sample
 MOST_BLOCKS, MOST_FOR_SIZE = 2**18, 2**13
-# of a function of pairs, the most blocks of which every pair is asked about; in a sample the most blocks of a row, the most blocks, rows of
-# blocks, and queries of a row
-_MOST_ASKED, _MOST_OF_A_ROW, _SAMPLED_BLOCKS, _SAMPLED_ROWS, _SAMPLED_QUERIES = 2**10, 2**13, 2**15, 16, 4
+# of a function of pairs, the most blocks of which every pair is asked about; in a sample the most blocks of a mean row and of one that
+# keeps all (a global one), the most blocks, rows of blocks, and queries of a row
+_MOST_ASKED, _MOST_OF_A_ROW, _MOST_COLUMNS, _SAMPLED_BLOCKS, _SAMPLED_ROWS, _SAMPLED_QUERIES = 2**10, 2**13, 2**15, 2**15, 16, 4
 # multiples of it, without their whole parts, fill [0, 1) evenly
 _GOLDEN = 0.618034
 
@@ -50,10 +50,10 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
             computed=lists.num_entries * pattern.q_block * pattern.k_block * (num_heads // lists.num_heads), list_bytes=lists.nbytes,
             mask_kind=lists.mask_kind, is_exact=True,
         )  # fmt: skip
-    if _blocks_of_row(pattern, num_positions) <= _MOST_OF_A_ROW:
+    if _can_sample(pattern, num_positions):
         return _of_sample(pattern, num_positions, num_heads, is_causal)
     shorter = 8 * max(pattern.q_block, pattern.k_block)
-    while _blocks_of_row(pattern, 2 * shorter) <= _MOST_OF_A_ROW:
+    while _can_sample(pattern, 2 * shorter):
         shorter *= 2
     counts, growth = block_counts(pattern, shorter, num_heads, is_causal, most), blocks / num_blocks(pattern, shorter, num_heads)
     grown = {name: int(growth * getattr(counts, name)) for name in ("pairs", "entries", "computed", "list_bytes")}
@@ -69,6 +69,10 @@ def _blocks_of_row(pattern: BlockPattern, num_positions: int) -> float:
     grid = pattern.grid(num_positions)
     # a density's own ``cost`` would build the pattern for this length by looking at all its rows
     return max(1.0, pattern.ratio * grid.num_columns if isinstance(pattern, Sparsity) else pattern.cost(grid))
+
+
+def _can_sample(pattern: BlockPattern, num_positions: int) -> bool:
+    return _blocks_of_row(pattern, num_positions) <= _MOST_OF_A_ROW and pattern.grid(num_positions).num_columns <= _MOST_COLUMNS
 
 
 def _asks_pairs(pattern: BlockPattern) -> bool:
@@ -98,17 +102,18 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         grid, of_row = whole.grid(num_positions, (row, row + 1)), min(q_block, num_positions - row * q_block)
         queries = row * q_block + torch.randint(of_row, (_SAMPLED_QUERIES, 1), generator=generator)
         group, _, column = whole.columns(grid, heads)
-        head, keys = head_of(group, heads), column[:, None, None] * k_block + torch.arange(k_block)
-        exists = keys < num_positions
-        size_of_block = exists.sum((1, 2)) * _SAMPLED_QUERIES
+        head, size_of_block = head_of(group, heads), (num_positions - column * k_block).clamp(max=k_block) * _SAMPLED_QUERIES
         if asks:
+            keys = column[:, None, None] * k_block + torch.arange(k_block)
+            exists = keys < num_positions
             pairs_of_block = (whole.allowed(queries, keys, head[:, None, None], num_positions) & exists).sum((1, 2))
             state = state_of(pairs_of_block > 0, pairs_of_block == size_of_block)
         else:
             # whole blocks need no look at their pairs
             state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
             pairs_of_block, partial = size_of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
-            is_kept = whole.allowed(queries, keys[partial], head[partial, None, None], num_positions) & exists[partial]
+            keys = column[partial, None, None] * k_block + torch.arange(k_block)
+            is_kept = whole.allowed(queries, keys, head[partial, None, None], num_positions) & (keys < num_positions)
             pairs_of_block[partial] = is_kept.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
         sampled = pairs_of_block.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
