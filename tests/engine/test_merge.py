@@ -216,10 +216,8 @@ def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     """16 heads of 128, the paper's geometric branches: parts of the forward within 5 % of q, k and v, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
     sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
-    for cut, row_bytes, limit in (
-        (chunking.forward_chunk_sizes(pattern, sizes), 260, sizes.input_bytes // 20),
-        (chunking.backward_chunk_sizes(pattern, sizes), 768, 2**30),
-    ):
+    for is_backward, row_bytes, limit in ((False, 260, sizes.input_bytes // 20), (True, 768, 2**30)):
+        cut = chunking.chunk_sizes(pattern, sizes, is_backward)
         layout = layout_of(pattern, whole_shape(16, 16, cut.positions, False), False, (0, cut.heads))
         assert cut.concurrent * cut.heads * layout.num_places * row_bytes <= limit and cut.positions % 32768 == 0
 

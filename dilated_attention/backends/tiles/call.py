@@ -54,12 +54,11 @@ class Tables(NamedTuple):
 
     Args:
         rows: (tiles, 8) of each table.
-        spans, key_spans: (documents, branches, 4) of queries and of keys: segment length, places per segment, place of segment 0, unused.
+        spans: (documents, branches, 2), flat: place of segment 0 of queries, and of keys.
     """
 
     rows: tuple[Tensor, ...]
     spans: Tensor
-    key_spans: Tensor
 
 
 class Constants(NamedTuple):
@@ -203,14 +202,14 @@ class Prepared:
         documents, branches, is_one = len(walk.documents), walk.num_branches, len(walk.documents) == 1
         counts = [self.num_tiles(*key) for key in which]
         tile0, tile1 = (which[0][1], which[-1][1]) if which else (1, 1)
-        of_spans, of_counts, num_rows = 4 * documents * branches, 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
-        memory = torch.empty(2 * of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
-        spans, before, rows = memory.split((2 * of_spans, of_counts, 8 * num_rows))
+        of_spans, of_counts, num_rows = 4 * -(-documents * branches // 2), 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
+        memory = torch.empty(of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
+        spans, before, rows = memory.split((of_spans, of_counts, 8 * num_rows))
         ends = documents, walk.documents[-1][1], *walk.queries, walk.keys[1]
         given = spans, before, starts, self.lengths, self.rates
         sizes, order = {"BRANCHES": branches, "ONE": is_one}, 2**walk.steps + 1
         make_spans = KernelLaunch(
-            spans_kernel, (branches, len(which) or 1), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
+            spans_kernel, (branches, len(which) or 2), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
             {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
@@ -221,7 +220,7 @@ class Prepared:
         make_spans(pointers, lambda: given, self.index)
         if num_rows:
             make_rows([rows.data_ptr(), *pointers], lambda: (rows, *given), self.index)
-        return Tables(rows.view(-1, 8).split(counts), spans[:of_spans], spans[of_spans:])
+        return Tables(rows.view(-1, 8).split(counts), spans)
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""

@@ -1,7 +1,7 @@
 """Combines the branches' results, which are stored at places (``table.py``): the merge (forward) and the sum (backward), one launch each.
 
 A position's place in a branch is computed from its document (found by bisection of the starts), its segment, and the offset of the head.
-``spans`` (documents, branches, 4) int32: the third column is the place of segment 0.
+``spans`` (documents, branches, 2) int32: place of segment 0 among queries, and among keys.
 
 Rows count over all documents. The stride ``_b`` of a result is that of batch entries; where documents are batch entries of another tensor,
 it is what lies between the last row of one and the first row of the next. With STEP > 1, programs visit every STEP-th row: the direct
@@ -52,14 +52,14 @@ def _place(
     if CUT:
         index -= (tl.maximum(positions - row - segment * length, 0) - offset + rate - 1) // rate
     # a document that is shorter than a segment has no second one
-    base = tl.load(spans_ptr + (documents * BRANCHES + branch) * 4 + 2)
+    base = tl.load(spans_ptr + (documents * BRANCHES + branch) * 2)
     return taken, base + segment * ((length - 1) // rate + 1) + index
 
 
 @triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
-    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, spans_ptr, starts_ptr, lengths_ptr, rates_ptr, offsets_ptr, o_b, o_n, o_h, lse_b, lse_h,
-    num_batches, num_heads, q_first, num_queries, part_rows, steps,
+    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, spans_ptr, starts_ptr, lengths_ptr, rates_ptr, offsets_ptr,
+    o_b, o_n, o_h, lse_b, lse_n, lse_h, num_batches, num_heads, q_first, num_queries, part_rows, steps,
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr, STEP: tl.constexpr,
     DIRECT: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def merge_kernel(
     inside = row < num_queries
     columns = tl.arange(0, COLUMNS)
     entry, wide = batch + documents, row.to(tl.int64)
-    lse_at = lse_ptr + entry * lse_b + head.to(tl.int64) * lse_h + wide
+    lse_at = lse_ptr + entry * lse_b + wide * lse_n + head.to(tl.int64) * lse_h
     out_at = out_ptr + (entry * o_b + wide * o_n)[:, None] + head.to(tl.int64) * o_h + columns[None, :]
     m = tl.full([ROWS], -float("inf"), tl.float32)
     # a row that is only in the direct branch keeps its result
@@ -113,10 +113,10 @@ def _of(kind, of_queries, of_keys, of_values):
 
 @triton.jit(do_not_specialize=VARYING)
 def sum_kernel(
-    dq_ptr, dk_ptr, dv_ptr, q_parts_ptr, k_parts_ptr, v_parts_ptr, q_spans_ptr, k_spans_ptr, starts_ptr, lengths_ptr, rates_ptr,
-    offsets_ptr, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
-    num_batches, num_heads, kv_heads, group, num_shared, q_first, num_queries, num_keys, q_tiles, k_tiles, q_part_rows, k_part_rows, direct,
-    key_direct, steps, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, q_parts_ptr, k_parts_ptr, v_parts_ptr, spans_ptr, starts_ptr, lengths_ptr, rates_ptr, offsets_ptr,
+    dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    num_batches, num_heads, q_first, num_queries, q_part_rows, steps, kv_heads, group, num_shared, num_keys, q_tiles, k_tiles, k_part_rows,
+    direct, key_direct, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Sums dq in the first ``q_tiles`` programs, dk in the next ``k_tiles``, dv in the others: over branches and, of keys, over the
@@ -125,7 +125,7 @@ def sum_kernel(
     kind = (pid >= q_tiles).to(tl.int32) + (pid >= q_tiles + k_tiles).to(tl.int32)
     grad_ptr, parts_ptr = _of(kind, dq_ptr, dk_ptr, dv_ptr), _of(kind, q_parts_ptr, k_parts_ptr, v_parts_ptr)
     g_b, g_n, g_h = _of(kind, dq_b, dk_b, dv_b), _of(kind, dq_n, dk_n, dv_n), _of(kind, dq_h, dk_h, dv_h)
-    spans_ptr, direct = _of(kind, q_spans_ptr, k_spans_ptr, k_spans_ptr), _of(kind, direct, key_direct, key_direct)
+    spans_ptr, direct = spans_ptr + _of(kind, 0, 1, 1), _of(kind, direct, key_direct, key_direct)
     num_rows, part_rows = _of(kind, num_queries, num_keys, num_keys), _of(kind, q_part_rows, k_part_rows, k_part_rows)
     heads = _of(kind, num_heads, kv_heads, kv_heads)
     group, num_shared = _of(kind, 1, group, group), _of(kind, 1, num_shared, num_shared)

@@ -63,20 +63,21 @@ def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
     return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes) -> ChunkSizes:
-    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse."""
-    return make_chunk_sizes(pattern, sizes, sizes.head_dim * sizes.itemsize + 4, transient_budget(sizes.input_bytes))
+def chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, is_backward: bool, at_places: bool = True) -> ChunkSizes:
+    """Returns the chunks of a pass.
 
+    A forward keeps out in the inputs' dtype and a lse; a backward dq, dk and dv, and the launch on each stream accumulates dq in float32.
 
-def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, at_places: bool = True) -> ChunkSizes:
-    """Returns the chunks of a backward, ``at_places`` or problem by problem.
-
-    A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
+    Args:
+        at_places: of a backward; otherwise it runs problem by problem.
     """
-    budget = transient_budget(sizes.input_bytes, is_backward=True) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
+    width, budget = sizes.head_dim * sizes.itemsize, transient_budget(sizes.input_bytes, is_backward=is_backward)
+    if not is_backward:
+        return make_chunk_sizes(pattern, sizes, width + 4, budget)
+    budget -= CONCURRENT_CHUNKS * PART_BYTES["cuda"]
     if at_places:
-        return make_chunk_sizes(pattern, sizes, 3 * sizes.head_dim * sizes.itemsize, budget)
-    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
+        return make_chunk_sizes(pattern, sizes, 3 * width, budget)
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as a branch that covers every row
     everything = DilatedPattern((sizes.num_positions,) * 2, (1, 1), "zero")
     return make_chunk_sizes(everything, sizes, 3 * sizes.head_dim * 4, budget)
 

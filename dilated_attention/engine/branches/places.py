@@ -71,21 +71,19 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
     """Merges or sums the results of all branches at their places, in float32, onto results that hold those of the direct branch.
 
     Args:
-        results: out (B, N, H, D) and lse (B, N, H), float32, whose second stride is 1; or dq, dk and dv (B, N, H, D).
+        results: out (B, N, H, D) and lse (B, N, H), float32; or dq, dk and dv (B, N, H, D).
         parts: the same at the places (H, places, …), flat. An out without keys (lse −inf) is not read.
     """
     # what follows needs Triton
     from dilated_attention.backends.tiles.call import TileCall, prepared
-    from dilated_attention.backends.tiles.run import merge_launch, sum_launch
+    from dilated_attention.backends.tiles.run import combine_launch
 
     (_, N, H, D), device = results[0].shape, results[0].device
     p = prepared(TileCall(layout.walk, layout.offsets, 1.0), 1, H, D, results[0].dtype, device)
     # batch entries are documents
     strides = tuple([(x.stride(0) - N * x.stride(1), *x.stride()[1:3]) for x in results])
     if strides not in p.launches:
-        is_merge = results[1].dim() == 3
-        p.launches[strides] = (merge_launch(p, (*strides[0], *strides[1][::2])) if is_merge else sum_launch(p, strides),)
+        p.launches[strides] = (combine_launch(p, *strides),)
     with on_device(device):
-        spans = [p.tables().spans] * (len(results) - 1)
-        tensors = *results, *parts, *spans, p.starts, p.lengths, p.rates, p.offsets
+        tensors = *results, *parts, p.tables().spans, p.starts, p.lengths, p.rates, p.offsets
         p.launches[strides][0]([x.data_ptr() for x in tensors], lambda: tensors, p.index)

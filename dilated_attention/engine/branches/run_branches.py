@@ -19,13 +19,7 @@ from dilated_attention.backends.base import Options, Views, accumulation_dtype, 
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches import places
-from dilated_attention.engine.branches.chunking import (
-    CallSizes,
-    Chunk,
-    ChunkSizes,
-    backward_chunk_sizes,
-    forward_chunk_sizes,
-)
+from dilated_attention.engine.branches.chunking import CallSizes, Chunk, ChunkSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
     Into,
@@ -121,7 +115,7 @@ def _chunk_sizes(plan: Plan, at_places: bool) -> ChunkSizes:
         # saved outputs are those of all branches, in one part
         return ChunkSizes(shape.num_heads, shape.queries[1])
     sizes = CallSizes(B, shape.queries[1], shape.num_heads, shape.num_kv_heads, D, e)
-    return backward_chunk_sizes(plan.pattern, sizes, at_places) if plan.is_backward else forward_chunk_sizes(plan.pattern, sizes)
+    return chunk_sizes(plan.pattern, sizes, plan.is_backward, at_places)
 
 
 def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, at_places: bool = True) -> None:
