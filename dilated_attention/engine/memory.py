@@ -3,8 +3,9 @@
 Q = B·N·H·D and K = B·N·Hk·D elements of e bytes in the inputs' dtype; R = B·N·H rows of the log-sum-exp, a bytes each (float32, or float64
 for float64). In addition to inputs (Q + 2K)·e, results and gradients:
 
-    branches   the branch buffers of a chunk, in a backward the chunk's lse, and what a launch sums in float32: dq, and also dk and dv where
-               query heads share them (FlashAttention's kernels)
+    branches   with P places of a chunk in all branches except the direct one: B·H·P·(D·e + 4) forward, 3·B·H·P·D·e backward, in which
+               there are the chunk's lse and what a launch sums in float32, too: dq, and also dk and dv where query heads share them
+               (FlashAttention's kernels)
     whole      with P places in all branches except the direct one, which has rate 1: B·H·P·(D·e + 4) forward; dq, dk, dv at the places
                backward, and 8 bytes (16 with dropout) for each head and each place of all branches
     problems   results in the accumulation dtype while they are summed, and the results of one launch and of the previous one

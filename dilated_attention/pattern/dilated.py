@@ -141,14 +141,11 @@ class DilatedPattern(Pattern):
             raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
         return self.head_offsets
 
-    def with_branches(self, branches: Sequence[int], num_heads: int, *, onto_all: bool = False) -> DilatedPattern:
-        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them; ``onto_all`` inserts a first branch that
-        takes every position of the whole sequence."""
+    def with_branches(self, branches: Sequence[int], num_heads: int) -> DilatedPattern:
+        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them."""
         offsets = self.offsets(num_heads)
-        lengths = [MAX_LENGTH] * onto_all + [self.segment_lengths[b] for b in branches]
-        rates = [1] * onto_all + [self.dilation_rates[b] for b in branches]
-        rows = [(0,) * num_heads] * onto_all + [offsets[b] for b in branches]
-        return DilatedPattern(tuple(lengths), tuple(rates), tuple(rows), "all", self.tail)
+        lengths, rates = (tuple([row[b] for b in branches]) for row in (self.segment_lengths, self.dilation_rates))
+        return DilatedPattern(lengths, rates, tuple([offsets[b] for b in branches]), "all", self.tail)
 
     def with_heads(self, first: int, last: int, num_heads: int) -> DilatedPattern:
         """Returns the pattern of heads [first, last) of ``num_heads`` alone. It does not exist for heads that run only some branches."""

@@ -1,4 +1,4 @@
-"""Parts merged into the whole: the one law, its kernels, branch buffers of a call in chunks, and what of them a forward saves."""
+"""Parts merged into the whole: the one law, its kernels, results of a call in chunks, and what of them a forward saves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.merge import add_zero_keys, merge_, merge_onto
-from dilated_attention.engine.branches import branch_buffers, chunking
+from dilated_attention.backends.tiles.table import step_of
+from dilated_attention.engine.branches import chunking, places
+from dilated_attention.engine.branches.places import Layout, layout_of
+from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.testing import max_error
 from tests.helpers import fused
 
-merge_triton = pytest.importorskip("dilated_attention.engine.branches.merge_triton")
 onto_triton = pytest.importorskip("dilated_attention.backends.merge_inplace_triton")
 Part = tuple[torch.Tensor, torch.Tensor]
 
@@ -115,10 +117,10 @@ def test_a_part_merges_onto_views_like_float64_and_rounds_once(
     assert torch.equal(whole, before)
 
 
-# --- branch buffers ----------------------------------------------------------------------------------------------------------------------
+# --- results at their places -------------------------------------------------------------------------------------------------------------
 
 
-def random_buffers(rng: random.Random, heads: int, n: int) -> branch_buffers.BranchBuffers:
+def random_layout(rng: random.Random, batch: int, heads: int, n: int) -> Layout:
     if rng.random() < 0.4:
         # LongNet's: the direct branch has most rows to itself
         shortest, growth = rng.choice([4, 8, 12]), rng.choice([2, 4])
@@ -127,63 +129,51 @@ def random_buffers(rng: random.Random, heads: int, n: int) -> branch_buffers.Bra
         lengths = [rng.randint(1, 2 * n) for _ in range(rng.randint(1, 4))]
         rates = [rng.choice([1, rng.randint(1, min(w, 9))]) for w in lengths]
         split = rng.random() < 0.3
-        offsets = "cyclic" if split else rng.choice(["cyclic", "blocked", "zero"])
-        pattern = DilatedPattern(lengths, rates, offsets, "split" if split else "all", rng.choice(["mask", "zero_keys"]))
+        pattern = DilatedPattern(lengths, rates, "cyclic" if split else rng.choice(["cyclic", "blocked"]), "split" if split else "all")
     low = rng.randrange(heads)
-    buffers = branch_buffers.make_branch_buffers(pattern, heads, (low, rng.randint(low + 1, heads)), n, False)
+    documents = tuple((b * n, b * n + n) for b in range(batch))
+    shape = whole_shape(heads, heads, batch * n, False)._replace(documents=documents)
     # as where outputs of branches are saved
-    return replace(buffers, direct=None) if rng.random() < 0.4 else buffers
+    return layout_of(pattern, shape, rng.random() < 0.4, (low, rng.randint(low + 1, heads)))
 
 
 # the dtype by the seed, of which either has a direct branch and none
 @pytest.mark.parametrize(("seed", "dtype"), [(seed, (torch.float32, torch.bfloat16)[seed % 2]) for seed in range(24)])
-def test_kernels_of_buffers_equal_their_definition(monkeypatch: pytest.MonkeyPatch, seed: int, dtype: torch.dtype) -> None:
-    """Random patterns, ragged ends, empty parts, zero keys, strided results, head dims that are no power of two."""
+def test_kernels_equal_their_definition(seed: int, dtype: torch.dtype) -> None:
+    """Random patterns and batches, ragged ends, empty parts, strided results, head dims that are no power of two."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    B, D, n = rng.choice([1, 2]), rng.choice([8, 24, 40]), rng.randint(1, 150)
-    buffers = random_buffers(rng, rng.choice([1, 3, 4]), n)
-    H, size = buffers.heads, B * buffers.heads
-    flats = [torch.randn(size * D * buffers.rows(with_direct=False), device=device).to(dtype) for _ in range(3)]
-    flat_lse = torch.randn(size * buffers.rows(with_direct=True), device=device) * 4
-    flat_lse[torch.rand_like(flat_lse) < 0.2] = -torch.inf
-    flat_lse[torch.rand_like(flat_lse) < 0.1] = 1e4
-    # heads of a larger tensor, as a chunk's
-    out = torch.randn(B, n, H + 2, D, device=device).to(dtype)[:, :, 1:-1]
-    if buffers.direct is not None:
-        # what a backend writes of an empty row
-        lses = fused.split(buffers, flat_lse, B, 0, with_direct=True)
-        empty = fused.at_positions(buffers, buffers.direct, lses[buffers.direct], -torch.inf) == -torch.inf
-        out.masked_fill_(empty[..., None], 0.0)
-    monkeypatch.setattr(merge_triton, "_PROGRAMS_ASIDE", 3)
-    options, tolerance = {"is_concurrent": rng.random() < 0.5}, 1e-5 if dtype is torch.float32 else 0.04
-    # with each branch's separate output left behind, too
-    for own in (False, True) if buffers.direct is None else (False,):
-        both = []
-        for kernels in (fused, merge_triton):
-            tensors = out.clone(), torch.full((B, H, n), torch.nan, device=device), flats[0].clone()
-            kernels.merge_buffers(buffers, tensors[0], tensors[1].transpose(1, 2), tensors[2], flat_lse, own=own, **options)
-            rows = [
-                fused.at_positions(buffers, b, x, 0.0)
-                for b, x in enumerate(fused.split(buffers, tensors[2], B, D, with_direct=False))
-                if own and x is not None
-            ]
-            both.append([tensors[0], *rows, tensors[1]])
-        for x, y in zip(*both, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-5 if x.dim() == 3 else tolerance, rtol=1e-6)
-    grads = [torch.randn(B, n, H, D, device=device).to(dtype) for _ in range(3)]
-    found = [grad.clone() for grad in grads]
-    merge_triton.sum_buffers(buffers, found, flats, **options)
-    fused.sum_buffers(buffers, grads, flats)
-    torch.testing.assert_close(found, grads, atol=tolerance, rtol=0)
+    B, D, n, tolerance = rng.randint(1, 3), rng.choice([8, 24, 40]), rng.randint(1, 150), 1e-5 if dtype is torch.float32 else 0.04
+    layout = random_layout(rng, B, rng.choice([1, 3, 4]), n)
+    H, size = len(layout.offsets[0]), len(layout.offsets[0]) * layout.num_places
+    part, *parts = (torch.randn(size * D, device=device).to(dtype) for _ in range(4))
+    part_lse, lse = (torch.randn(*shape, device=device) * 4 for shape in ((size,), (B, H, n)))
+    for x in (part_lse, lse):
+        x[torch.rand_like(x) < 0.2] = -torch.inf
+        x[torch.rand_like(x) < 0.1] = 1e4
+    # an empty part may hold anything; what lies beside a chunk's heads and rows is left alone
+    part.view(-1, D)[part_lse == -torch.inf] = torch.nan
+    out, grads = torch.randn(B, n + 3, H + 2, D, device=device).to(dtype), torch.randn(3, B, n, H, D, device=device).to(dtype)
+    # what a backend writes of an empty row
+    out[:, 2:-1, 1:-1][lse.transpose(1, 2) == -torch.inf] = 0.0
+    both = []
+    for kernels, as_dtype in ((fused, torch.Tensor.double), (places, torch.clone)):
+        results = [as_dtype(x) for x in (out, lse, grads)]
+        kernels.combine(layout, (results[0][:, 2:-1, 1:-1], results[1].transpose(1, 2)), [as_dtype(x) for x in (part, part_lse)])
+        if layout.walk.direct == layout.walk.key_direct:
+            kernels.combine(layout, list(results[2]), [as_dtype(x) for x in parts])
+        both.append(results)
+    for x, y in zip(*both, strict=True):
+        torch.testing.assert_close(y.double(), x, atol=1e-5 if x.dim() == 3 else tolerance, rtol=1e-6)
 
 
 def test_steps_of_rows_that_other_branches_take() -> None:
     """The merge reads no other rows where one branch takes everything."""
 
-    def step(lengths: list[int], rates: list[int], offsets: Any = "cyclic", heads: int = 12) -> int:
-        return branch_buffers.make_branch_buffers(DilatedPattern(lengths, rates, offsets), heads, (0, heads), 2**16, False).step
+    def step(lengths: list[int], rates: list[int], offsets: Any = "cyclic", heads: int = 12, **options: Any) -> int:
+        layout = layout_of(DilatedPattern(lengths, rates, offsets), whole_shape(heads, heads, 2**16, False), False, (0, heads))
+        return step_of(replace(layout.walk, **options), layout.offsets)
 
     assert step([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]) == step([2048, 4096, 8192], [1, 4, 8], ((0,), (1,), (3,)), 1) == 2
     # a whole sequence needs no segments that the step divides
@@ -191,6 +181,9 @@ def test_steps_of_rows_that_other_branches_take() -> None:
     # no branch that takes everything, odd rates and lengths, offsets that disagree
     assert {step([2048, 4096], [2, 4]), step([2048, 4096], [1, 3]), step([2048, 4097], [1, 4])} == {1}
     assert step([2048, 4096, 8192], [1, 2, 4], "blocked", 4) == 1
+    # of documents, and of queries, that begin elsewhere
+    assert [step([2048, 8192], [1, 4], documents=((0, n), (n, 2 * n))) for n in (4096, 4098)] == [4, 1]
+    assert step([2048, 8192], [1, 4], queries=(3, 9)) == step([2048, 8192], [1, 4], direct=-1) == 1
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------------------------------
@@ -210,23 +203,23 @@ def test_chunks_partition_the_call_begin_with_segments_and_keep_to_the_budget(da
     for (low, high), (first, last) in cut.chunks(heads, n):
         taken[first:last, low:high] += 1
         assert low % ratio == 0 and all(first % w == 0 for w in lengths if first)
-        buffers = branch_buffers.make_branch_buffers(pattern, heads, (low, high), last - first, False)
-        sizes.append(buffers.rows(with_direct=False) * 2 * (high - low))
+        layout = layout_of(pattern, whole_shape(heads, heads, last - first, False), False, (low, high))
+        sizes.append(layout.num_places * 2 * (high - low))
     assert bool((taken == 1).all())
     smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
-    assert smallest or max(sizes) * min(len(sizes), 2) <= budget
+    assert smallest or max(sizes) * min(len(sizes), cut.concurrent) <= budget
+    # where not even one of these fits, there is one at a time
+    assert cut.concurrent == (1 if len(sizes) == 1 or 2 * max(sizes) > budget else 2)
 
 
 def test_a_million_positions_of_longnet_keep_to_the_budget() -> None:
     """16 heads of 128, the paper's geometric branches: parts of the forward within 5 % of q, k and v, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
     sizes = chunking.CallSizes(1, n, 16, 16, 128, 2)
-    for cut, row_bytes, limit in (
-        (chunking.forward_chunk_sizes(pattern, sizes), 260, sizes.input_bytes // 20),
-        (chunking.backward_chunk_sizes(pattern, sizes), 768, 2**30),
-    ):
-        buffers = branch_buffers.make_branch_buffers(pattern, 16, (0, cut.heads), cut.positions, False)
-        assert cut.concurrent * cut.heads * buffers.rows(with_direct=False) * row_bytes <= limit and cut.positions % 32768 == 0
+    for is_backward, row_bytes, limit in ((False, 260, sizes.input_bytes // 20), (True, 768, 2**30)):
+        cut = chunking.chunk_sizes(pattern, sizes, is_backward)
+        layout = layout_of(pattern, whole_shape(16, 16, cut.positions, False), False, (0, cut.heads))
+        assert cut.concurrent * cut.heads * layout.num_places * row_bytes <= limit and cut.positions % 32768 == 0
 
 
 def test_only_a_call_with_detached_mixing_saves_outputs_of_branches_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,6 @@ def test_any_case_compiled(index: int) -> None:
 RUNNERS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (2**40, {}),
     "chunks": (2**13, {}),
-    "tiers": (2**11, {}),
     "smallest chunks": (1, {}),
     "results written where told": (2**40, {"writes_views": True, "max_batch": 2}),
     "no gradient of lse": (2**40, {"lse_grad": False}),
@@ -236,7 +235,7 @@ RUNNERS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", ["one merge", "problems", "blocks"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every branch into its buffer and one merge, in chunks of any size, with the torch twin; problem by problem; or lists of blocks."""
+    """Every branch to its places and one merge, in chunks of any size, with the torch twin; problem by problem; or lists of blocks."""
     fused = way == "one merge"
     budget, changes = RUNNERS[runner]
     monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
@@ -249,7 +248,7 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(math_module, "_BLOCK_BYTES", 2**10)
     if fused:
         run_fused(monkeypatch)
-    calls = calls_of(monkeypatch, run_branches, "_forward", "_backward", "_part_of")
+    calls = calls_of(monkeypatch, run_branches, "_forward", "_backward")
     for seed in range(500, 512 if way == "blocks" else 524):
         case = random_case(seed, BLOCKS if way == "blocks" else ANY)
         if seed % 4:
@@ -261,8 +260,6 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
             case = replace(case, lse_grad=True, mixture_grad="exact", dropout_p=0.5 * (seed % 2))
         check(case, backend="math")
     assert not fused or {"_forward", "_backward"} <= {name for name, _ in calls}
-    # short branches in chunks of positions, then the long ones
-    assert not (fused and runner == "tiers") or any(name == "_part_of" and args[3] for name, args in calls)
 
 
 def kinds_in(pattern: Any) -> set[type]:

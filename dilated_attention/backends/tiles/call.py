@@ -54,12 +54,11 @@ class Tables(NamedTuple):
 
     Args:
         rows: (tiles, 8) of each table.
-        spans, key_spans: (documents, branches, 4) of queries and of keys: segment length, places per segment, place of segment 0, unused.
+        spans: (documents, branches, 2), flat: place of segment 0 of queries, and of keys.
     """
 
     rows: tuple[Tensor, ...]
     spans: Tensor
-    key_spans: Tensor
 
 
 class Constants(NamedTuple):
@@ -158,7 +157,7 @@ class Prepared:
         return self._counts[key]
 
     def tables(self, *which: TableKey) -> Tables:
-        """Returns the tables of a pass, of queries and of keys, which are made once. The current device is theirs.
+        """Returns the tables of a pass, of queries and of keys or none, which are made once. The current device is theirs.
 
         If another stream made what is there, the current one waits for it, and its memory is marked as used by this stream.
         """
@@ -202,26 +201,26 @@ class Prepared:
         walk, starts = self.call.walk, self.starts
         documents, branches, is_one = len(walk.documents), walk.num_branches, len(walk.documents) == 1
         counts = [self.num_tiles(*key) for key in which]
-        (_, tile0), (_, tile1) = which[0], which[-1]
-        of_spans, of_counts, num_rows = 4 * documents * branches, 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
-        memory = torch.empty(2 * of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
-        spans, before, rows = memory.split((2 * of_spans, of_counts, 8 * num_rows))
+        tile0, tile1 = (which[0][1], which[-1][1]) if which else (1, 1)
+        of_spans, of_counts, num_rows = 4 * -(-documents * branches // 2), 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
+        memory = torch.empty(of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
+        spans, before, rows = memory.split((of_spans, of_counts, 8 * num_rows))
         ends = documents, walk.documents[-1][1], *walk.queries, walk.keys[1]
         given = spans, before, starts, self.lengths, self.rates
         sizes, order = {"BRANCHES": branches, "ONE": is_one}, 2**walk.steps + 1
         make_spans = KernelLaunch(
-            spans_kernel, (branches, len(which)), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
+            spans_kernel, (branches, len(which) or 2), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
             {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
-            table_kernel, num_rows, (*ends, tile0, tile1, order, counts[0], self.longest_document, walk.steps),
+            table_kernel, num_rows, (*ends, tile0, tile1, order, sum(counts[:1]), self.longest_document, walk.steps),
             {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
         pointers = [x.data_ptr() for x in given]
         make_spans(pointers, lambda: given, self.index)
         if num_rows:
             make_rows([rows.data_ptr(), *pointers], lambda: (rows, *given), self.index)
-        return Tables(rows.view(-1, 8).split(counts), spans[:of_spans], spans[of_spans:])
+        return Tables(rows.view(-1, 8).split(counts), spans)
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""

@@ -1,7 +1,11 @@
 """Combines the branches' results, which are stored at places (``table.py``): the merge (forward) and the sum (backward), one launch each.
 
 A position's place in a branch is computed from its document (found by bisection of the starts), its segment, and the offset of the head.
-``spans`` (documents, branches, 4) int32: segment length, places per segment, place of segment 0, unused.
+``spans`` (documents, branches, 2) int32: place of segment 0 among queries, and among keys.
+
+Rows count over all documents. The stride ``_b`` of a result is that of batch entries; where documents are batch entries of another tensor,
+it is what lies between the last row of one and the first row of the next. With STEP > 1, programs visit every STEP-th row: the direct
+branch alone takes the others, whose results are final (``table.step_of``).
 """
 
 # mypy does not know the types of kernels
@@ -15,78 +19,87 @@ from dilated_attention.backends.tiles.rows import LN_2, LOG2_E, VARYING
 
 
 @triton.jit
-def _document_of(starts_ptr, positions, steps):
-    """Returns the index of the last document that starts at or before each position, among at most 2**steps documents."""
-    low = positions * 0
+def _rows(pid, num_heads, num_batches, first, starts_ptr, steps, offsets_ptr, group, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Returns (head, batch, rows, their documents, positions in these) of a program. Row 0 is position ``first``.
+
+    A document is the last one of at most 2**steps that starts at or before a position. Of ``group`` query heads to a head, ``offsets_ptr``
+    has the offset of the first.
+    """
+    head = pid % num_heads
+    batch = (pid // num_heads % num_batches).to(tl.int64)
+    row = (pid // (num_heads * num_batches) * ROWS + tl.arange(0, ROWS)) * STEP
+    if STEP > 1:
+        row += tl.load(offsets_ptr + head * group) % STEP
+    positions = row + first
+    documents = positions * 0
     size = 1 << steps
     for _ in range(steps):
         size = size // 2
-        low = tl.where(tl.load(starts_ptr + low + size) <= positions, low + size, low)
-    return low
+        documents = tl.where(tl.load(starts_ptr + documents + size) <= positions, documents + size, documents)
+    return head, batch, row, documents, positions - tl.load(starts_ptr + documents)
 
 
 @triton.jit
-def _place(spans_ptr, starts, documents, positions, first, branch: tl.constexpr, BRANCHES: tl.constexpr, rate, offset):
-    """Returns (whether selected, place) of positions in a branch; ``first`` is the first position that has a place."""
-    at = spans_ptr + (documents * BRANCHES + branch) * 4
-    length, places, base = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    inside = positions - starts
-    segment = inside // length
-    t = inside - segment * length - offset
-    taken = (offset >= 0) & (t >= 0) & (t % rate == 0)
-    begin = tl.maximum(positions - (inside - segment * length), first)
-    return taken, base + segment * places + (positions - begin) // rate
+def _place(
+    spans_ptr, lengths_ptr, rates_ptr, offset, row, documents, positions, branch: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Returns (whether selected, place) of positions in a branch. CUT: the places of a segment begin with row 0, if that is inside."""
+    length, rate = tl.load(lengths_ptr + branch), tl.load(rates_ptr + branch)
+    segment = positions // length
+    t = positions - segment * length - offset
+    index = t // rate
+    taken = (offset >= 0) & (t >= 0) & (index * rate == t)
+    if CUT:
+        index -= (tl.maximum(positions - row - segment * length, 0) - offset + rate - 1) // rate
+    # a document that is shorter than a segment has no second one
+    base = tl.load(spans_ptr + (documents * BRANCHES + branch) * 2)
+    return taken, base + segment * ((length - 1) // rate + 1) + index
 
 
 @triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
-    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, spans_ptr, starts_ptr, rates_ptr, offsets_ptr, o_b, o_n, o_h,
-    num_batches, num_heads, offset_heads, q_first, num_queries, part_rows, steps,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
+    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, spans_ptr, starts_ptr, lengths_ptr, rates_ptr, offsets_ptr,
+    o_b, o_n, o_h, lse_b, lse_n, lse_h, num_batches, num_heads, q_first, num_queries, part_rows, steps,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr, STEP: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Computes out = Σ_b e^(lse_b − lse) out_b. DIRECT: the branch whose results are already in ``out`` and ``lse``, or −1."""
-    pid = tl.program_id(0)
-    head = pid % num_heads
-    batch = (pid // num_heads % num_batches).to(tl.int64)
-    row = pid // (num_heads * num_batches) * ROWS + tl.arange(0, ROWS)
+    """Computes out = Σ_b e^(lse_b − lse) out_b. DIRECT: the branch whose results are already in ``out`` and ``lse``, or −1.
+
+    Weights are relative to the largest lse and divided by their sum. So empty parts (−inf), which are not read, change nothing.
+    """
+    head, batch, row, documents, positions = _rows(
+        tl.program_id(0), num_heads, num_batches, q_first, starts_ptr, steps, offsets_ptr + (num_heads if DIRECT == 0 else 0), 1, ROWS, STEP
+    )
     inside = row < num_queries
-    positions = row + q_first
-    documents = _document_of(starts_ptr, positions, steps)
-    starts = tl.load(starts_ptr + documents)
-    head_row = batch * num_heads + head
-    lse_at = lse_ptr + head_row * num_queries + row
-    m = tl.full([ROWS], -float("inf"), tl.float32)
-    if DIRECT >= 0:
-        m = tl.load(lse_at, mask=inside, other=-float("inf"))
-    own_lse = m
-    others = row < 0
-    for b in tl.static_range(BRANCHES):
-        if b != DIRECT:
-            rate, offset = tl.load(rates_ptr + b), tl.load(offsets_ptr + b * offset_heads + head)
-            taken, place = _place(spans_ptr, starts, documents, positions, q_first, b, BRANCHES, rate, offset)
-            taken = taken & inside
-            others = others | taken
-            m = tl.maximum(m, tl.load(part_lse_ptr + head_row * part_rows + place, mask=taken, other=-float("inf")))
-    shift = tl.where(m == -float("inf"), 0.0, m)
     columns = tl.arange(0, COLUMNS)
+    entry, wide = batch + documents, row.to(tl.int64)
+    lse_at = lse_ptr + entry * lse_b + wide * lse_n + head.to(tl.int64) * lse_h
+    out_at = out_ptr + (entry * o_b + wide * o_n)[:, None] + head.to(tl.int64) * o_h + columns[None, :]
+    m = tl.full([ROWS], -float("inf"), tl.float32)
     # a row that is only in the direct branch keeps its result
-    written = others if DIRECT >= 0 else inside
-    out_at = out_ptr + batch * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_n + columns[None, :]
+    written = row < 0 if DIRECT >= 0 else inside
+    lses, places = (), ()
+    for b in tl.static_range(BRANCHES):
+        if b == DIRECT:
+            lse, place = tl.load(lse_at, mask=inside, other=-float("inf")), wide
+        else:
+            offset = tl.load(offsets_ptr + b * num_heads + head)
+            taken, place = _place(spans_ptr, lengths_ptr, rates_ptr, offset, row, documents, positions, b, BRANCHES, CUT)
+            written = written | (taken & inside)
+            place += (batch * num_heads + head) * part_rows
+            lse = tl.load(part_lse_ptr + place, mask=taken & inside, other=-float("inf"))
+        m = tl.maximum(m, lse)
+        lses += (lse,)  # type: ignore[assignment]
+        places += (place,)  # type: ignore[assignment]
+    shift = tl.where(m == -float("inf"), 0.0, m)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if DIRECT >= 0:
-        total = tl.exp2((own_lse - shift) * LOG2_E)
-        acc = total[:, None] * tl.load(out_at, mask=written[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
     for b in tl.static_range(BRANCHES):
-        if b != DIRECT:
-            rate, offset = tl.load(rates_ptr + b), tl.load(offsets_ptr + b * offset_heads + head)
-            taken, place = _place(spans_ptr, starts, documents, positions, q_first, b, BRANCHES, rate, offset)
-            taken = taken & inside
-            at = head_row * part_rows + place
-            weight = tl.exp2((tl.load(part_lse_ptr + at, mask=taken, other=-float("inf")) - shift) * LOG2_E)
-            total += weight
-            part_at = parts_ptr + at[:, None] * D + columns[None, :]
-            acc += weight[:, None] * tl.load(part_at, mask=taken[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
+        weight = tl.exp2((lses[b] - shift) * LOG2_E)
+        total += weight
+        part_at = out_at if b == DIRECT else parts_ptr + places[b][:, None] * D + columns[None, :]
+        read = (written & (weight > 0))[:, None] & (columns < D)[None, :]
+        acc += weight[:, None] * tl.load(part_at, mask=read, other=0.0).to(tl.float32)
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=written[:, None] & (columns < D)[None, :])
@@ -94,71 +107,47 @@ def merge_kernel(
 
 
 @triton.jit
-def _sum(
-    grad_at, parts_ptr, spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, first_head, part_head, part_heads, positions, documents,
-    starts, inside,
-    first, offset_heads, part_rows, num_shared,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, COLUMNS)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    others = positions < 0
-    for h in range(num_shared):
-        for b in tl.static_range(BRANCHES):
-            if b != DIRECT:
-                rate, offset = tl.load(rates_ptr + b), tl.load(offsets_ptr + b * offset_heads + first_head + h)
-                taken, place = _place(spans_ptr, starts, documents, positions, first, b, BRANCHES, rate, offset)
-                taken = taken & inside
-                others = others | taken
-                at = (batch * part_heads + part_head + h) * part_rows + place
-                acc += tl.load(
-                    parts_ptr + at[:, None] * D + columns[None, :], mask=taken[:, None] & (columns < D)[None, :], other=0.0
-                ).to(tl.float32)  # fmt: skip
-    written = inside
-    if DIRECT >= 0:
-        written = others
-        acc += tl.load(grad_at, mask=written[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
-    tl.store(grad_at, acc.to(grad_at.dtype.element_ty), mask=written[:, None] & (columns < D)[None, :])
+def _of(kind, of_queries, of_keys, of_values):
+    return tl.where(kind == 0, of_queries, tl.where(kind == 1, of_keys, of_values))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sum_kernel(
-    dq_ptr, dk_ptr, dv_ptr, q_parts_ptr, k_parts_ptr, v_parts_ptr, q_spans_ptr, k_spans_ptr, starts_ptr, rates_ptr, offsets_ptr,
+    dq_ptr, dk_ptr, dv_ptr, q_parts_ptr, k_parts_ptr, v_parts_ptr, spans_ptr, starts_ptr, lengths_ptr, rates_ptr, offsets_ptr,
     dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, num_queries, num_keys, q_tiles, q_part_rows, k_part_rows, steps,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, Q_DIRECT: tl.constexpr, K_DIRECT: tl.constexpr,
-    SHARED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    num_batches, num_heads, q_first, num_queries, q_part_rows, steps, kv_heads, group, num_shared, num_keys, q_tiles, k_tiles, k_part_rows,
+    direct, key_direct, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BRANCHES: tl.constexpr, CUT: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sums dq in the first ``q_tiles`` programs, dk and dv in the others, over branches and, unless SHARED, a key head's query heads."""
+    """Sums dq in the first ``q_tiles`` programs, dk in the next ``k_tiles``, dv in the others: over branches and, of keys, over the
+    ``num_shared`` query heads of a head whose results are separate."""
     pid = tl.program_id(0)
-    if QUERIES and pid < q_tiles:
-        head = pid % num_heads
-        batch = (pid // num_heads % num_batches).to(tl.int64)
-        row = pid // (num_heads * num_batches) * ROWS + tl.arange(0, ROWS)
-        documents = _document_of(starts_ptr, row + q_first, steps)
-        grad_at = dq_ptr + batch * dq_b + head.to(tl.int64) * dq_h + row.to(tl.int64)[:, None] * dq_n + tl.arange(0, COLUMNS)[None, :]
-        _sum(
-            grad_at, q_parts_ptr, q_spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, head, head, num_heads, row + q_first, documents,
-            tl.load(starts_ptr + documents), row < num_queries, q_first, offset_heads, q_part_rows, 1, D, COLUMNS, ROWS, BRANCHES, Q_DIRECT,
-        )  # fmt: skip
-    elif KEYS:
-        pid -= q_tiles
-        head = pid % kv_heads
-        batch = (pid // kv_heads % num_batches).to(tl.int64)
-        row = pid // (kv_heads * num_batches) * ROWS + tl.arange(0, ROWS)
-        documents = _document_of(starts_ptr, row, steps)
-        starts = tl.load(starts_ptr + documents)
-        row64, columns = row.to(tl.int64)[:, None], tl.arange(0, COLUMNS)[None, :]
-        dk_at = dk_ptr + batch * dk_b + head.to(tl.int64) * dk_h + row64 * dk_n + columns
-        dv_at = dv_ptr + batch * dv_b + head.to(tl.int64) * dv_h + row64 * dv_n + columns
-        part_heads = kv_heads if SHARED else num_heads
-        part_head = head if SHARED else head * group
-        shared = 1 if SHARED else group
-        _sum(
-            dk_at, k_parts_ptr, k_spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, head * group, part_head, part_heads, row, documents,
-            starts, row < num_keys, 0, offset_heads, k_part_rows, shared, D, COLUMNS, ROWS, BRANCHES, K_DIRECT,
-        )  # fmt: skip
-        _sum(
-            dv_at, v_parts_ptr, k_spans_ptr, starts_ptr, rates_ptr, offsets_ptr, batch, head * group, part_head, part_heads, row, documents,
-            starts, row < num_keys, 0, offset_heads, k_part_rows, shared, D, COLUMNS, ROWS, BRANCHES, K_DIRECT,
-        )  # fmt: skip
+    kind = (pid >= q_tiles).to(tl.int32) + (pid >= q_tiles + k_tiles).to(tl.int32)
+    grad_ptr, parts_ptr = _of(kind, dq_ptr, dk_ptr, dv_ptr), _of(kind, q_parts_ptr, k_parts_ptr, v_parts_ptr)
+    g_b, g_n, g_h = _of(kind, dq_b, dk_b, dv_b), _of(kind, dq_n, dk_n, dv_n), _of(kind, dq_h, dk_h, dv_h)
+    spans_ptr, direct = spans_ptr + _of(kind, 0, 1, 1), _of(kind, direct, key_direct, key_direct)
+    num_rows, part_rows = _of(kind, num_queries, num_keys, num_keys), _of(kind, q_part_rows, k_part_rows, k_part_rows)
+    heads = _of(kind, num_heads, kv_heads, kv_heads)
+    group, num_shared = _of(kind, 1, group, group), _of(kind, 1, num_shared, num_shared)
+    head, batch, row, documents, positions = _rows(
+        pid - _of(kind, 0, q_tiles, q_tiles + k_tiles), heads, num_batches, _of(kind, q_first, 0, 0), starts_ptr, steps,
+        offsets_ptr + tl.where(direct == 0, num_heads, 0), group, ROWS, STEP,
+    )  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    grad_at = grad_ptr + ((batch + documents) * g_b + row.to(tl.int64) * g_n)[:, None] + head.to(tl.int64) * g_h + columns[None, :]
+    inside = row < num_rows
+    # a row that is only in the direct branch keeps its result
+    written = inside & (direct < 0)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for h in range(num_shared):
+        for b in tl.static_range(BRANCHES):
+            offset = tl.load(offsets_ptr + b * num_heads + head * group + h)
+            taken, place = _place(spans_ptr, lengths_ptr, rates_ptr, offset, row, documents, positions, b, BRANCHES, CUT)
+            taken = taken & inside & (b != direct)
+            written = written | taken
+            place += ((batch * heads + head) * num_shared + h) * part_rows
+            read = taken[:, None] & (columns < D)[None, :]
+            acc += tl.load(parts_ptr + place[:, None] * D + columns[None, :], mask=read, other=0.0).to(tl.float32)
+    written = written[:, None] & (columns < D)[None, :]
+    acc += tl.load(grad_at, mask=written & (direct >= 0), other=0.0).to(tl.float32)
+    tl.store(grad_at, acc.to(grad_ptr.dtype.element_ty), mask=written)

@@ -20,7 +20,8 @@ VARYING = [
     "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
     "q_part_rows",
     "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch", "dlse_b", "dlse_n",
-    "dlse_h", "lists",
+    "dlse_h", "lists", "num_shared", "k_tiles", "key_direct",
+    "lse_b", "lse_h",
 ]  # fmt: skip
 
 

@@ -16,11 +16,12 @@ from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.backends.tiles.sizes import sizes
+from dilated_attention.backends.tiles.table import step_of
 
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
-# elements per program of the merge kernel and of the sum kernel
-_MERGE, _SUM = 4096, 4096
+# elements that a program merges or sums
+_COMBINED = 4096
 
 
 def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
@@ -99,7 +100,7 @@ def forward(
     with on_device(q.device):
         launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
         if rows:
-            tables = made.spans, p.starts, p.rates, p.offsets
+            tables = made.spans, p.starts, p.lengths, p.rates, p.offsets
             pointers = [*addresses[3:], own, part_lse, *(x.data_ptr() for x in tables)]
             launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
@@ -123,20 +124,7 @@ def _forward_launches(
     )  # fmt: skip
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
     tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
-    return tiles, merge_launch(p, out)
-
-
-def merge_launch(p: Prepared, out: Tensor) -> KernelLaunch:
-    """Returns the launch that merges the branches' results. Its tensors: out, lse, parts, their lse, spans, starts, rates, offsets."""
-    walk, H = p.call.walk, p.num_heads
-    step, programs = p.tiles(_MERGE, p.num_queries, H)
-    return KernelLaunch(
-        combine.merge_kernel,
-        programs,
-        (*out.stride()[:3], p.batch, H, H, p.q_first, p.num_queries, p.part_rows, walk.steps),
-        {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "DIRECT": walk.direct},
-        dtypes=p.dtype,
-    )
+    return tiles, combine_launch(p, *(_of_entries(p, x) for x in (out.stride(), (H * p.num_queries, 1, p.num_queries))))
 
 
 def backward(
@@ -188,7 +176,7 @@ def backward(
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
         launches[1](pointers, keys, p.index)
         if q_size or k_size:
-            spans = made.spans, made.key_spans, p.starts, p.rates, p.offsets
+            spans = made.spans, p.starts, p.lengths, p.rates, p.offsets
             launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
 
 
@@ -215,21 +203,30 @@ def _backward_launches(
         walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
     keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
-    return queries, keys, sum_launch(p, (dq, dk, dv))
+    return queries, keys, combine_launch(p, *(_of_entries(p, x) for x in (dq, dk, dv)))
 
 
-def sum_launch(p: Prepared, strides: tuple[tuple[int, ...], ...]) -> KernelLaunch:
-    """Returns the launch that sums the branches' gradients.
+def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:
+    """Returns the launch that merges or sums the branches' results.
 
-    Its tensors: dq, dk, dv, whose first three strides are given, their parts, spans of queries and of keys, starts, rates, offsets.
+    Its tensors: out and lse, or dq, dk and dv; the same at their places; spans, starts, lengths, rates, offsets.
+
+    Args:
+        strides: of each result, from batch entry to batch entry (or document to document, see ``combine.py``), row to row, head to head.
     """
-    walk, H, Hk = p.call.walk, p.num_heads, p.kv_heads
-    dq, dk, dv = strides
-    step, q_tiles = p.tiles(_SUM, p.num_queries, H if p.part_rows else 0)
-    _, k_tiles = p.tiles(_SUM, p.num_keys, Hk if p.key_part_rows else 0)
-    numbers = p.batch, H, Hk, H, p.group, p.q_first, p.num_queries, p.num_keys, q_tiles, p.part_rows, p.key_part_rows, walk.steps
-    constants = {
-        "D": p.head_dim, "COLUMNS": p.columns, "ROWS": step, "BRANCHES": walk.num_branches, "Q_DIRECT": walk.direct,
-        "K_DIRECT": walk.key_direct, "SHARED": p.shared, "QUERIES": p.part_rows > 0, "KEYS": p.key_part_rows > 0,
-    }  # fmt: skip
-    return KernelLaunch(combine.sum_kernel, q_tiles + k_tiles, (*dq, *dk, *dv, *numbers), constants, dtypes=p.dtype)
+    walk, H, Hk, step = p.call.walk, p.num_heads, p.kv_heads, step_of(p.call.walk, p.call.offsets)
+    numbers = *(stride for of_result in strides for stride in of_result[:3]), p.batch, H, p.q_first, p.num_queries, p.part_rows, walk.steps
+    rows, q_tiles = p.tiles(_COMBINED, -(-p.num_queries // step), H if p.part_rows else 0)
+    constants = {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": rows, "BRANCHES": walk.num_branches, "CUT": walk.is_cut, "STEP": step}
+    if len(strides) == 2:
+        return KernelLaunch(combine.merge_kernel, q_tiles, numbers, {**constants, "DIRECT": walk.direct}, dtypes=p.dtype)
+    _, k_tiles = p.tiles(_COMBINED, -(-p.num_keys // step), Hk if p.key_part_rows else 0)
+    numbers = (
+        *numbers, Hk, p.group, p.key_heads // Hk, p.num_keys, q_tiles, k_tiles, p.key_part_rows, walk.direct, walk.key_direct,
+    )  # fmt: skip
+    return KernelLaunch(combine.sum_kernel, q_tiles + 2 * k_tiles, numbers, constants, dtypes=p.dtype)
+
+
+def _of_entries(p: Prepared, strides: Sequence[int]) -> Sequence[int]:
+    """Returns the strides of a result whose documents, if there are several, are in one batch entry."""
+    return strides if len(p.call.walk.documents) == 1 else (0, *strides[1:])

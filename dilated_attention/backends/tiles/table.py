@@ -14,6 +14,7 @@ new length costs no tensor operation on the host and no copy.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,24 @@ class Spans:
 def share_keys(offsets: tuple[tuple[int, ...], ...], group: int) -> bool:
     """Whether the ``group`` query heads of each key head read the same keys."""
     return all(len(set(row[h : h + group])) == 1 for row in offsets for h in range(0, len(row), group))
+
+
+@functools.lru_cache(maxsize=256)
+def step_of(walk: Walk, offsets: tuple[tuple[int, ...], ...]) -> int:
+    """Returns a power of 2: branches other than the direct one take only every ``step``-th row of a head, or any row if it is 1.
+
+    The step divides the rates of those branches, and a head's offsets agree modulo it. It depends on lengths only in whether it is 1.
+    """
+    others = [b for b in range(walk.num_branches) if b != walk.direct]
+    if walk.direct < 0 or walk.direct != walk.key_direct or not others:
+        return 1
+    step = math.gcd(*(walk.branches[b][1] for b in others))
+    step &= -step
+    while any(len({row[head] % step for b, row in enumerate(offsets) if b != walk.direct}) > 1 for head in range(len(offsets[0]))):
+        step //= 2
+    longest = max(end - start for start, end in walk.documents)
+    begins = walk.queries[0], *(start for start, _ in walk.documents), *(w for w, _ in (walk.branches[b] for b in others) if w < longest)
+    return 1 if any(begin % step for begin in begins) else step
 
 
 def make_spans(walk: Walk, of_keys: bool) -> Spans:

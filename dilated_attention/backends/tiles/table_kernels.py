@@ -46,7 +46,7 @@ def spans_kernel(
 ):  # fmt: skip
     """Writes the spans of one branch (program 0) and the tiles before each document, for queries (program 1: 0) or keys (1).
 
-    spans: (2, documents, branches, 4): segment length, places per segment, place of segment 0, unused.
+    spans: (documents, branches, 2): place of segment 0 of queries, and of keys.
     counts: (2, branches, documents + 1), of documents in the order that follows their starts, the longest first.
     """
     branch, of_keys = tl.program_id(0), tl.program_id(1)
@@ -69,10 +69,8 @@ def spans_kernel(
         inside = document < num_documents
         start, end, length, places, first, count = _span(starts_ptr, document, inside, w, rate, low, high, num_positions, ONE)
         sizes = places * count
-        spans_at = spans_ptr + ((of_keys * num_documents + document) * BRANCHES + branch) * 4
-        tl.store(spans_at, length, mask=inside)
-        tl.store(spans_at + 1, places, mask=inside)
-        tl.store(spans_at + 2, base + tl.cumsum(sizes, 0) - sizes - first * places, mask=inside)
+        spans_at = spans_ptr + (document * BRANCHES + branch) * 2 + of_keys
+        tl.store(spans_at, base + tl.cumsum(sizes, 0) - sizes - first * places, mask=inside)
         base += tl.sum(sizes, 0)
         if not ONE:
             ordered = tl.load(starts_ptr + order + document, mask=inside, other=0)
@@ -142,7 +140,7 @@ def table_kernel(
     is_first, is_between = second < 0, (second >= 0) & (second < between * in_whole)
     segment = tl.where(is_first, first, tl.where(is_between, first + 1 + segment, last))
     at_tile = tl.where(is_first, index, tl.where(is_between, at_tile, third))
-    spans_at = spans_ptr + (document * BRANCHES + branch) * 4 + 2
+    spans_at = spans_ptr + (document * BRANCHES + branch) * 2
     begin = start + segment * length
     to = table_ptr + row.to(tl.int64) * WIDTH
     tl.store(to, branch)
@@ -150,6 +148,6 @@ def table_kernel(
     tl.store(to + 2, begin)
     tl.store(to + 3, tl.minimum(length, end - begin))
     tl.store(to + 4, at_tile)
-    tl.store(to + 5, tl.load(spans_at + of_keys * num_documents * BRANCHES * 4) + segment * places)
+    tl.store(to + 5, tl.load(spans_at + of_keys) + segment * places)
     tl.store(to + 6, places)
     tl.store(to + 7, tl.load(spans_at) + segment * places)

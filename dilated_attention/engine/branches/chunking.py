@@ -7,11 +7,12 @@ call is cut into chunks of heads × positions, each of which is a separate call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from dilated_attention.engine.branches.branch_buffers import make_branch_buffers
 from dilated_attention.engine.branches.launches import PART_BYTES
+from dilated_attention.engine.branches.places import layout_of
+from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.pattern import DilatedPattern
 
 # a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
@@ -31,12 +32,11 @@ class Chunk(NamedTuple):
 
 
 class ChunkSizes(NamedTuple):
-    """Heads and positions of each chunk, how many chunks are alive at once, and whether their waiting results fit the budget."""
+    """Heads and positions of each chunk, and how many chunks are alive at once."""
 
     heads: int
     positions: int
-    concurrent: int
-    fits: bool
+    concurrent: int = 1
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
         for start in range(0, num_positions, self.positions):
@@ -63,20 +63,21 @@ def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
     return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def forward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes) -> ChunkSizes:
-    """Returns the chunks of a forward. A part keeps out in the inputs' dtype and a lse."""
-    return make_chunk_sizes(pattern, sizes, sizes.head_dim * sizes.itemsize + 4, transient_budget(sizes.input_bytes))
+def chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, is_backward: bool, at_places: bool = True) -> ChunkSizes:
+    """Returns the chunks of a pass.
 
+    A forward keeps out in the inputs' dtype and a lse; a backward dq, dk and dv, and the launch on each stream accumulates dq in float32.
 
-def backward_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, in_buffers: bool = True) -> ChunkSizes:
-    """Returns the chunks of a backward, ``in_buffers`` or problem by problem.
-
-    A part keeps dq, dk and dv. In addition, the launch on each stream accumulates dq in float32.
+    Args:
+        at_places: of a backward; otherwise it runs problem by problem.
     """
-    budget = transient_budget(sizes.input_bytes, is_backward=True) - CONCURRENT_CHUNKS * PART_BYTES["cuda"]
-    if in_buffers:
-        return make_chunk_sizes(pattern, sizes, 3 * sizes.head_dim * sizes.itemsize, budget)
-    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as one buffer that covers every row
+    width, budget = sizes.head_dim * sizes.itemsize, transient_budget(sizes.input_bytes, is_backward=is_backward)
+    if not is_backward:
+        return make_chunk_sizes(pattern, sizes, width + 4, budget)
+    budget -= CONCURRENT_CHUNKS * PART_BYTES["cuda"]
+    if at_places:
+        return make_chunk_sizes(pattern, sizes, 3 * width, budget)
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as a branch that covers every row
     everything = DilatedPattern((sizes.num_positions,) * 2, (1, 1), "zero")
     return make_chunk_sizes(everything, sizes, 3 * sizes.head_dim * 4, budget)
 
@@ -91,41 +92,22 @@ def make_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, row_bytes: int, 
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
-        buffers = make_branch_buffers(pattern, num_heads, (0, heads), positions, False)
-        return batch * heads * buffers.rows(with_direct=False) * row_bytes
+        shape = whole_shape(num_heads, num_heads, positions, False)
+        return batch * heads * layout_of(pattern, shape, False, (0, heads)).num_places * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:
-        return ChunkSizes(num_heads, num_positions, 1, True)
+        return ChunkSizes(num_heads, num_positions)
     budget //= CONCURRENT_CHUNKS
     period = _period(pattern, num_positions)
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
-        return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS, True)
+        return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS)
     kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
     # the same number of chunks, but of equal size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
-    return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS, part_bytes(kv_heads * group, period) <= budget)
-
-
-def make_tiers(pattern: DilatedPattern, num_heads: int, chunk_sizes: Callable[[DilatedPattern], ChunkSizes]) -> list[DilatedPattern]:
-    """Splits the pattern into branches with short and with long segments, if the pattern as a whole does not fit the budget.
-
-    If the longest segments of a single head alone exceed the budget, the short branches run first, in chunks. The long ones, whose
-    parts are few, are then merged into that result.
-
-    Args:
-        chunk_sizes: returns the chunks of a pattern for this call.
-    """
-    if chunk_sizes(pattern).fits:
-        return [pattern]
-    order = sorted(range(pattern.num_branches), key=lambda b: pattern.segment_lengths[b])
-
-    if pattern.branch_heads == "all":
-        for first_long in range(len(order) - 1, 0, -1):
-            short = pattern.with_branches(sorted(order[:first_long]), num_heads)
-            if chunk_sizes(short).fits:
-                return [short, pattern.with_branches(sorted(order[first_long:]), num_heads)]
-    return [pattern]
+    # one at a time where two of the smallest chunks are too many
+    fits = part_bytes(kv_heads * group, period) <= budget
+    return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS if fits else 1)
 
 
 def _period(pattern: DilatedPattern, num_positions: int) -> int:

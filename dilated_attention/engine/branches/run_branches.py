@@ -1,4 +1,4 @@
-"""Self-attention over a whole sequence in chunks with one merge each: every branch writes into its buffer, then one kernel merges.
+"""Self-attention over a whole sequence in chunks with one merge each: every branch writes to its places, then one kernel merges.
 
 ``run_problems.py`` merges problem by problem and supports every call. This module covers the most common calls with the least memory
 traffic. Both run the same problems on the same backends.
@@ -7,26 +7,19 @@ traffic. Both run the same problems on the same backends.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, accumulation_dtype, placed
+from dilated_attention.backends.base import Options, Views, accumulation_dtype, placed
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.backends.streams import Streams
-from dilated_attention.engine.branches.branch_buffers import BranchBuffers, make_branch_buffers
-from dilated_attention.engine.branches.chunking import (
-    CONCURRENT_CHUNKS,
-    CallSizes,
-    Chunk,
-    ChunkSizes,
-    backward_chunk_sizes,
-    forward_chunk_sizes,
-    make_tiers,
-)
+from dilated_attention.engine.branches import places
+from dilated_attention.engine.branches.chunking import CallSizes, Chunk, ChunkSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
     Into,
@@ -40,10 +33,10 @@ from dilated_attention.engine.branches.launches import (
     rows_of,
     without_padding,
 )
-from dilated_attention.engine.branches.problems import Problem, Problems, Shape, problems_of
+from dilated_attention.engine.branches.places import Layout, layout_of, view_of
+from dilated_attention.engine.branches.problems import Problem, Problems, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
-from dilated_attention.pattern import DilatedPattern
 
 Place = Callable[[Problem], View | None]
 # number of launches that run concurrently where no other chunk runs
@@ -51,18 +44,15 @@ CONCURRENT_LAUNCHES = 3
 
 
 class Part(NamedTuple):
-    """Some branches of a chunk, which run in one go.
+    """A chunk.
 
     Args:
-        buffers: with ``onto``, buffer 0 is the result so far, which covers every row: the branches are then the buffers from 1 on.
-        is_concurrent: another chunk runs concurrently, so launches run one by one and the merge uses only a small part of the GPU.
+        concurrent: number of chunks that run concurrently. Launches of a chunk beside another one run one by one.
     """
 
     chunk: Chunk
     problems: Problems
-    buffers: BranchBuffers
-    onto: bool
-    is_concurrent: bool
+    concurrent: int
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
         """Returns views of its positions and heads, or of the corresponding key/value heads where a tensor has only those."""
@@ -91,13 +81,13 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
     dout, q, k, v, out, lse = tensors
     H = q.shape[2]
     grads = tuple([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)])
-    in_buffers = has_own_keys(plan) and (dlse is None or plan.backend.capabilities.lse_grad)
+    at_places = has_own_keys(plan) and (dlse is None or plan.backend.capabilities.lse_grad)
     some = () if dlse is None else (dlse.contiguous().transpose(1, 2),)
 
     def run(part: Part) -> None:
         *views, lse_ = part.narrow(H, dout, q, k, v, out, *grads, *some, lse.transpose(1, 2))
         part_masks = _masks_of(masks, part)
-        if in_buffers:
+        if at_places:
             # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
             views.insert(5, lse_.masked_fill(lse_ == -torch.inf, torch.inf))
             _backward(plan, part, views, part_masks, saved)
@@ -107,51 +97,54 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
             for grad, share in zip(views[5:8], shares, strict=True):
                 grad.copy_(share)
 
-    _in_chunks(plan, q.device, run, in_buffers=in_buffers)
+    _in_chunks(plan, q.device, run, at_places=at_places)
     return copied_into(grads, into)
 
 
 def has_own_keys(plan: Plan) -> bool:
-    """Whether no two problems of a branch contribute to the gradient of the same key, so that a branch buffer can hold it."""
+    """Whether no two problems of a branch contribute to the gradient of the same key, so that it has one place."""
     problems = plan.problems
     return plan.shape.num_heads == plan.shape.num_kv_heads or (len(problems.problems) == 1 and problems.covered)
 
 
-def _tiers(plan: Plan, in_buffers: bool) -> list[tuple[DilatedPattern, ChunkSizes]]:
-    """Returns the branches that run after one another, and their chunks."""
+def _chunk_sizes(plan: Plan, at_places: bool) -> ChunkSizes:
     (B, D, e), shape = plan.size, plan.shape
-    if plan.is_saved and in_buffers:
+    if plan.is_saved and at_places:
         # saved outputs are those of all branches, in one part
-        return [(plan.pattern, ChunkSizes(shape.num_heads, shape.queries[1], 1, True))]
+        return ChunkSizes(shape.num_heads, shape.queries[1])
     sizes = CallSizes(B, shape.queries[1], shape.num_heads, shape.num_kv_heads, D, e)
-    cut = functools.partial(backward_chunk_sizes, in_buffers=in_buffers) if plan.is_backward else forward_chunk_sizes
-    tiers = make_tiers(plan.pattern, shape.num_heads, lambda tier: cut(tier, sizes)) if in_buffers else [plan.pattern]
-    return [(tier, cut(tier, sizes)) for tier in tiers]
+    return chunk_sizes(plan.pattern, sizes, plan.is_backward, at_places)
 
 
-def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, in_buffers: bool = True) -> None:
-    shape, concurrent = plan.shape, plan.backend.capabilities.concurrent
+def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, at_places: bool = True) -> None:
+    def make() -> list[Part]:
+        sizes = _chunk_sizes(plan, at_places)
+        chunks = list(sizes.chunks(plan.shape.num_heads, plan.shape.queries[1]))
+        return [_part_of(plan, chunk, min(sizes.concurrent, len(chunks))) for chunk in chunks]
 
-    def make() -> list[list[Part]]:
-        tiers = [(pattern, list(sizes.chunks(shape.num_heads, shape.queries[1]))) for pattern, sizes in _tiers(plan, in_buffers)]
-        return [[_part_of(pattern, shape, c, tier > 0, len(cut) > 1) for c in cut] for tier, (pattern, cut) in enumerate(tiers)]
-
-    for parts in plan.once(("parts", in_buffers), make):
-        with Streams(device, min(CONCURRENT_CHUNKS, len(parts)) if concurrent else 1) as streams:
-            # on alternating streams, so that one stream's merge is issued while the other stream computes
-            for index, part in enumerate(parts):
-                with streams.stream(index):
-                    run(part)
+    parts = plan.once(("parts", at_places), make)
+    with Streams(device, parts[0].concurrent if plan.backend.capabilities.concurrent else 1) as streams:
+        # on alternating streams, so that one stream's merge is issued while the other stream computes
+        for index, part in enumerate(parts):
+            with streams.stream(index):
+                run(part)
 
 
-def _part_of(pattern: DilatedPattern, shape: Shape, chunk: Chunk, onto: bool, is_concurrent: bool) -> Part:
-    positions, H = chunk.positions[1] - chunk.positions[0], shape.num_heads
-    if chunk.heads != (0, H) or chunk.positions != shape.queries:
+def _part_of(plan: Plan, chunk: Chunk, concurrent: int = 1) -> Part:
+    positions, shape = chunk.positions[1] - chunk.positions[0], plan.shape
+    if chunk.heads != (0, shape.num_heads) or chunk.positions != shape.queries:
         whole = 0, positions
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=chunk.heads)
-    everything = pattern.with_branches(range(pattern.num_branches), H, onto_all=True) if onto else pattern
-    buffers = make_branch_buffers(everything, H, chunk.heads, positions, shape.is_causal)
-    return Part(chunk, problems_of(pattern, shape), buffers, onto, is_concurrent)
+    return Part(chunk, problems_of(plan.pattern, shape), concurrent)
+
+
+def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
+    """Returns where results of a chunk wait. Its batch entries are documents: a branch's segments follow those of the entry before, so that
+    one launch takes all of them."""
+    (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.chunk.positions
+    documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
+    shape = whole_shape(H, H, documents[-1][1], False)._replace(documents=documents)
+    return layout_of(plan.pattern, shape, keeps_parts, part.chunk.heads)
 
 
 def _masks_of(masks: Masks, part: Part) -> Masks:
@@ -162,42 +155,32 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
     """Writes out (B, N, H, D) and lse (B, N, H), any views, the last of ``tensors``, after q, k and v.
 
     Args:
-        saved: flat buffer of all branches, none of them direct. It is left holding the separate output of each branch.
+        saved: the places of all branches, none of them direct, which keep the separate output of each branch.
     """
     q, k, v, out, lse = tensors
     k, v = without_padding(k, v, masks.padding)
-    B, _, H, D = q.shape
-    problems, buffers, onto = part.problems, part.buffers, part.onto
-    if saved is not None:
-        # no branch is direct, since the merge must not overwrite the output of any
-        buffers = replace(buffers, direct=None)
-    given = [q, k, v, out, lse]
-    merged = not problems.single or buffers.zero_keys or onto or saved is not None
+    H, D = q.shape[2:]
+    given, merged = [q, k, v, out, lse], not part.problems.single or saved is not None
+    elsewhere: dict[int, Place] = {}
     if merged:
-        flat = saved if saved is not None else q.new_empty(B * H * D * buffers.rows(with_direct=False))
-        flat_lse = torch.empty(B * H * buffers.rows(with_direct=True), dtype=lse.dtype, device=q.device)
-        given += [flat, flat_lse]
-    elif not problems.covered:
+        # the merge must not overwrite the saved output of any branch
+        layout = _layout(plan, part, saved is not None)
+        size = H * layout.num_places
+        waiting = q.new_empty(size * D) if saved is None else saved, lse.new_empty(size)
+        given += waiting
+        elsewhere = {3: functools.partial(view_of, layout, 5, D), 4: functools.partial(view_of, layout, 6, 0)}
+    elif not part.problems.covered:
         out.zero_()
         lse.fill_(-torch.inf)
-    if onto:
-        # buffer 0 is one segment of all positions
-        flat_lse[: lse.numel()].view(B, H, -1).copy_(lse.transpose(1, 2))
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *mask_views = views
         results = out_, lse_.transpose(1, 2)
-        placed(plan.backend.forward(q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), out=results), results)
+        placed(_computed(plan, launch, q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), results), results)
 
-    view = functools.partial(buffers.view, batch=B, first=int(onto))
-    places: dict[int, Place] = (
-        {3: functools.partial(view, index=5, head_dim=D), 4: functools.partial(view, index=6, with_direct=True)} if merged else {}
-    )
-    _on_streams(plan, part, "qkkqq", given, places, masks, run, whole=plan.backend.capabilities.writes_views)
+    _on_streams(plan, part, "qkkqq", given, elsewhere, masks, run, whole=plan.backend.capabilities.writes_views)
     if merged:
-        from dilated_attention.engine.branches import merge_triton
-
-        merge_triton.merge_buffers(buffers, out, lse, flat, flat_lse, is_concurrent=part.is_concurrent, own=saved is not None)
+        places.combine(layout, (out, lse), waiting)
 
 
 def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved: Tensor | None) -> None:
@@ -208,22 +191,22 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
     """
     _, q, k, v, *_ = tensors
     tensors[2:4] = without_padding(k, v, masks.padding)
-    (B, _, H, D), buffers = q.shape, part.buffers
+    H, D = q.shape[2:]
     grads, has_dlse = tensors[6:9], len(tensors) > 9
-    # decided for the whole pattern, since a tier may hold a single branch of several; a row of one branch mixes with nothing
-    detached = plan.settings.detached and not plan.problems.single
-    flats: list[Tensor] = []
-    if part.onto or not part.problems.single:
-        flats = [torch.empty(B * H * D * buffers.rows(with_direct=False), dtype=q.dtype, device=q.device) for _ in grads]
+    # a row of one branch mixes with nothing
+    detached = plan.settings.detached and not part.problems.single
+    waiting: list[Tensor] = []
+    if not part.problems.single:
+        layout = _layout(plan, part)
+        waiting = [q.new_empty(H * layout.num_places * D) for _ in grads]
     elif not part.problems.covered:
         for grad in grads:
             grad.zero_()
     saved = saved if detached else None
-    given = [*tensors, *flats, *(() if saved is None else (saved,))]
-    view = functools.partial(buffers.view, batch=B, head_dim=D, first=int(part.onto))
-    places: dict[int, Place] = {6 + i: functools.partial(view, index=len(tensors) + i) for i in range(len(flats))}
+    given = [*tensors, *waiting, *(() if saved is None else (saved,))]
+    elsewhere: dict[int, Place] = {6 + i: functools.partial(view_of, layout, len(tensors) + i, D) for i in range(len(waiting))}
     if saved is not None:
-        places[4] = functools.partial(buffers.view, index=len(given) - 1, batch=B, head_dim=D, with_direct=True)
+        elsewhere[4] = functools.partial(view_of, _layout(plan, part, True), len(given) - 1, D)
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *mask_views = views
@@ -231,32 +214,35 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
         options = masked(launch, mask_views, masks, 0.0, 0)
         # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
         if detached and saved is None:
-            out_ = _own_output(plan, q_, k_, v_, options, launch.problem.zero_keys)
+            out_, _ = _computed(plan, launch, q_, k_, v_, options)
         shares = plan.backend.backward(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, dlse=dlse_, grads=(dq_, dk_, dv_))
         placed(shares, (dq_, dk_, dv_))
 
-    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, given, places, masks, run)
-    if flats:
-        from dilated_attention.engine.branches import merge_triton
-
-        merge_triton.sum_buffers(buffers, grads, flats, is_concurrent=part.is_concurrent)
+    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, given, elsewhere, masks, run)
+    if waiting:
+        places.combine(layout, grads, waiting)
 
 
-def _own_output(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, zero_keys: int) -> Tensor:
-    """Computes a launch's own output (P, L, G, D), before any merge."""
-    out, lse = plan.backend.forward(q, k, v, options)
-    return out.mul_(zero_key_share(lse.transpose(1, 2), zero_keys)[..., None]) if zero_keys else out
+def _computed(
+    plan: Plan, launch: Launch, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Views = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """Returns a launch's (out (P, L, G, D), lse (P, G, L)), before any merge, with its zero keys."""
+    out, lse = plan.backend.forward(q, k, v, options, out=into)
+    if zero_keys := launch.problem.zero_keys:
+        out = out.mul_(zero_key_share(lse.transpose(1, 2), zero_keys)[..., None])
+        lse = torch.logaddexp(lse, lse.new_full((), math.log(zero_keys)))
+    return out, lse
 
 
 def _on_streams(
-    plan: Plan, part: Part, letters: str, tensors: list[Tensor], places: dict[int, Place], masks: Masks,
+    plan: Plan, part: Part, letters: str, tensors: list[Tensor], elsewhere: dict[int, Place], masks: Masks,
     run: Callable[[Launch, list[Tensor]], None], *, whole: bool = False,
 ) -> None:  # fmt: skip
     """Deals the problems out to the streams one by one, longest first, so that short problems fill the gaps that long ones leave.
 
     Args:
         letters: rows of queries and keys (``launches.rows_of``) of the first tensors.
-        places: where rows of a tensor are instead, by its index (``BranchBuffers.view``).
+        elsewhere: where rows of a tensor are instead, by its index (``view_of``).
         whole: a launch allocates nothing in addition to its results.
     """
     device, (heads, positions) = tensors[0].device, part.chunk
@@ -264,15 +250,15 @@ def _on_streams(
 
     def make() -> list[tuple[Launch, ...]]:
         rows = rows_of(letters, tensors, 0, masks.padding is not None, False)
-        for index, place in places.items():
+        for index, place in elsewhere.items():
             rows[index] = rows[index]._replace(place=place)
         part_bytes = None if whole else PART_BYTES.get(device.type, PART_BYTES["cuda"])
         of_problems = launches_of(part.problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
         return sorted(of_problems, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
-    launches = plan.once((letters, tuple(places), heads, positions[1] - positions[0], part.onto), make)
-    count = 1 if part.is_concurrent or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
+    launches = plan.once((letters, tuple(elsewhere), heads, positions[1] - positions[0]), make)
+    count = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
     with Streams(device, count) as streams:
         for stream in range(len(streams)):
             with streams.stream(stream):
@@ -282,28 +268,20 @@ def _on_streams(
 
 
 def terms(plan: Plan) -> Terms:
-    """See ``Runner.terms``. Buffers are freed as soon as a chunk's kernels are issued, so those of the chunk on the other stream are in the
-    allocator's reserve."""
+    """See ``Runner.terms``. Results that wait are freed as soon as a chunk's kernels are issued, so those of the chunk on the other stream
+    are in the allocator's reserve."""
     (B, D, e), shape = plan.size, plan.shape
     H, Hk, N, a = shape.num_heads, shape.num_kv_heads, shape.queries[1], accumulation_dtype(plan.dtype).itemsize
     own_keys = not plan.is_backward or has_own_keys(plan)
-    tiers = _tiers(plan, own_keys)
-    row_bytes, lse_bytes = (3 * D * e, 0) if plan.is_backward else (D * e, a)
-
-    def buffer_bytes(pattern: DilatedPattern, sizes: ChunkSizes) -> int:
-        buffers = make_branch_buffers(pattern, H, (0, min(sizes.heads, H)), min(sizes.positions, N), shape.is_causal)
-        rows = buffers.rows(with_direct=False) * row_bytes + buffers.rows(with_direct=True) * lse_bytes
-        return B * buffers.heads * rows
-
-    is_merged = not plan.problems.single or (plan.pattern.tail == "zero_keys" and not shape.is_causal)
-    parts = max([buffer_bytes(*tier) for tier in tiers]) if is_merged else 0
+    sizes, keeps_parts = _chunk_sizes(plan, own_keys), plan.is_saved and not plan.is_backward
+    heads, positions = min(sizes.heads, H), min(sizes.positions, N)
+    part = _part_of(plan, Chunk((0, heads), (0, positions)))
+    row_bytes = 3 * D * e if plan.is_backward else D * e * (not keeps_parts) + a
+    is_merged = keeps_parts or not plan.problems.single
+    waiting = "parts", heads * _layout(plan, part, keeps_parts).num_places * row_bytes * is_merged
     if not plan.is_backward:
-        return [("parts", parts)]
-    sizes = backward_chunk_sizes(plan.pattern, CallSizes(B, N, H, Hk, D, e), own_keys)
-    found: Terms = [("parts", parts)]
+        return [waiting]
     if not own_keys:
-        share = sizes.heads * sizes.positions / (H * N)
-        found = [("dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * share))]
-    found.append(("lse of the chunks", B * sizes.heads * sizes.positions * a))
-    part = _part_of(plan.pattern, shape, Chunk((0, min(sizes.heads, H)), (0, min(sizes.positions, N))), False, False)
-    return [*found, kernel_sums(plan, part.problems)]
+        share = heads * positions / (H * N)
+        waiting = "dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * share)
+    return [waiting, ("lse of the chunks", B * heads * positions * a), kernel_sums(plan, part.problems)]

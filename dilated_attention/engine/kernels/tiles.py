@@ -6,7 +6,6 @@ run one group after another. What runs at a time, and the scratch memory it take
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,23 +15,16 @@ from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import Walk, make_spans, share_keys
+from dilated_attention.backends.tiles.table import make_spans
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
+from dilated_attention.engine.branches.places import layout_of
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
-from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
+from dilated_attention.pattern import DilatedPattern
 
 # kinds of passes whose kernels are compiled or being compiled
 _started: set[Hashable] = set()
-
-
-class Layout(NamedTuple):
-    """The layout of some query heads: walk, offset of each branch and head, and whether query heads of one key head read the same keys."""
-
-    walk: Walk
-    offsets: tuple[tuple[int, ...], ...]
-    shared: bool
 
 
 class Share(NamedTuple):
@@ -54,30 +46,6 @@ class Share(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         return x if self.whole else x[slice(*self.batch), slice(*self.heads)]
-
-
-# what does not follow the length is found once: a length that was not before waits for the host
-@functools.lru_cache(maxsize=256)
-def _offsets_of(pattern: DilatedPattern, num_heads: int, heads: Range) -> tuple[tuple[int, ...], ...]:
-    """Returns the offset of each branch and query head [first, last)."""
-    return tuple([row[slice(*heads)] for row in pattern.offsets(num_heads)])
-
-
-@functools.lru_cache(maxsize=256)
-def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
-    """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
-    rows = _offsets_of(pattern, shape.num_heads, heads)
-    documents = tuple([document for document in shape.documents if document[0] < document[1]])
-    everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
-    shared = share_keys(rows, shape.num_heads // shape.num_kv_heads)
-    direct = everywhere[0] if everywhere and not keeps_parts else -1
-    key_direct = everywhere[0] if everywhere and shared else -1
-    return Layout(Walk(pattern.branches, documents, shape.queries, direct, key_direct), rows, shared)
-
-
-def num_places(pattern: DilatedPattern, shape: Shape) -> int:
-    """Returns the number of output rows of one head over all branches, if every branch has a separate output."""
-    return make_spans(layout_of(pattern, shape, True, (0, shape.num_heads)).walk, False).num_places
 
 
 def head_bytes(

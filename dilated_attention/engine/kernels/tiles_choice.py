@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from dilated_attention.backends import AttentionRequest, Capabilities, rates, registry
-from dilated_attention.engine.branches.chunking import CallSizes, backward_chunk_sizes
+from dilated_attention.engine.branches.chunking import CallSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.engine.branches.problems import Shape, whole_shape
 from dilated_attention.engine.kernels.tiles import head_bytes
@@ -180,7 +180,7 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
             count * _runs(w, start, end) for (w, _), count in zip(pattern.branches, groups, strict=True) for start, end in shape.documents
         )
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
-    cut = backward_chunk_sizes(pattern, CallSizes(batch, N, H, shape.num_kv_heads, D, request.dtype.itemsize))
+    cut = chunk_sizes(pattern, CallSizes(batch, N, H, shape.num_kv_heads, D, request.dtype.itemsize), True)
     positions, heads = min(cut.positions, N), min(cut.heads, H)
     of_chunk = 0
     for (w, rate), count in zip(pattern.branches, groups, strict=True):

@@ -15,6 +15,7 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Hardware, Options, detect, registry
 from dilated_attention.engine.branches import chunking, run_branches, run_problems
+from dilated_attention.engine.branches.places import layout_of
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.kernels import tiles
 from dilated_attention.engine.kernels.tiles_choice import NAME, is_packed, packed_library, rounded, runs_on_tiles
@@ -98,7 +99,7 @@ def make_plan(
             may_save = settings.saves_outputs and fuses(request.hardware, q.dtype)
             plan.saved = saved_elements(pattern, q.shape, k.shape, q.element_size()) if may_save else 0
         elif is_whole:
-            elements = tiles.num_places(pattern, shape) * B * H * D
+            elements = layout_of(pattern, shape, True, (0, H)).num_places * B * H * D
             plan.saved = elements if elements * q.element_size() <= saved_budget() else 0
         plan.is_saved = plan.saved > 0
     if runner is not None:
