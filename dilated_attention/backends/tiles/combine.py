@@ -3,9 +3,9 @@
 A position's place in a branch is computed from its document (found by bisection of the starts), its segment, and the offset of the head.
 ``spans`` (documents, branches, 2) int32: place of segment 0 among queries, and among keys.
 
-Rows count over all documents. The stride ``_b`` of a result is that of batch entries; where documents are batch entries of another tensor,
-it is what lies between the last row of one and the first row of the next. With STEP > 1, programs visit every STEP-th row: the direct
-branch alone takes the others, whose results are final (``table.step_of``).
+Rows count over all documents. The stride ``_b`` of a result is that of batch entries. If there is one, it is that of documents: 0, or where
+they are batch entries of another tensor, what lies between the last row of one and the first row of the next. With STEP > 1, programs visit
+every STEP-th row: the direct branch alone takes the others, whose results are final (``table.step_of``).
 """
 
 # mypy does not know the types of kernels
@@ -37,6 +37,12 @@ def _rows(pid, num_heads, num_batches, first, starts_ptr, steps, offsets_ptr, gr
         size = size // 2
         documents = tl.where(tl.load(starts_ptr + documents + size) <= positions, documents + size, documents)
     return head, batch, row, documents, positions - tl.load(starts_ptr + documents)
+
+
+@triton.jit
+def _entry(batch, documents, num_batches):
+    """Returns by what the stride ``_b`` counts: batch entries, or of a single one its documents."""
+    return tl.where(num_batches > 1, batch, documents)
 
 
 @triton.jit
@@ -72,7 +78,7 @@ def merge_kernel(
     )
     inside = row < num_queries
     columns = tl.arange(0, COLUMNS)
-    entry, wide = batch + documents, row.to(tl.int64)
+    entry, wide = _entry(batch, documents, num_batches), row.to(tl.int64)
     lse_at = lse_ptr + entry * lse_b + wide * lse_n + head.to(tl.int64) * lse_h
     out_at = out_ptr + (entry * o_b + wide * o_n)[:, None] + head.to(tl.int64) * o_h + columns[None, :]
     m = tl.full([ROWS], -float("inf"), tl.float32)
@@ -134,7 +140,12 @@ def sum_kernel(
         offsets_ptr + tl.where(direct == 0, num_heads, 0), group, ROWS, STEP,
     )  # fmt: skip
     columns = tl.arange(0, COLUMNS)
-    grad_at = grad_ptr + ((batch + documents) * g_b + row.to(tl.int64) * g_n)[:, None] + head.to(tl.int64) * g_h + columns[None, :]
+    grad_at = (
+        grad_ptr
+        + (_entry(batch, documents, num_batches) * g_b + row.to(tl.int64) * g_n)[:, None]
+        + head.to(tl.int64) * g_h
+        + columns[None, :]
+    )
     inside = row < num_rows
     # a row that is only in the direct branch keeps its result
     written = inside & (direct < 0)

@@ -228,5 +228,5 @@ def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:
 
 
 def _of_entries(p: Prepared, strides: Sequence[int]) -> Sequence[int]:
-    """Returns the strides of a result whose documents, if there are several, are in one batch entry."""
-    return strides if len(p.call.walk.documents) == 1 else (0, *strides[1:])
+    """Returns the strides of a result whose documents, if there are several, are in one batch entry: see ``combine.py``."""
+    return strides if p.batch > 1 else (0, *strides[1:])
