@@ -148,7 +148,11 @@ class Inputs:
 
     def reach(self, name: str) -> float:
         """Returns the size of what a result sums, for inputs of order 1: of ``dslopes``, whose terms cancel, the largest distance."""
-        return max(1.0, float(self.coordinates.max())) if name == "dslopes" and self.coordinates is not None and self.coordinates.numel() else 1.0
+        return (
+            max(1.0, float(self.coordinates.max()))
+            if name == "dslopes" and self.coordinates is not None and self.coordinates.numel()
+            else 1.0
+        )
 
 
 def random_case(source: Chooser | int, space: Space | None = None) -> Case:

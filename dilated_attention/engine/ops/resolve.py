@@ -294,7 +294,7 @@ def bias_of(inputs: tuple[Any, ...], query_offset: int, with_gradient: bool = Fa
     # of any strides, where launches are kept
     coordinates = coordinates.to(acc).contiguous()
     gradient = torch.zeros(slopes.shape, dtype=acc, device=slopes.device) if with_gradient else None
-    return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.to(acc), gradient)
+    return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.detach().to(acc), gradient)
 
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:
