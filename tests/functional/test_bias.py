@@ -168,4 +168,4 @@ def test_explain_names_who_computes_it() -> None:
     rows = {row.name: row for row in da.explain_backend(hardware=EXAMPLES["hopper"], bias=True).rows}
     assert "takes no bias by position or distance (math, flex and tiles do)" in rows["sdpa_flash"].reasons
     assert rows["math"].usable and da.explain_backend(device="cpu", bias=True).forward == "math"
-    assert not any("bias" in reason for name in ("math", "flex") for reason in rows[name].reasons)
+    assert not any("bias" in reason for name in ("math", "flex", "tiles") for reason in rows[name].reasons)
