@@ -186,8 +186,8 @@ def checked_settings(
         raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
     if options.bias is not None and is_sharded:
         raise ValueError(
-            f"bias is {type(options.bias).__name__} in a ring, whose parts do not compute one yet; expected None, or a call in one process: "
-            "attention, dilated_attention, block_sparse_attention"
+            f"bias is {type(options.bias).__name__} in a ring, whose parts compute none; expected None, or a call in one process, "
+            "of attention, dilated_attention, block_sparse_attention"
         )
     registry.check_name(options.backend)
     return CallSettings(
