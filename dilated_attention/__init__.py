@@ -14,6 +14,8 @@ from dilated_attention.backends import BackendUnavailable
 from dilated_attention.distributed import balanced_layout, local_positions, shard_sequence, unshard_sequence
 from dilated_attention.factory import create_attention, create_model, explain_backend, list_backends
 from dilated_attention.functional import (
+    Alibi,
+    Distance,
     attention,
     attention_map,
     attention_received,
@@ -50,11 +52,13 @@ if TYPE_CHECKING:
     from dilated_attention.profiling import profile_memory
 
 __all__ = [
+    "Alibi",
     "BackendUnavailable",
     "BlockSparseAttention",
     "BlockSparseDilatedAttention",
     "DilatedAttention",
     "DilatedPattern",
+    "Distance",
     "MultiheadBlockSparseAttention",
     "MultiheadBlockSparseDilatedAttention",
     "MultiheadDilatedAttention",

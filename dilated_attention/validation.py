@@ -67,15 +67,18 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    if sinks is None:
-        return
-    _check_plain("sinks", sinks, f"a tensor with one score per head, of shape ({q.shape[2]},), or None")
-    if tuple(sinks.shape) != (q.shape[2],):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected one score per query head, ({q.shape[2]},)")
-    if sinks.dtype not in (torch.float32, q.dtype):
-        raise ValueError(f"sinks has dtype {sinks.dtype}; expected float32 or q's dtype, {q.dtype}: convert it with .to()")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; they must be on one device: move it with .to()")
+    if sinks is not None:
+        check_numbers_of_heads("sinks", sinks, q, "score", " or None")
+
+
+def check_numbers_of_heads(name: str, x: Any, q: torch.Tensor, what: str = "number", or_none: str = "") -> None:
+    _check_plain(name, x, f"a tensor with one {what} per head, of shape ({q.shape[2]},){',' * bool(or_none)}{or_none}")
+    if tuple(x.shape) != (q.shape[2],):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected one {what} per query head, ({q.shape[2]},)")
+    if x.dtype not in (torch.float32, q.dtype):
+        raise ValueError(f"{name} has dtype {x.dtype}; expected float32 or q's dtype, {q.dtype}: convert it with .to()")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on one device: move it with .to()")
 
 
 def _check_plain(name: str, x: Any, expected: str) -> None:

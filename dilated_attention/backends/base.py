@@ -42,6 +42,7 @@ class AttentionRequest:
     window: bool = False
     dropout: bool = False
     softcap: bool = False
+    bias: bool = False
     deterministic: bool = False
     lse_grad: bool = False
     # torch.use_deterministic_algorithms(True) is on; some torch ops have no determinism argument of their own
@@ -79,7 +80,7 @@ class AttentionRequest:
         if self.blocks is not None:
             masks = "" if self.block_masks == "none" else f" with {self.block_masks} masks"
             parts.append(f"blocks of {self.blocks[0]}x{self.blocks[1]}{masks}")
-        for flag in ("key_mask", "window", "dropout", "softcap", "deterministic", "lse_grad"):
+        for flag in ("key_mask", "window", "dropout", "softcap", "bias", "deterministic", "lse_grad"):
             if getattr(self, flag):
                 parts.append(flag)
         return f"{', '.join(parts)} on {self.hardware.label}"
@@ -105,6 +106,7 @@ class Capabilities:
     native_window: bool = False
     dropout: bool = False
     softcap: bool = False
+    bias: bool = False
     deterministic: bool = True
     backward: bool = True
     lse_grad: bool = False
@@ -149,6 +151,26 @@ class Mask:
         return self.padding is None and self.band is None
 
 
+class Bias(NamedTuple):
+    """What is added to a scaled score: −slope · ‖c_query − c_key‖.
+
+    Args:
+        queries, keys: coordinates (P, L, 2) and (P, S, 2), in the dtype of lse.
+        slopes: (G,), in that dtype.
+        gradient: (G,), to which a backward adds the gradient of the slopes; None where it is not needed.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    slopes: Tensor
+    gradient: Tensor | None = None
+
+    def distances(self, rows: slice = slice(None)) -> Tensor:
+        """Returns ‖c_query − c_key‖ (P, rows, S) of some queries."""
+        x, y = (self.queries[:, rows, None, i] - self.keys[:, None, :, i] for i in range(2))
+        return torch.hypot(x, y)
+
+
 @dataclass(frozen=True)
 class Options:
     """What both passes of one launch need in addition to the tensors.
@@ -164,6 +186,7 @@ class Options:
     deterministic: bool = False
     # scores are softcap · tanh(s / softcap); 0 for s
     softcap: float = 0.0
+    bias: Bias | None = None
     # equal for launches whose tensors have equal shapes, strides and alignment; None if unknown
     geometry: Hashable = None
 
@@ -320,6 +343,7 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
         (request.window, capabilities.window, "takes no window"),
         (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
         (request.softcap, capabilities.softcap, "takes no softcap"),
+        (request.bias, capabilities.bias, "takes no bias by position or distance (math, flex and tiles do)"),
         (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
     ):
         if wanted and not able:

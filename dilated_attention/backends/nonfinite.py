@@ -71,6 +71,8 @@ class ContainedBackend(Backend):
         pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv) of P dense problems."""
+        slopes = None if options.bias is None else options.bias.gradient
+        before = None if slopes is None else slopes.clone()
         dq, dk, dv = self.raw_backward(dout, q, k, v, out, lse, options, dlse, pairs)
         # without a mask every row reads every key, and there is nothing to confine
         masked = options.causal or pairs is not None or not options.mask.is_trivial
@@ -90,10 +92,14 @@ class ContainedBackend(Backend):
         clean_k, clean_v = (_without(x, bad_keys) for x in (k, v))
         clean_lse = lse.masked_fill(without, torch.inf)
         clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
+        if slopes is not None and before is not None:
+            slopes.copy_(before)
         grads = self.raw_backward(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
         reached_keys = _read(self.raw_backward, k, reached_rows, options, pairs)
         # a row that reads no real key (it may read zero keys) has no dq
         reading = _readers(self.raw_forward, q, torch.ones_like(bad_keys), options, pairs)
+        if slopes is not None:
+            slopes.masked_fill_((reached_rows & reading).any(-1).flatten(0, 1).any(0), torch.nan)
         return (
             torch.where(reached_rows & reading, dq, grads[0]),
             torch.where(reached_keys, dk, grads[1]),
@@ -116,7 +122,7 @@ def _readers(raw: RawForward, q: Tensor, keys: Tensor, options: Options, pairs: 
     # all scores are equal, so every key that a row reads has a nonzero weight
     value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
     zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
-    found: Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None), pairs)[0] != 0
+    found: Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None, bias=None), pairs)[0] != 0
     return found
 
 
@@ -126,5 +132,5 @@ def _read(raw: RawBackward, k: Tensor, rows: Tensor, options: Options, pairs: Te
     zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
     # an lse of +inf gives the other rows the weight 0
     lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
-    found: Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None), None, pairs)[2] != 0
+    found: Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None, bias=None), None, pairs)[2] != 0
     return found

@@ -48,13 +48,14 @@ def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None,
     query_offset: int = 0, window: tuple[int | None, int | None] | None = None, cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None, mixture_grad: str = "exact", keep: Tensor | None = None, dropout_p: float = 0.0,
-    sinks: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None, coordinates: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (out (B, Nq, H, D), lse (B, H, Nq)) in float64 on the CPU, differentiable by autograd.
 
     Each branch is a separate softmax with its own zero keys. Branches are mixed by their denominators (LongNet Eq. 9–10), which *is*
     the softmax over the multiset. ``mixture_grad="detached"`` cuts the gradient of those mixing weights, as TorchScale does.
     ``keep`` (B, H, Nq, Nk) bool marks the weights that dropout keeps. ``sinks`` (H,) are mixed in like a branch whose output is 0.
+    ``coordinates`` (B or 1, Nk, C) and ``slopes`` (H,): −slope · distance is added to the scores.
     """
     q, k, v = (x.double().cpu() for x in (q, k, v))
     B, num_queries, num_heads, head_dim = q.shape
@@ -74,6 +75,8 @@ def reference_attention(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
+    if coordinates is not None and slopes is not None:
+        scores = scores - distance_scores(coordinates.double().cpu(), slopes.double().cpu(), query_offset, num_queries)
     dropped = torch.ones_like(scores) if keep is None else keep.double() / (1 - dropout_p)
     lses, outs = [], []
     for branch in range(pattern.num_branches):
@@ -93,6 +96,12 @@ def reference_attention(
         mixing = mixing.detach()
     out = (mixing[..., None] * torch.stack(outs)).sum(0)
     return out.transpose(1, 2), lse
+
+
+def distance_scores(coordinates: Tensor, slopes: Tensor, query_offset: int, num_queries: int) -> Tensor:
+    """Returns slope · distance (B or 1, H, Nq, Nk) for coordinates (B or 1, Nk, C)."""
+    queries = coordinates[:, query_offset : query_offset + num_queries, None]
+    return slopes[:, None, None] * torch.linalg.vector_norm(queries - coordinates[:, None], dim=-1)[:, None]
 
 
 def _shift(lse: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnav
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.pattern.checks import as_int, checked_block_size, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_bool, checked_block_size, one_of, shown
 from dilated_attention.validation import check_counts, check_probability, check_scale, check_softcap
 
 
@@ -115,6 +115,7 @@ def explain_backend(
     window: bool = False,
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    bias: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
     precision: str = "native",
@@ -130,6 +131,7 @@ def explain_backend(
         device: the device of this machine to ask about; by default the GPU if there is one.
         hardware: another machine instead of ``device``, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` that you construct.
         dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older GPUs, else float32.
+        bias: whether the scores have a bias.
         backend: ``"auto"``, or a name whose refusal is to be explained.
         length: rows of a problem, i.e. the largest segment length / dilation rate; rates are looked up by it. 0 means long.
             For block-sparse attention: the mean number of keys that a query keeps.
@@ -168,6 +170,7 @@ def explain_backend(
         window=window,
         dropout=check_probability("dropout_p", dropout_p) > 0,
         softcap=check_softcap(softcap, check_scale(None, head_dim), dtype) > 0,
+        bias=check_bool("bias", bias),
         deterministic=deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,

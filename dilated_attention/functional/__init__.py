@@ -1,5 +1,6 @@
 """The functional API. Tensors are (B, N, H, D); where several processes share a sequence, each holds its shard (B, n, H, D)."""
 
+from dilated_attention.functional.bias import Alibi, Distance
 from dilated_attention.functional.calls import (
     attention,
     block_sparse_attention,
@@ -15,8 +16,10 @@ from dilated_attention.functional.maps import attention_map, attention_received
 from dilated_attention.functional.options import BranchOptions, CallOptions, LocalOptions, MapOptions, RingOptions, ScoreOptions
 
 __all__ = [
+    "Alibi",
     "BranchOptions",
     "CallOptions",
+    "Distance",
     "LocalOptions",
     "MapOptions",
     "RingOptions",

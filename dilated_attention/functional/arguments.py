@@ -22,6 +22,7 @@ from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
+from dilated_attention.functional.bias import bias_tensors, check_bias
 from dilated_attention.functional.options import Options, check_names
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
@@ -48,26 +49,29 @@ def attend(
     ``fixed``: of that function; ``branches``: see ``branches_of``; ``op``: that of a sharded call; ``window``: see ``CallSettings``."""
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
+    bias = given.pop("bias", None)
+    # None where the bias is of another type, which is refused below
+    of_bias = [x for x in (getattr(bias, "slopes", None), getattr(bias, "coordinates", None)) if x is not None]
     resolves = given.pop(RESOLVES, None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
         fixed["layout"] = fixed["layout"].name
     key, known = None, None
-    has_masks = padding is not None or cu_seqlens is not None or sinks is not None
-    eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None]] if has_masks else [q, k, v])
+    has_masks = padding is not None or cu_seqlens is not None or sinks is not None or bias is not None
+    eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None], *of_bias] if has_masks else [q, k, v])
     if eager:
         options_key = _options_key(given, fixed)
         # the record of a pattern that holds a function or a tensor would keep it alive
         if options_key is not None and (blocks is None or not blocks.lives_here):
             # in one process a record serves calls of all lengths
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
-            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None
-            with_grad = needs_grad(q, k, v, sinks) if resolves is None else resolves
+            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, bias is None
+            with_grad = needs_grad(q, k, v, sinks, *of_bias) if resolves is None else resolves
             key = function, branches, blocks, group, window, options_key, sizes, tensors, with_grad
             known = find(key, q.dtype)
     if known is None:
         check_names(function, given)
-        options = Options(padding, cu_seqlens, sinks, window, group=group, **given, **fixed)
+        options = Options(padding, cu_seqlens, sinks, window, bias=bias, group=group, **given, **fixed)
         settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
         settings = settings if resolves is None else settings._replace(needs_grad=resolves)
         if eager:
@@ -86,6 +90,8 @@ def attend(
             check.check_key_padding_mask(padding, k)
             check.check_cu_seqlens(cu_seqlens, q, k)
             check.check_sinks(sinks, q)
+            check_bias(bias, q, k)
+    coordinates, slopes = bias_tensors(bias, q, k)
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
     seed = draw_seed(settings.dropout_p) if settings.dropout_p else None
@@ -98,13 +104,13 @@ def attend(
         if op is None:
             of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
             op = dilated_attention_op if blocks is None else of_blocks
-        out, lse, _ = op(q, k, v, padding, cu_seqlens, seed, chosen, sinks, *settings.arguments())
+        out, lse, _ = op(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks, *settings.arguments())
     else:
         if cu_seqlens is not None and op is None:
             known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
         if resolves is not None:
-            return known, (q, k, v, padding, cu_seqlens, seed, chosen, sinks)
-        out, lse = known(q, k, v, padding, cu_seqlens, seed, chosen, sinks)
+            return known, (q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
+        out, lse = known(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
     if not given.get("return_lse"):
         return out
     return out, lse.detach() if settings.detached else lse
@@ -175,6 +181,14 @@ def checked_settings(
             "sinks are given with mixture_grad='detached', which lets no gradient reach the weights that sinks change; "
             "expected mixture_grad='exact', or no sinks"
         )
+    check_bias(options.bias, q, k)
+    if options.bias is not None and options.softcap is not None:
+        raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
+    if options.bias is not None and is_sharded:
+        raise ValueError(
+            f"bias is {type(options.bias).__name__} in a ring, whose parts compute none; expected None, or a call in one process, "
+            "of attention, dilated_attention, block_sparse_attention"
+        )
     registry.check_name(options.backend)
     return CallSettings(
         branches=plain,
@@ -183,10 +197,11 @@ def checked_settings(
         is_causal=options.is_causal,
         detached=options.mixture_grad == "detached",
         deterministic=options.deterministic,
-        needs_grad=needs_grad(q, k, v, options.sinks),
+        needs_grad=needs_grad(q, k, v, options.sinks, getattr(options.bias, "slopes", None)),
         backend=options.backend,
         precision=options.precision,
         has_sinks=options.sinks is not None,
+        has_bias=options.bias is not None,
         softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,
@@ -252,9 +267,11 @@ def draw_seed(dropout_p: float) -> torch.Tensor | None:
     return torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
 
 
-def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> bool:
-    of_sinks = sinks is not None and sinks.requires_grad
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or of_sinks)
+def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
+    """``others``: sinks, slopes and whatever else was given in their place, or None."""
+    if not torch.is_grad_enabled():
+        return False
+    return q.requires_grad or k.requires_grad or v.requires_grad or any(getattr(x, "requires_grad", False) for x in others)
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

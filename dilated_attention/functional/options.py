@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from typing_extensions import TypedDict, get_type_hints
 
+from dilated_attention.functional.bias import Alibi, Distance
 from dilated_attention.pattern import HeadOffsets
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -58,6 +59,8 @@ class CallOptions(ScoreOptions, total=False):
     Args:
         softcap: c, from 1.18e-38 to 1.01e31: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can:
             ``explain_backend(softcap=…)`` says which.
+        bias: ``Alibi(slopes)`` or ``Distance(coordinates, slopes)``: what each head adds to its scaled scores, by position or place, with
+            memory in proportion to N. Not with softcap, and in one process. Content-chosen blocks are chosen without it.
         dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
             in evaluation.
         return_lse: also return the log-sum-exp of the scores.
@@ -66,6 +69,7 @@ class CallOptions(ScoreOptions, total=False):
     """
 
     softcap: float | None
+    bias: Alibi | Distance | None
     dropout_p: float
     return_lse: bool
     deterministic: bool
@@ -143,6 +147,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     scale: float | None = None
     softcap: float | None = None
+    bias: Any = None
     backend: str = "auto"
     precision: str = "native"
     mixture_grad: str = "exact"

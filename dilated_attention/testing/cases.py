@@ -69,6 +69,7 @@ class Space:
     window: bool = True
     dropout: bool = True
     softcap: bool = False
+    bias: bool = False
     lse_grad: bool = True
     # every case has a block pattern; with blocks of 64 and more, ``max_length`` is to be some hundred
     blocks: bool = False
@@ -81,7 +82,7 @@ class Space:
         dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (
             capabilities.head_dim_multiple,
         )
-        able = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap")}
+        able = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap", "bias")}
         return replace(cls(head_dims=dims, padding=capabilities.key_mask, **able), **changes)
 
 
@@ -98,6 +99,7 @@ class Case:
         lse_grad: whether the loss depends on lse, too.
         sinks: whether the heads have learned sinks.
         softcap: scores are softcap · tanh(s / softcap); None for s.
+        bias: ``"none"`` · ``"alibi"`` · ``"line"``, ``"plane"``: distances of coordinates in one and two dimensions.
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
@@ -121,6 +123,7 @@ class Case:
     seed: int = 0
     sinks: bool = False
     softcap: float | None = None
+    bias: str = "none"
     branches: DilatedPattern | None = None
 
     @property
@@ -140,6 +143,16 @@ class Inputs:
     key_padding_mask: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     sinks: torch.Tensor | None = None
+    coordinates: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+    def reach(self, name: str) -> float:
+        """Returns the size of what a result sums, for inputs of order 1: of ``dslopes``, whose terms cancel, the largest distance."""
+        return (
+            max(1.0, float(self.coordinates.max()))
+            if name == "dslopes" and self.coordinates is not None and self.coordinates.numel()
+            else 1.0
+        )
 
 
 def random_case(source: Chooser | int, space: Space | None = None) -> Case:
@@ -190,6 +203,8 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
         sinks=mixture_grad == "exact" and chance(25),
         softcap=draw.choice([0.5, 2.0, 30.0]) if space.softcap and chance(25) else None,
     )
+    if space.bias and case.softcap is None and chance(30):
+        case = replace(case, bias=draw.choice(["alibi", "line", "plane"]))
     if not space.blocks:
         return case
     block = (draw.choice([64, 128]), draw.choice([64, 128]))
@@ -298,4 +313,13 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
     # in the inputs' dtype for every other case, else in that of lse
     sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype if case.seed % 2 else accumulation)
-    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), padding, cu_seqlens, sinks.to(device) if case.sinks else None)
+    coordinates = slopes = None
+    if case.bias != "none":
+        slopes = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(dtype if case.seed % 2 else accumulation).to(device)
+        width, batch = 2 if case.bias == "plane" else 1, case.batch if case.seed % 3 else 1
+        coordinates = torch.rand(batch, case.num_keys, width, generator=generator).mul_(8).to(device)
+        if case.bias == "alibi":
+            # documents and halves keep distances small enough for weights that are not 0
+            slopes, coordinates = slopes / 8, torch.arange(case.num_keys, device=device, dtype=torch.float32)[None, :, None]
+    shared = padding, cu_seqlens, sinks.to(device) if case.sinks else None
+    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), *shared, coordinates, slopes)

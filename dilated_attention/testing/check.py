@@ -9,14 +9,21 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import BackendUnavailable, registry
-from dilated_attention.functional import attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
+from dilated_attention.functional import (
+    Alibi,
+    Distance,
+    attention,
+    block_sparse_attention,
+    block_sparse_dilated_attention,
+    dilated_attention,
+)
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, low_precision_bound, max_error, relative_bound
 from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
 
 Result = dict[str, torch.Tensor]
-# of every case; one with sinks has "dsinks" in addition
+# of every case; one with sinks has "dsinks" in addition, one with a bias "dslopes"
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -57,6 +64,7 @@ def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, .
         "key_padding_mask": x.key_padding_mask,
         "sinks": x.sinks,
         "softcap": case.softcap,
+        "bias": bias_of(case, x),
         "dropout_p": case.dropout_p,
         "query_offset": case.query_offset,
         "return_lse": True,
@@ -72,6 +80,14 @@ def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, .
     return dilated_attention, branches, options | {"mixture_grad": case.mixture_grad}
 
 
+def bias_of(case: Case, x: Inputs) -> Alibi | Distance | None:
+    if x.slopes is None:
+        return None
+    assert x.coordinates is not None
+    places = x.coordinates[0] if len(x.coordinates) == 1 else x.coordinates
+    return Alibi(x.slopes) if case.bias == "alibi" else Distance(places, x.slopes)
+
+
 def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the library's public function on the case; ``overrides`` are further arguments, such as ``backend``."""
     if case.dropout_p:
@@ -83,18 +99,19 @@ def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def results(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: Case, x: Inputs, dtype: torch.dtype | None = None, **options: Any
 ) -> Result:
-    """Returns out, lse and the gradients of ``function(case, inputs, q, k, v)``, with q, k, v and sinks in ``dtype`` (None: as they are);
-    without sinks there is no ``dsinks``."""
-    given = (x.q, x.k, x.v) if x.sinks is None else (x.q, x.k, x.v, x.sinks)
-    leaves = [(y if dtype is None else y.to(dtype)).detach().requires_grad_() for y in given]
-    out, lse = function(case, replace(x, sinks=leaves[3]) if len(leaves) > 3 else x, *leaves[:3], **options)
+    """Returns out, lse and the gradients of ``function(case, inputs, q, k, v)``, with q, k, v, slopes and sinks in ``dtype`` (None: as they
+    are); without sinks there is no ``dsinks``, without a bias no ``dslopes``."""
+    given = {name: y for name in ("q", "k", "v", "slopes", "sinks") if (y := getattr(x, name)) is not None}
+    leaves = {name: (y if dtype is None else y.to(dtype)).detach().requires_grad_() for name, y in given.items()}
+    others = {name: y for name, y in leaves.items() if name in ("slopes", "sinks")}
+    out, lse = function(case, replace(x, **others), leaves["q"], leaves["k"], leaves["v"], **options)
     outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
     if case.lse_grad:
         outputs.append(lse)
         cotangents.append(x.dlse.to(lse.dtype).to(lse.device))
-    grads = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
-    found = (out, lse, *(torch.zeros_like(y) if g is None else g for y, g in zip(leaves, grads, strict=True)))
-    return {name: y.detach() for name, y in zip((*RESULTS, "dsinks"), found, strict=False)}
+    grads = torch.autograd.grad(outputs, tuple(leaves.values()), cotangents, allow_unused=True)
+    of_leaves = {f"d{name}": torch.zeros_like(y) if g is None else g for (name, y), g in zip(leaves.items(), grads, strict=True)}
+    return {name: y.detach() for name, y in {"out": out, "lse": lse, **of_leaves}.items()}
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
@@ -112,7 +129,7 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     truth = results(plain_attention, case, x, torch.float64)
     if dtype is torch.float64 or (dtype is torch.float32 and x.q.device.type == "cpu"):
         tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
-        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) for name in truth}
+        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) * x.reach(name) for name in truth}
     plain = results(plain_attention, case, x)
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in truth}
     if dtype is not torch.float32:

@@ -12,7 +12,7 @@ import torch
 
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.engine.reference import reference_attention
+from dilated_attention.engine.reference import distance_scores, reference_attention
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.testing.bounds import largest
 from dilated_attention.testing.cases import Case, Inputs
@@ -118,6 +118,11 @@ def softmax_parts(
     s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
     if case.softcap is not None:
         s_BHNM = case.softcap * (s_BHNM / case.softcap).tanh()
+    if x.coordinates is not None and x.slopes is not None:
+        # coordinates are exact in float32, whatever q's dtype
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = distance_scores(x.coordinates.to(wide), x.slopes.to(wide), case.query_offset, case.num_queries)
+        s_BHNM = s_BHNM - scores.to(q.dtype)
     # two keys of value 0: one for the zero keys, whose score is 0, and the sink
     others = [s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)]
     if x.sinks is not None:
@@ -138,7 +143,7 @@ def softmax_parts(
 
 
 def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
-    """Returns the errors of dq, dk and dsinks if only the saved out is rounded to the inputs' dtype: every flash backward computes δ =
+    """Returns the errors of dq, dk, dslopes and dsinks if only the saved out is rounded to the inputs' dtype: a flash backward computes δ =
     rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything cancels (a single key)."""
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
@@ -151,6 +156,11 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
             if x.sinks is not None:
                 errors["dsinks"] = largest(((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2)))
             ds_BHNM += p_BHNM * ((part_lse - _finite(lse)).exp() * delta_error * _scale(case))[..., None]
+        if x.coordinates is not None and x.slopes is not None:
+            distance = distance_scores(x.coordinates.double(), torch.ones_like(x.slopes.double()), case.query_offset, case.num_queries)
+            # rows' errors have any sign, and a part of the softmax that is rounded by itself has others: three standard deviations
+            of_rows = (ds_BHNM / _scale(case) * distance).sum(3)
+            errors["dslopes"] = 3 * largest(of_rows.square().sum((0, 2)).sqrt())
         group = case.heads // case.kv_heads
         dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(group, dim=2))
         dk = torch.einsum("bhij,bihd->bjhd", ds_BHNM, q)
@@ -185,4 +195,6 @@ def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.
         dropout_p=case.dropout_p,
         sinks=x.sinks,
         softcap=case.softcap,
+        coordinates=x.coordinates,
+        slopes=x.slopes,
     )

@@ -42,10 +42,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.cached.clear()
 
 
-@pytest.mark.parametrize(("seed", "dtype"), [*((seed, torch.float32) for seed in SEEDS), (2017, torch.float16), (2649, torch.float16)])
-def test_random_cases_match_float64(seed: int, dtype: torch.dtype) -> None:
+CASES = [*((seed, torch.float32, "none") for seed in SEEDS), *((seed, torch.float16, "none") for seed in (2017, 2649))]
+CASES += [*((seed, torch.float32, "plane") for seed in SEEDS[::2]), (486, torch.float32, "line"), (2649, torch.float16, "alibi")]
+
+
+@pytest.mark.parametrize(("seed", "dtype", "bias"), CASES)
+def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str) -> None:
     """float16: of bfloat16 the interpreter's ``tl.dot`` multiplies bit patterns."""
-    case = random_case(seed, SPACE)
+    case = replace(random_case(seed, SPACE), bias=bias)
     assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
 
 

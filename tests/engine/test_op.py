@@ -75,6 +75,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "offset": {"queries": 9, "query_offset": 10, "dtype": torch.bfloat16},
     "nothing": {"queries": 0, "keys": 0},
     "sinks": {"sinks": torch.tensor([0.5, -2.0], dtype=torch.float64)},
+    "bias": {"slopes": torch.tensor([0.5, -0.2]), "backend": "math"},
     # of branches
     "lists": {"branches": ((3, 4), (1, 2), ((0, 0), (1, 0)), "all", "mask")},
     "window": {"branches": ((2**62,), (1,), "zero", "all", "mask"), "window": (2, 1)},
@@ -100,11 +101,17 @@ def op_arguments(kind: str, name: str, *, requires_grad: bool) -> tuple[Any, ...
     made = make_qkv(batch, given.pop("queries", keys), keys, kv_heads=kv_heads, dtype=dtype)
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in made)
     tensors = [given.pop(x, None) for x in ("mask", "cu", "seed")]
-    sinks = given.pop("sinks", None)
+    slopes, sinks = given.pop("slopes", None), given.pop("sinks", None)
+    coordinates = None if slopes is None else torch.arange(2.0 * keys).view(1, keys, 2).expand(batch, -1, -1)
     chosen = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), False, 0.5, 0) if name == "chosen" else None
-    given = {"branches": ((3, 4), (1, 2), "cyclic", "all", "mask"), "blocks": pattern.spec(), "needs_grad": requires_grad} | given
+    given = {
+        "branches": ((3, 4), (1, 2), "cyclic", "all", "mask"),
+        "blocks": pattern.spec(),
+        "needs_grad": requires_grad,
+        "has_bias": slopes is not None,
+    } | given
     call = settings(**given | {"blocks": {"branches": None}, "dilated": {"blocks": ""}}.get(kind, {}))
-    return (q, k, v, *tensors, chosen, sinks, *call.arguments())
+    return (q, k, v, *tensors, chosen, coordinates, slopes, sinks, *call.arguments())
 
 
 @pytest.mark.parametrize(("kind", "name"), CHECKED)

@@ -51,7 +51,7 @@ from tests.helpers.strategies import cases
 
 CPU_BACKENDS = ("math", "sdpa_cpu")
 HALVES = (torch.bfloat16, torch.float16)
-SMALL = Space(head_dims=(1, 2, 3), max_length=11, heads_per_kv=(1, 2), layouts=("contiguous",))
+SMALL = Space(bias=True, head_dims=(1, 2, 3), max_length=11, heads_per_kv=(1, 2), layouts=("contiguous",))
 
 
 # --- the reference against loops over single numbers ---------------------------------------------------------------------------
@@ -117,7 +117,10 @@ def by_loops(case: Case, x: Inputs) -> Result:
     dk, dv = (torch.zeros(case.batch, case.num_keys, case.kv_heads, case.head_dim, dtype=torch.float64) for _ in range(2))
     lse = torch.full((case.batch, case.heads, case.num_queries), -math.inf, dtype=torch.float64)
     sinks = [0.0] * case.heads if x.sinks is None else x.sinks.double().exp().tolist()
-    dsinks = torch.zeros(case.heads, dtype=torch.float64)
+    dsinks, dslopes = torch.zeros(2, case.heads, dtype=torch.float64)
+    slopes = [0.0] * case.heads if x.slopes is None else x.slopes.double().tolist()
+    places = torch.zeros(1, case.num_keys, 1) if x.coordinates is None else x.coordinates
+    places = places.expand(case.batch, -1, -1).double().tolist()
     for b in range(case.batch):
         for h in range(case.heads):
             kv = h // (case.heads // case.kv_heads)
@@ -132,6 +135,7 @@ def by_loops(case: Case, x: Inputs) -> Result:
                     times = [0 if blocked else branch_multiplicity(case, g, h, position, j) for g in G]
                     if any(times):
                         score = scale * math.fsum(q[b][i][h][d] * k[b][j][kv][d] for d in D)
+                        score -= slopes[h] * math.dist(places[b][position], places[b][j])
                         weights.append((j, [t * math.exp(score) for t in times]))
                 zeros = [zero_keys(case, g, h, position) for g in G]
                 sums = [zeros[g] + math.fsum(w[g] for _, w in weights) for g in G]
@@ -156,12 +160,15 @@ def by_loops(case: Case, x: Inputs) -> Result:
                     for j, w in weights:
                         p = w[g] / total
                         dp = kept(j) * math.fsum(dout[b][i][h][d] * v[b][j][kv][d] for d in D)
-                        ds = p * (dp - delta + dlse[b][h][i]) * scale
+                        ds = p * (dp - delta + dlse[b][h][i])
+                        dslopes[h] -= ds * math.dist(places[b][position], places[b][j])
+                        ds *= scale
                         for d in D:
                             dq[b, i, h, d] += ds * k[b][j][kv][d]
                             dk[b, j, kv, d] += ds * q[b][i][h][d]
                             dv[b, j, kv, d] += p * kept(j) * dout[b][i][h][d]
     found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    found |= {} if x.slopes is None else {"dslopes": dslopes}
     return found if x.sinks is None else found | {"dsinks": dsinks}
 
 
@@ -178,7 +185,7 @@ def test_reference_equals_loops(group: int) -> None:
 def test_plain_attention_is_the_reference() -> None:
     """``testing.plain_attention`` stands in for the reference where N is large: the same function, vectorised."""
     for seed in range(1000, 1060):
-        case = random_case(seed)
+        case = random_case(seed, Space(bias=True))
         x = inputs(case, torch.float64)
         found, truth = results(plain_attention, case, x), results(reference, case, x)
         for name in truth:
@@ -187,20 +194,21 @@ def test_plain_attention_is_the_reference() -> None:
 
 # --- any case, by any backend, runner and form -----------------------------------------------------------------------------------
 
-ANY = Space(softcap=True, head_dims=(*HEAD_DIMS, 111, 200, 256))
-BLOCKS = Space(softcap=True, blocks=True, head_dims=(1, 2, 3, 4), max_length=300)
+ANY = Space(softcap=True, bias=True, head_dims=(*HEAD_DIMS, 111, 200, 256))
+BLOCKS = Space(softcap=True, bias=True, blocks=True, head_dims=(1, 2, 3, 4), max_length=300)
 
 
 def check(case: Case, form: str = "eager", backend: str = "auto", dtype: torch.dtype = torch.float64) -> None:
     if backend == "sdpa_cpu":
-        case = replace(case, dropout_p=0.0, softcap=None)
+        case = replace(case, dropout_p=0.0, softcap=None, bias="none")
     function, fitting = FORMS[form]
     case = fitting(case)
     x, tolerance = inputs(case, dtype), FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
     found, truth = results(function, case, x, backend=backend), results(plain_attention, case, x, torch.float64)
     for name in truth:
-        assert found[name].dtype is dtype or name == "dsinks", name
-        assert max_error(found[name], truth[name]) <= relative_bound(truth[name], tolerance, case.dropout_p), (name, case)
+        assert found[name].dtype is dtype or name in ("dslopes", "dsinks"), name
+        bound = relative_bound(truth[name], tolerance, case.dropout_p) * x.reach(name)
+        assert max_error(found[name], truth[name]) <= bound, (name, case)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "compiled"])
@@ -250,7 +258,8 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
         run_fused(monkeypatch)
     calls = calls_of(monkeypatch, run_branches, "_forward", "_backward")
     for seed in range(500, 512 if way == "blocks" else 524):
-        case = random_case(seed, BLOCKS if way == "blocks" else ANY)
+        # each launch of a bias has places of its own: problem by problem
+        case = random_case(seed, BLOCKS if way == "blocks" else replace(ANY, bias=not fused))
         if seed % 4:
             # of these two kinds few are drawn, and a runner of whole calls takes no other
             case = replace(case, num_queries=case.num_keys, query_offset=0, bounds=None, window=None)
@@ -305,7 +314,19 @@ def test_random_cases_reach_every_option() -> None:
         some = (kinds_in(case.pattern) for case in blocks if (case.branches is not None) is beside)
         assert kinds - {patterns.ChosenBlocks} <= set().union(*some)
     usual = Case(pattern=WHOLE)
-    for name in ("is_causal", "query_offset", "scale", "dropout_p", "padding", "bounds", "lse_grad", "sinks", "softcap", "branches"):
+    for name in [
+        "is_causal",
+        "query_offset",
+        "scale",
+        "dropout_p",
+        "padding",
+        "bounds",
+        "lse_grad",
+        "sinks",
+        "softcap",
+        "bias",
+        "branches",
+    ]:
         assert all(any(getattr(case, name) != getattr(usual, name) for case in some) for some in (blocks[:60], COMPILED)), name
     assert {case.mixture_grad for case in COMPILED} == {"exact", "detached"} and any(case.window for case in COMPILED)
 
@@ -385,7 +406,7 @@ def test_attention_is_torch_attention() -> None:
 def test_low_precision_keeps_to_twice_the_error_of_plain_softmax(backend: str, seed: int) -> None:
     report = check_backend(backend, device="cpu", dtypes=HALVES, cases=25, seed=seed)
     assert report.cases + report.refused == 25 and report.cases >= 20
-    assert set(report.worst) == {*RESULTS, "dsinks"}
+    assert set(report.worst) == {*RESULTS, "dsinks", *(["dslopes"] if registry.get(backend).capabilities.bias else [])}
 
 
 class _Broken(MathBackend):

@@ -35,7 +35,9 @@ TOOLS: dict[str, Function] = {
     "attention_received": lambda q, k, v: da.attention_received(q, k, *BRANCHES),
     "decode_attention": lambda q, k, v: da.decode_attention(q[:, -1:], k, v, torch.full((B,), N - 1)),
 }
-WITHOUT_TENSORS = "BackendUnavailable DilatedPattern balanced_layout create_attention create_model explain_backend explain_decode "
+WITHOUT_TENSORS = (
+    "Alibi BackendUnavailable DilatedPattern Distance balanced_layout create_attention create_model explain_backend explain_decode "
+)
 WITHOUT_TENSORS += "list_backends local_positions plan_attention plan_model profile_memory recommend"
 
 
@@ -269,7 +271,7 @@ def test_an_op_called_by_itself_transforms_as_its_function_does() -> None:
     call = settings(branches=(*BRANCHES, "cyclic", "all", "mask"), scale=D**-0.5, needs_grad=True)
 
     def attend(*x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.dilated_attention.dilated_attention(*x, *[None] * 5, *call.arguments())[0]
+        return torch.ops.dilated_attention.dilated_attention(*x, *[None] * 7, *call.arguments())[0]
 
     assert_equal(under("grad", attend), under("grad", FUNCTIONS["dilated_attention"]))
     with pytest.raises(NotImplementedError, match="has no forward mode"):

@@ -155,7 +155,8 @@ def test_an_option_is_refused_by_whatever_takes_it(name: str) -> None:
     expected, types, values = OPTIONS[name]
     for value, error in (*((value, TypeError) for value in types), *((value, ValueError) for value in values)):
         # one of a rank's own is too far where the whole is not
-        but = "ring" if name == "query_offset" else " "
+        # one of a rank's own is too far where the whole is not; functions take a bias of another kind
+        but = {"query_offset": "ring", "bias": "attention"}.get(name, " ")
         refused_by_all({name: value}, error, f"{name} is {shown(value)} … {expected}", but)
 
 
@@ -245,7 +246,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head_offsets": [[0] * 3, [0] * 3], "q": Q}, ValueError, "head_offsets has 3 integers per branch for 4 heads"),
     ({"head_offsets": [[0, 0], [0, 1]], "embed_dim": 16}, ValueError, "2 integers per branch for 4 heads"),
     # blocks
-    ({"pattern": None, "bias": True}, ValueError, "neither given … exactly one … sparsity_ratio=0.1"),
+    ({"pattern": None, "rotary": True}, ValueError, "neither given … exactly one … sparsity_ratio=0.1"),
     ({"sparsity_ratio": 0.1, "pattern": WINDOW}, ValueError, "both … exactly one"),
     ({"seed": 1, "pattern": WINDOW}, ValueError, "seed is 1 with a pattern … leave seed"),
     ({"block_size": 64, "pattern": WINDOW}, ValueError, "block_size is 64 with a pattern"),
@@ -267,6 +268,18 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": Q, "sinks": torch.zeros(4, device="meta")}, ValueError, "sinks is on meta and q on cpu"),
     ({"q": Q, "sinks": torch.zeros(4).to_sparse()}, TypeError, "sinks is a sparse tensor"),
     ({"q": Q, "sinks": torch.zeros(4), "mixture_grad": "detached"}, ValueError, "sinks are given with mixture_grad='detached'"),
+    # a bias
+    ({"q": Q, "bias": torch.zeros(8, 8)}, TypeError, "bias is a Tensor; expected Alibi(slopes), Distance(coordinates, slopes) … N²"),
+    ({"q": Q, "bias": da.Alibi(torch.zeros(3))}, ValueError, "bias.slopes has shape (3,); expected one number per query head, (4,)"),
+    ({"q": Q, "bias": da.Alibi([1.0] * 4)}, TypeError, "bias.slopes is a list; expected a tensor … torch.tensor(bias.slopes)"),
+    ({"q": Q, "bias": da.Alibi(torch.zeros(4).half())}, ValueError, "bias.slopes has dtype torch.float16; expected float32"),
+    ({"q": Q, "bias": da.Distance(torch.zeros(7, 2), torch.zeros(4))}, ValueError, "(7, 2); expected one of (8,), (8, 1), (8, 2)"),
+    ({"q": Q, "bias": da.Distance([0.0] * 8, torch.zeros(4))}, TypeError, "bias.coordinates is a list … torch.tensor"),
+    ({"q": Q, "bias": da.Distance(torch.zeros(8, dtype=torch.bool), torch.zeros(4))}, TypeError, "coordinates has dtype torch.bool"),
+    ({"q": Q, "bias": da.Distance(torch.zeros(8, device="meta"), torch.zeros(4))}, ValueError, "coordinates is on meta and q on cpu"),
+    ({"q": Q, "bias": da.Distance(torch.zeros(8).requires_grad_(), torch.zeros(4))}, ValueError, "needs a gradient … .detach()"),
+    ({"q": Q, "bias": da.Alibi(torch.zeros(4)), "softcap": 5.0}, ValueError, "bias is given with softcap 5.0"),
+    ({"q": Q, "bias": da.Alibi(torch.zeros(4)), "group": None}, ValueError, "bias is Alibi in a ring … call in one process"),
     # documents
     (tensors(1, cu_seqlens=[0, 8]), TypeError, "cu_seqlens is a list … int32 … torch.tensor(cu_seqlens)"),
     (tensors(1, cu_seqlens=torch.tensor([0.0, 8.0])), TypeError, "cu_seqlens has dtype torch.float32 … int32"),

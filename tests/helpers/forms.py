@@ -80,13 +80,13 @@ def ring(case: Case, x: Inputs, *qkv: torch.Tensor, **more: Any) -> Tensors:
     """Of one process."""
     function, arguments, options = function_of(case, x)
     torch.manual_seed(case.seed)
-    del options["query_offset"]
+    del options["query_offset"], options["bias"]
     return getattr(da, f"ring_{function.__name__}")(*qkv, *arguments, **options | more)  # type: ignore[no-any-return]
 
 
 def module(case: Case, x: Inputs, *qkv: torch.Tensor, **more: Any) -> Tensors:
     function, arguments, options = function_of(case, x)
-    del options["softcap"]
+    del options["softcap"], options["bias"]
     of_call = {name: options.pop(name) for name in ("is_causal", "cu_seqlens", "key_padding_mask", "query_offset", "return_lse")}
     sinks, options["dropout"] = options.pop("sinks"), options.pop("dropout_p")
     name = {"attention": "RingAttention", "dilated_attention": "DilatedAttention"}.get(function.__name__, "BlockSparseAttention")
@@ -122,12 +122,12 @@ def _of_rows(case: Case) -> Case:
 
 
 def _of_ring(case: Case) -> Case:
-    return replace(static(case), num_queries=case.num_keys, query_offset=0)
+    return replace(static(case), num_queries=case.num_keys, query_offset=0, bias="none")
 
 
 def _of_module(case: Case) -> Case:
-    """Modules have no cap; that with a window is a ring's."""
-    case = replace(case, softcap=None)
+    """Modules have no cap and no bias; that with a window is a ring's."""
+    case = replace(case, softcap=None, bias="none")
     return case if case.window is None else _of_ring(case)
 
 

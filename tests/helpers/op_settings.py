@@ -20,6 +20,7 @@ PLAIN = CallSettings(
     precision="native",
     softcap=0.0,
     has_sinks=False,
+    has_bias=False,
     sharding=(),
     scale=0.5,
     dropout_p=0.0,

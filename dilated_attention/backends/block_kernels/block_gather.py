@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Keys, Options, Views
+from dilated_attention.backends.base import Bias, Keys, Options, Views
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
@@ -128,8 +128,9 @@ def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: in
     done = torch.zeros(lists.num_groups * R, dtype=torch.bool)
     for entries_of, starts, num_keys, masked in _parts(lists, options.mask.padding, splits=q.dtype in (torch.float32, torch.float64)):
         masked = masked.expand(B, -1)
-        # dropout by position takes one set of heads for all problems of a piece
-        for chosen in torch.arange(lists.num_heads).split(1 if options.dropout is not None else lists.num_heads):
+        # dropout and bias by position take one set of heads for all problems of a piece
+        by_head = options.dropout is not None or options.bias is not None
+        for chosen in torch.arange(lists.num_heads).split(1 if by_head else lists.num_heads):
             batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
             index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
             # one number encodes all that must be equal in a piece: the keys, whether another piece has the rest of the row, whether pairs
@@ -294,13 +295,15 @@ class _Masks:
     """The masks and the dropout of single pairs in ``lists`` and ``options``, for one piece at a time."""
 
     def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
-        self.lists, self.dropout = lists, options.dropout
+        self.lists, self.dropout, self.bias = lists, options.dropout, options.bias
         self.plain = Options(options.scale, deterministic=options.deterministic, softcap=options.softcap)
         padding = options.mask.padding
         self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
         if options.dropout is not None:
             self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
             self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
+        if options.bias is not None:
+            self.places = _Blocks(options.bias.queries[:, :, None], lists.q_block), _Blocks(options.bias.keys[:, :, None], lists.k_block)
 
     def pairs(self, piece: GatherProblems) -> Tensor | None:
         """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
@@ -325,4 +328,9 @@ class _Masks:
             batch, heads = dropout.batch[piece.batch], dropout.heads[piece.heads[0]]
             queries, keys = self.queries.of_rows(piece)[..., 0, 0], self.keys.of_columns(piece)[..., 0, 0]
             dropout = Dropout(dropout.probability, dropout.seed, batch, heads, queries, keys)
-        return replace(self.plain, dropout=dropout)
+        bias = self.bias
+        if bias is not None:
+            queries, keys = self.places[0].of_rows(piece)[:, :, 0], self.places[1].of_columns(piece)[:, :, 0]
+            some = slice(int(piece.heads[0, 0]), int(piece.heads[0, -1]) + 1)
+            bias = Bias(queries, keys, bias.slopes[some], None if bias.gradient is None else bias.gradient[some])
+        return replace(self.plain, dropout=dropout, bias=bias)

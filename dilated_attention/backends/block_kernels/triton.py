@@ -67,7 +67,7 @@ class TritonBlocksBackend(Backend):
 
         call = _Call(q, k, v, keys, options)
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q)
-        tensors = q, k, v, out, lse, out, lse, lse, lse, call.padding, lse, lse, lse
+        tensors = q, k, v, out, lse, out, lse, lse, lse, call.padding, lse, lse, lse, lse
         strides = *_strides(q, k, v, out), call.padding.stride(0), 0
         scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
         numbers = *call.sizes, 0, 0, 0, scale, 0, 1.0
@@ -98,12 +98,12 @@ class TritonBlocksBackend(Backend):
         pad, numbers = call.padding.stride(0), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
         of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
         B, H, _, group, *rows = call.sizes
-        tensors = q, k, v, out, lse, dout, lse if dlse is None else dlse, stats, dq, dq, lse, lse, call.padding, lse, lse, lse
+        tensors = q, k, v, out, lse, dout, lse if dlse is None else dlse, stats, dq, dq, lse, lse, call.padding, lse, lse, lse, lse
         strides = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0
         call.launch(
             "query", query_kernel, tensors, (*strides, *call.sizes, q.shape[1], *numbers), OWN=False, DLSE=dlse is not None
         )  # fmt: skip
-        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, lse, lse, call.padding, lse
+        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, lse, lse, call.padding, lse, lse
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
         call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
         return dq, dk, dv
@@ -193,7 +193,7 @@ class _Call:
         with on_device(self.device):
             kernel[(programs,)](
                 *tensors, *numbers, D=self.head_dim, D0=D0, D1=D1, ROWS=size.rows, BLOCK=size.block, STAGES=size.stages, PRECISION="ieee",
-                LEFT=False, RIGHT=False, CUT=False, PADDING=self.is_padded, DROPOUT=False, lists=data,
+                LEFT=False, RIGHT=False, CUT=False, PADDING=self.is_padded, DROPOUT=False, BIAS=False, lists=data,
                 FORM=Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
                 num_warps=size.warps, num_stages=size.stages,
             )  # fmt: skip

@@ -36,6 +36,7 @@ class TilesBackend(Backend):
         window=True,
         native_window=True,
         dropout=True,
+        bias=True,
         lse_grad=True,
         writes_views=True,
         aligned_last=True,
@@ -108,7 +109,7 @@ def _dense_call(
 
 
 def _masks(options: Options, k: Tensor) -> dict[str, Any]:
-    masks: dict[str, Any] = {}
+    masks: dict[str, Any] = {"bias": options.bias}
     # the kernels read masks and words densely, while those of a problem may be views of every r-th position
     if options.mask.padding is not None:
         masks["padding"] = options.mask.padding.expand(k.shape[:2]).contiguous()

@@ -2,7 +2,7 @@
 
 With p = e^(s − lse), lse that of the whole softmax, and δ = rowsum(dout ∘ out) − dlse:
 
-    ds = p ∘ (dout·vᵀ − δ),  dq = scale · ds·k,  dk = scale · dsᵀ·q,  dv = pᵀ·dout
+    ds = p ∘ (dout·vᵀ − δ),  dq = scale · ds·k,  dk = scale · dsᵀ·q,  dv = pᵀ·dout,  dslope = −Σ ds ∘ distances
 """
 
 # mypy does not know the types of kernels
@@ -17,11 +17,14 @@ from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
     class_words,
+    distances,
     drop,
     hide,
     kept,
     key_parts,
+    load_places,
     load_rows,
+    places_of,
     product,
     read_segment,
     seen,
@@ -31,13 +34,13 @@ from dilated_attention.backends.tiles.rows import (
 
 @triton.jit
 def _query_step(
-    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale, lists, entry, i0, num_queries,
+    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, total, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale, bias, lists, entry, i0, num_queries,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
+    FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of keys [a, a + BLOCK) to dq."""
+    """Adds the contribution of keys [a, a + BLOCK) to dq, and with BIAS to each row's ``total`` of ds ∘ distances."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
@@ -47,8 +50,14 @@ def _query_step(
         k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
     # Padded keys are all zeros, so any finite ds adds nothing to dq. If weights are at most 1, ds is finite where dq is, except in float16,
     # whose range is too small.
-    BOUNDED: tl.constexpr = PADDING and FORM is None and k0.dtype != tl.float16
+    # A key's place is not 0 with it.
+    BOUNDED: tl.constexpr = PADDING and FORM is None and k0.dtype != tl.float16 and not BIAS
     x = product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None]
+    if BIAS:
+        places, place_rate, q_x, q_y, slope = bias
+        k_x, k_y = load_places(places, j * place_rate, valid, MASKED)
+        distance = distances(q_x, q_y, k_x, k_y)
+        x -= slope * distance
     if BOUNDED:
         x = tl.minimum(x, 0.0)
     p = tl.exp2(x)
@@ -63,28 +72,32 @@ def _query_step(
         word_at = words_ptr + rate.to(tl.int64) * a + word_steps
         word_b = tl.load(word_at, mask=valid, other=0) if MASKED else tl.load(word_at)
         dp = tl.where(kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), dp, 0.0)
-    ds = (p * (dp - delta[:, None])).to(k0.dtype)
+    ds = p * (dp - delta[:, None])
+    if BIAS:
+        total += tl.sum(ds * distance, 1)
+    ds = ds.to(k0.dtype)
     acc0 = tl.dot(ds, k0, acc0, input_precision=PRECISION)
     if D1 > 0:
         acc1 = tl.dot(ds, k1, acc1, input_precision=PRECISION)
-    return acc0, acc1
+    return acc0, acc1, total
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
-    words_a_ptr, words_c_ptr, words_b_ptr,
+    words_a_ptr, words_c_ptr, words_b_ptr, bias_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
-    DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+    DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Computes dq of ROWS queries of one head, of a table of tiles (FORM is None) or of ``lists``.
 
-    It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words. OWN: ``out_ptr`` holds each branch's
+    It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words; then, with BIAS, each row's part of the
+    slope's gradient. OWN: ``out_ptr`` holds each branch's
     own output by place.
     """
     pid = tl.program_id(0)
@@ -134,7 +147,7 @@ def query_kernel(
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
             word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
         # a row without keys gets an lse of +inf, so its weights are 0
-        STATS: tl.constexpr = 4 if DROPOUT else 2
+        STATS: tl.constexpr = (4 if DROPOUT else 2) + (1 if BIAS else 0)
         lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
         if FORM is not None:
             # nor does a row that takes no part have a δ, whatever its dlse is
@@ -159,6 +172,12 @@ def query_kernel(
             pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             words_base = words_b_ptr + head_row * num_keys + first
+        # without a bias, a row that does not change
+        bias, total = None, delta
+        if BIAS:
+            k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries)
+            q_x, q_y = load_places(q_places, i * rate, inside, True)
+            bias, total = (k_places, rate, q_x, q_y, tl.load(bias_ptr + head)), tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
@@ -174,12 +193,16 @@ def query_kernel(
                 if FORM is not None:
                     a = block_column * FORM.visited_block + step % SUBS * BLOCK
                     block_column = next_block(lists, step, end, SUBS)
-                acc0, acc1 = _query_step(
-                    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-                    pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    lists, step // SUBS if FORM is not None else 0, i0, num_queries,
-                    D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM,
+                acc0, acc1, total = _query_step(
+                    a, q0, q1, d0, d1, i, lse, delta, acc0, acc1, total, k_base, v_base, k_steps, v_steps, k_step, v_step, count,
+                    left, right, pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
+                    bias, lists, step // SUBS if FORM is not None else 0, i0, num_queries,
+                    D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM, BIAS,
                 )  # fmt: skip
+        if BIAS:
+            if DROPOUT:
+                total = total * keep_scale
+            tl.store(row_at + (STATS - 1) * delta_rows, -total, mask=inside)
         if FORM is not None or branch == direct:
             dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
             dq_steps = local.to(tl.int64) * dq_n
@@ -194,9 +217,9 @@ def query_kernel(
 @triton.jit
 def _key_step(
     a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step, high, left, right,
-    words_base, delta_rows, word_b, threshold, scale, lists, entry, j0, count,
+    words_base, delta_rows, word_b, threshold, scale, bias, lists, entry, j0, count,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Adds the contributions of queries [a, a + BLOCK) to dk and dv; scores are (keys, queries)."""
     i = a + tl.arange(0, BLOCK)
@@ -212,7 +235,12 @@ def _key_step(
     else:
         lse = tl.load(lse_base + i)
         delta = tl.load(delta_base + i)
-    p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :])
+    x = product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :]
+    if BIAS:
+        places, rate, k_x, k_y, slope = bias
+        q_x, q_y = load_places(places, i * rate, inside, MASKED)
+        x -= slope * distances(k_x, k_y, q_x, q_y)
+    p = tl.exp2(x)
     if MASKED and (LEFT or RIGHT):
         p = tl.where(seen(i[None, :], j[:, None], left, right, LEFT, RIGHT), p, 0.0)
     if FORM is not None and FORM.masks > 0:
@@ -244,12 +272,12 @@ def _key_step(
 @triton.jit(do_not_specialize=VARYING)
 def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
+    bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv of ROWS keys, of a table of tiles (FORM is None) or of ``lists``.
 
@@ -308,9 +336,14 @@ def key_kernel(
             q_row = (first - q_first).to(tl.int64)
             q_base = q_ptr + batch * q_b + head64 * q_h + q_row * q_n
             do_base = dout_ptr + batch * do_b + head64 * do_h + q_row * do_n
-            STATS: tl.constexpr = 4 if DROPOUT else 2
+            STATS: tl.constexpr = (4 if DROPOUT else 2) + (1 if BIAS else 0)
             delta_base = stats_ptr + STATS * (head_row * delta_rows) + delta_place - low
             lse_base = delta_base + delta_rows
+            bias = None
+            if BIAS:
+                k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries)
+                k_x, k_y = load_places(k_places, j * rate, valid, True)
+                bias = (q_places, rate, k_x, k_y, tl.load(bias_ptr + head))
             words_base = (delta_base + 2 * delta_rows).to(tl.pointer_type(tl.int32), bitcast=True)
             if DROPOUT:
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
@@ -327,8 +360,8 @@ def key_kernel(
                     dk0, dk1, dv0, dv1 = _key_step(
                         a, k0, k1, v0, v1, j, dk0, dk1, dv0, dv1, q_base, do_base, delta_base, lse_base, q_steps, do_steps, q_step, do_step,
                         high, left, right, words_base, delta_rows, word_b, threshold, scale,
-                        lists, step // SUBS if FORM is not None else 0, j0, count,
-                        D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, DROPOUT, PRECISION, FORM,
+                        bias, lists, step // SUBS if FORM is not None else 0, j0, count,
+                        D, D0, D1, BLOCK, x != 1 if FORM is None else not FORM.even, LEFT, RIGHT, DROPOUT, PRECISION, FORM, BIAS,
                     )  # fmt: skip
         if DROPOUT:
             natural_scale = natural_scale * keep_scale

@@ -139,15 +139,17 @@ class Prepared:
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
 
-    def read_with(self, rows: Tensor, padding: Tensor | None, words: Words | None) -> tuple[Tensor, ...]:
+    def read_with(self, rows: Tensor, padding: Tensor | None, words: Words | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
 
         Args:
             rows: the table.
             padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
+            bias: slopes and places (``run.packed_bias``).
         """
         nothing = self.offsets
-        return rows, nothing, nothing if padding is None else padding, *(words or (nothing, nothing, nothing))
+        drawn = words or (nothing, nothing, nothing)
+        return rows, nothing, nothing if padding is None else padding, *drawn, nothing if bias is None else bias
 
     def num_tiles(self, of_keys: bool, rows: int) -> int:
         """Returns the number of tiles of ``rows`` queries, or keys."""

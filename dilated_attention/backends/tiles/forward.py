@@ -12,11 +12,14 @@ from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
     class_words,
+    distances,
     drop,
     hide,
     kept,
     key_parts,
+    load_places,
     load_rows,
+    places_of,
     product,
     read_segment,
     seen,
@@ -27,10 +30,10 @@ from dilated_attention.backends.tiles.rows import (
 @triton.jit
 def _step(
     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale, lists, entry, i0, num_queries,
+    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale, bias, lists, entry, i0, num_queries,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
+    FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Processes keys [a, a + BLOCK) of the segment; MASKED: some row does not see all of them."""
     j = a + tl.arange(0, BLOCK)
@@ -42,18 +45,24 @@ def _step(
     if D1 > 0:
         k1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED)
     x = product(q0, q1, k0, k1, D1, PRECISION)
+    factor = scale
+    if BIAS:
+        places, rate, q_x, q_y, slope = bias
+        k_x, k_y = load_places(places, j * rate, valid, MASKED)
+        x = x * scale - slope * distances(q_x, q_y, k_x, k_y)
+        factor = 1.0
     if FORM is not None:
         x = hide_listed(x, -float("inf"), lists, entry, i0, a, num_queries, count, padding_ptr, i.shape[0], BLOCK, PADDING, FORM)
     elif MASKED:
         x = tl.where(valid[None, :] & seen(i[:, None], j[None, :], left, right, LEFT, RIGHT), x, -float("inf"))
     if PADDING and FORM is None:
         x = hide(x, padding_ptr, pad_first + a, -float("inf"), BLOCK)
-    highest = tl.maximum(m, tl.max(x, 1) * scale)
+    highest = tl.maximum(m, tl.max(x, 1) * factor)
     shift = highest
     if CHECK:
         # a row that has seen no key yet
         shift = tl.where(highest == -float("inf"), 0.0, highest)
-    p = tl.exp2(x * scale - shift[:, None])
+    p = tl.exp2(x * factor - shift[:, None])
     alpha = tl.exp2(m - shift)
     total = total * alpha + tl.sum(p, 1)
     if DROPOUT:
@@ -72,11 +81,11 @@ def _step(
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr,
-    words_b_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
+    words_b_ptr, bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS queries of one head, of a table of tiles (FORM is None) or of ``lists``."""
     pid = tl.program_id(0)
@@ -120,6 +129,11 @@ def forward_kernel(
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
             word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
             words_base = words_b_ptr + (batch * num_heads + head) * num_keys + first
+        bias = None
+        if BIAS:
+            k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries)
+            q_x, q_y = load_places(q_places, i * rate, inside, True)
+            bias = (k_places, rate, q_x, q_y, tl.load(bias_ptr + head))
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, D0], tl.float32)
@@ -140,8 +154,8 @@ def forward_kernel(
                 m, total, acc0, acc1 = _step(
                     a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
-                    lists, step // SUBS if FORM is not None else 0, i0, num_queries,
-                    D, D0, D1, BLOCK, part != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM,
+                    bias, lists, step // SUBS if FORM is not None else 0, i0, num_queries,
+                    D, D0, D1, BLOCK, part != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM, BIAS,
                 )  # fmt: skip
         if ZERO_KEYS:
             # keys of score 0 and value 0

@@ -106,6 +106,31 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries):
+    """Returns where the places of a segment's keys and queries begin in (slopes · log2(e) | places of keys | places of queries), of which
+    the segment has those from ``first`` and from ``q_row`` on."""
+    keys = bias_ptr + num_heads
+    queries = keys + 2 * num_keys.to(tl.int64) * num_batches
+    return keys + 2 * (batch * num_keys + first), queries + 2 * (batch * num_queries + q_row)
+
+
+@triton.jit
+def load_places(base, rows, valid, MASKED: tl.constexpr):
+    """Loads both coordinates of places; 0 where MASKED and not valid."""
+    at = base + 2 * rows.to(tl.int64)
+    if MASKED:
+        return tl.load(at, mask=valid, other=0.0), tl.load(at + 1, mask=valid, other=0.0)
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def distances(x0, y0, x1, y1):
+    """Returns the distance of each of the first places (rows) and each of the second ones (columns)."""
+    x, y = x0[:, None] - x1[None, :], y0[:, None] - y1[None, :]
+    return tl.sqrt(x * x + y * y)
+
+
+@triton.jit
 def seen(i, j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Whether query index i sees key index j: i − left ≤ j ≤ i + right, for the bounds that exist."""
     good = i == i

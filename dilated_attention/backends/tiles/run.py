@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dilated_attention.backends.base import Bias
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.hardware import capability, has_gluon, on_device
 from dilated_attention.backends.tiles import backward as backward_kernels
@@ -41,14 +43,16 @@ def _tile_launch(
     """Builds one of the three launches over tiles: "forward", "query" or "key".
 
     Args:
-        flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT; among Hopper's kernels only "key" has them.
+        flags, masks: constants of this kernel. ``masks`` are PADDING and DROPOUT, which of Hopper's kernels only "key" has, and BIAS, which
+            none has.
         tensors: the tensors that are read by rows, all aligned; None if some are not.
     """
     of_keys = which == "key"
     heads = p.batch * (p.key_heads if of_keys else p.num_heads)
     hopper = None
-    if tensors is not None and (of_keys or not any(masks.values())):
-        hopper = hopper_launch(p, which, tensors, numbers, {**flags, **masks} if of_keys else flags)
+    if tensors is not None and not masks["BIAS"] and (of_keys or not any(masks.values())):
+        of_hopper = {name: masks[name] for name in ("PADDING", "DROPOUT")} if of_keys else {}
+        hopper = hopper_launch(p, which, tensors, numbers, {**flags, **of_hopper})
     if hopper is not None:
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
@@ -69,6 +73,7 @@ def _drawing(dropout_p: float) -> tuple[int, float]:
 def forward(
     p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, parts: Tensor | None = None, padding: Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+    bias: Bias | None = None,
 ) -> None:  # fmt: skip
     """Writes out (B, Nq, H, D), with any strides whose last one is 1, and lse (B, H, Nq), contiguous.
 
@@ -79,13 +84,13 @@ def forward(
     given = q, k, v, out, lse
     addresses = [x.data_ptr() for x in given]
     aligned = all_aligned(addresses)
-    key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned
+    key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned, bias is None
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned)
+        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
     with on_device(q.device):
         made = p.tables(launches[0].table)
-    tables = p.read_with(made.rows[0], p.packed(padding), words)
+    tables = p.read_with(made.rows[0], p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
     def waiting() -> tuple[Tensor, Tensor]:
@@ -105,6 +110,11 @@ def forward(
             launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
 
 
+def packed_bias(bias: Bias | None) -> Tensor | None:
+    """Returns (slopes · log2(e) | places of keys | places of queries), float32, as kernels read them."""
+    return None if bias is None else torch.cat((bias.slopes * _LOG2_E, bias.keys.flatten(), bias.queries.flatten()))
+
+
 def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
     """Returns the batch stride and the branch stride of a packed mask."""
     return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
@@ -112,7 +122,7 @@ def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
 
 def _forward_launches(
     p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, padding: Tensor | None, dropout_p: float,
-    aligned: bool,
+    aligned: bool, has_bias: bool,
 ) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
     threshold, keep_scale = _drawing(dropout_p)
@@ -122,7 +132,7 @@ def _forward_launches(
         B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
         call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
+    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
     tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
     return tiles, combine_launch(p, *(_of_entries(p, x) for x in (out.stride(), (H * p.num_queries, 1, p.num_queries))))
 
@@ -130,6 +140,7 @@ def _forward_launches(
 def backward(
     p: Prepared, tensors: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, ...],
     *, parts: Tensor | None = None, padding: Tensor | None = None, words: Words | None = None, dropout_p: float = 0.0,
+    bias: Bias | None = None,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv.
 
@@ -143,14 +154,25 @@ def backward(
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
     addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
     aligned = all_aligned((*addresses, *results))
-    masks = None if padding is None else padding.stride(), None if dlse is None else dlse.stride(), parts is None, dropout_p, aligned
+    masks = (
+        None if padding is None else padding.stride(),
+        None if dlse is None else dlse.stride(),
+        parts is None,
+        dropout_p,
+        aligned,
+        bias is None,
+    )
     key = (*[x.stride() for x in shapes], *masks)
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned)
-    parts_of = p.extent.backward(q.dtype, dropout=words is not None)
+        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned, bias is not None)
+    parts_of = p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None)
     _, (q_size, _), (k_size, _), _ = parts_of
     space = Workspace(q.device, *parts_of)
+    if bias is not None:
+        # what each query adds to the slopes' gradient in each branch; a head that is not in a branch writes nothing
+        kinds = 3 if words is None else 5
+        of_slopes = space.tensors()[0].view(p.batch, p.num_heads, kinds, p.delta_rows)[:, :, -1].zero_()
 
     def waiting() -> tuple[Tensor, ...]:
         stats, *sums = space.tensors()
@@ -166,9 +188,11 @@ def backward(
 
     with on_device(q.device):
         made = p.tables(launches[0].table, launches[1].table)
-    tables, key_tables = p.read_with(made.rows[0], p.packed(padding), words), p.read_with(made.rows[1], padding, words)
+    packed = packed_bias(bias)
+    tables = p.read_with(made.rows[0], p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
-    key_tables = *key_tables[:3], key_tables[-1]
+    *key_tables, _, _, words_b, of_bias = p.read_with(made.rows[1], padding, words, packed)
+    key_tables += words_b, of_bias
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
@@ -178,11 +202,13 @@ def backward(
         if q_size or k_size:
             spans = made.spans, p.starts, p.lengths, p.rates, p.offsets
             launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
+    if bias is not None and bias.gradient is not None:
+        bias.gradient.add_(of_slopes.sum((0, 2)))
 
 
 def _backward_launches(
     p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, own: bool, dropout_p: float,
-    aligned: bool,
+    aligned: bool, has_bias: bool,
 ) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
     read = tuple(tensors) if aligned else None
@@ -191,7 +217,7 @@ def _backward_launches(
     q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
     lse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
     drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0}
+    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
     numbers = (
         *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,

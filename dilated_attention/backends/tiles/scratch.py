@@ -40,10 +40,11 @@ class Extent:
         """Returns the parts of the forward: the branches' outputs, unless they are stored elsewhere, and their lse."""
         return (0 if is_saved else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
 
-    def backward(self, dtype: torch.dtype, *, dropout: bool) -> Parts:
-        """Returns the parts of the backward: per query row δ, lse · log2(e) and with dropout two words; dq, dk and dv of the branches."""
+    def backward(self, dtype: torch.dtype, *, dropout: bool, bias: bool = False) -> Parts:
+        """Returns the parts of the backward: per query row δ, lse · log2(e), with dropout two words, with a bias a part of its
+        gradient; dq, dk and dv of the branches."""
         keys = self.batch * self.key_heads * self.key_part_rows * self.head_dim
-        stats = (4 if dropout else 2) * self.batch * self.heads * self.delta_rows
+        stats = ((4 if dropout else 2) + bias) * self.batch * self.heads * self.delta_rows
         return (stats, torch.float32), (self.own_outputs(), dtype), (keys, dtype), (keys, dtype)
 
 

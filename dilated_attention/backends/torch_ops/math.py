@@ -27,6 +27,7 @@ class MathBackend(GatheringBackend):
         window=True,
         dropout=True,
         softcap=True,
+        bias=True,
         lse_grad=True,
         aligned_last=True,
         block_sizes=BLOCK_SIZES,
@@ -81,7 +82,10 @@ class MathBackend(GatheringBackend):
                 dv_PGSD += (p_PGLS * kept_PGLS).transpose(-1, -2) @ do_PGLD
             else:
                 dv_PGSD += p_PGLS.transpose(-1, -2) @ do_PGLD
-            ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None]) * options.scale
+            ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None])
+            if options.bias is not None and options.bias.gradient is not None:
+                options.bias.gradient.sub_(torch.einsum("pgls,pls->g", ds_PGLS, options.bias.distances(rows).to(acc)))
+            ds_PGLS = ds_PGLS * options.scale
             if options.softcap:
                 # the derivative of the cap, 1 − tanh²; a masked score is −inf and its weight 0
                 ds_PGLS *= (1 - (s_PGLS / options.softcap).square_()).clamp_(min=0)
@@ -97,6 +101,8 @@ class MathBackend(GatheringBackend):
         s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
         if options.softcap:
             s_PGLS.div_(options.softcap).tanh_().mul_(options.softcap)
+        if options.bias is not None:
+            s_PGLS.sub_(options.bias.slopes[:, None, None] * options.bias.distances(rows)[:, None])
         # a score this low has the weight 0 next to any other key; −inf is reserved for masked keys
         s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band

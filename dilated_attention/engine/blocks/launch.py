@@ -119,9 +119,11 @@ def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
 
 
 def _options_of(options: Options, where: slice) -> Options:
-    padding, dropout = options.mask.padding, options.dropout
+    padding, dropout, bias = options.mask.padding, options.dropout, options.bias
     if padding is not None:
         options = replace(options, mask=Mask(padding[where]))
+    if bias is not None:
+        options = replace(options, bias=bias._replace(queries=bias.queries[where], keys=bias.keys[where]))
     if dropout is not None:
         options = replace(
             options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])

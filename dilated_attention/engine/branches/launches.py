@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Capabilities, Mask, Options
+from dilated_attention.backends.base import Bias, Capabilities, Mask, Options
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.engine.branches.problems import Problem
 
@@ -31,10 +31,12 @@ _geometries: dict[Hashable, object] = {}
 
 
 class Masks(NamedTuple):
-    """What differs between calls that are alike: padding (B, Nk) bool, True = the key is ignored, or None, and the seed of dropout."""
+    """What differs between calls that are alike: padding (B, Nk) bool, True = the key is ignored, or None, the seed of dropout, and a bias
+    of the whole call, whose ``keys`` are all coordinates (B, Nk, 2), and ``queries`` those of the queries among them."""
 
     padding: Tensor | None = None
     seed: int = 0
+    bias: Bias | None = None
 
 
 class Rows(NamedTuple):
@@ -171,7 +173,8 @@ def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tenso
 
 
 def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: int, device: torch.device) -> list[Tensor]:
-    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding, positions, batch elements (B, N, 1).
+    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding, positions, batch elements (B, N, 1),
+    and coordinates (B, N, 1, 2).
 
     Args:
         positions: the first and the last one.
@@ -181,10 +184,10 @@ def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: 
     if dropout_p:
         cut_from.append(torch.arange(*positions, device=device).repeat(batch, 1))
         cut_from.append(torch.arange(batch, device=device)[:, None].repeat(1, positions[1] - positions[0]))
-    return [x[..., None] for x in cut_from]
+    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys[:, :, None]])
 
 
-def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: bool, dropout: bool) -> list[Rows]:
+def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: bool, dropout: bool, bias: bool = False) -> list[Rows]:
     """Returns the rows of tensors and, after them, of their masks.
 
     Args:
@@ -192,9 +195,10 @@ def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: boo
         position: position of the first query row.
     """
     rows = [Rows(i, x == "k", tensors[i].shape, tensors[i].stride(), 0 if x == "k" else position) for i, x in enumerate(letters)]
-    # padding of keys, positions of queries and of keys, batch elements
-    at = len(tensors) - padding - 2 * dropout
+    # padding of keys, positions of queries and of keys, batch elements, coordinates of queries and of keys
+    at = len(tensors) - padding - 2 * dropout - bias
     which = [(at, True)] * padding + [(at + padding, False), (at + padding, True), (at + padding + 1, True)] * dropout
+    which += [(len(tensors) - 1, False), (len(tensors) - 1, True)] * bias
     return rows + [Rows(i, keys, tensors[i].shape, tensors[i].stride(), shared=True) for i, keys in which]
 
 
@@ -202,11 +206,17 @@ def masked(launch: Launch, views: list[Tensor], masks: Masks, dropout_p: float, 
     """Returns the options of a launch with the views of its masks, if there are any."""
     if not views:
         return launch.options
-    problem, rows = launch.problem, [x.squeeze(-1) for x in views]
+    problem, bias, step = launch.problem, masks.bias, launch.problem.heads.step
+    if bias is not None:
+        *views, queries, keys = views
+        some = slice(problem.heads.start, problem.heads.start + problem.heads.size * step, step)
+        gradient = None if bias.gradient is None else bias.gradient[some]
+        bias = Bias(queries[:, :, 0], keys[:, :, 0], bias.slopes[some], gradient)
+    rows = [x.squeeze(-1) for x in views]
     mask = Mask(None if masks.padding is None else rows.pop(0), problem.band)
     dropout = None
     if dropout_p:
         queries, keys, batch = rows
         heads = torch.arange(problem.heads.size, device=keys.device) * problem.heads.step + problem.heads.start + first_head
         dropout = Dropout(dropout_p, masks.seed, batch[:, 0], heads, queries, keys)
-    return replace(launch.options, mask=mask, dropout=dropout, geometry=None)
+    return replace(launch.options, mask=mask, dropout=dropout, bias=bias, geometry=None)

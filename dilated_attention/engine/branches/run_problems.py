@@ -149,7 +149,7 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
     """Returns the tensors, followed by those that masks are cut from, and the launches of problems on them."""
     q, k = tensors[letters.index("q")], tensors[letters.index("k")]
     settings = plan.settings
-    if masks.padding is not None or settings.dropout_p:
+    if masks.padding is not None or settings.dropout_p or masks.bias is not None:
         # positions in the whole sequence, so that a cut does not change the position of a query row
         first, last = plan.position_offset, plan.position_offset + max(settings.query_offset + q.shape[1], k.shape[1])
         tensors += masks_of(masks, settings.dropout_p, (first, last), k.shape[0], q.device)
@@ -157,7 +157,7 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
     key = letters, problems.problems
     made: Sequence[Launch] | None = plan.made.get(key)
     if made is None:
-        rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0)
+        rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0, masks.bias is not None)
         part_bytes = PART_BYTES.get(q.device.type, PART_BYTES["cuda"])
         of_problems = launches_of(problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
         made = plan.made[key] = tuple(itertools.chain.from_iterable(of_problems))

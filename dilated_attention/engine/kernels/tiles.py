@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.base import Bias
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import make_spans
@@ -112,8 +113,8 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
         plan.pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
         has_padding, plan.is_detached, plan.is_backward, plan.is_saved, plan.size[1], q.dtype, q.device,
     )  # fmt: skip
-    # the words of dropout are drawn by a kernel that takes no meta tensors
-    if q.device.type != "cuda" or plan.settings.dropout_p or kind in _started:
+    # the words of dropout are drawn by a kernel that takes no meta tensors; a bias is rare
+    if q.device.type != "cuda" or plan.settings.dropout_p or plan.settings.has_bias or kind in _started:
         return
     _started.add(kind)
     q, k, v, *dout = (torch.empty_strided(x.shape, x.stride(), dtype=q.dtype, device="meta") for x in tensors[: 3 + plan.is_backward])
@@ -165,7 +166,7 @@ def _forward(plan: Plan, share: Share, tensors: Tensors, lse: Tensor, masks: Mas
 
 
 def _masks_of(plan: Plan, share: Share, masks: Masks) -> dict[str, Any]:
-    """Returns a share's padding, and the words of its queries and keys that decide dropout (``backends/dropout.py``)."""
+    """Returns a share's padding, the words of its queries and keys that decide dropout (``backends/dropout.py``), and its bias."""
     p, dropout_p, words = share.prepared, plan.settings.dropout_p, None
     if dropout_p:
         from dilated_attention.backends.dropout_triton import dropout_words
@@ -176,13 +177,19 @@ def _masks_of(plan: Plan, share: Share, masks: Masks) -> dict[str, Any]:
             first_batch=share.batch[0],
         )  # fmt: skip
     padding = None if masks.padding is None else masks.padding[slice(*share.batch)]
-    return {"padding": padding, "words": words, "dropout_p": dropout_p}
+    bias = masks.bias
+    if bias is not None:
+        batch, heads = slice(*share.batch), slice(*share.heads)
+        gradient = None if bias.gradient is None else bias.gradient[heads]
+        bias = Bias(bias.queries[batch], bias.keys[batch], bias.slopes[heads], gradient)
+    return {"padding": padding, "words": words, "dropout_p": dropout_p, "bias": bias}
 
 
 def terms(plan: Plan) -> Terms:
     (_, head_dim, itemsize), shape = plan.size, plan.shape
-    own, is_saved, dropout = plan.is_detached, plan.is_saved, plan.settings.dropout_p > 0
-    queries_and_keys = 2 * (shape.queries[1] - shape.queries[0]) + shape.keys[1] - shape.keys[0]
+    own, is_saved, dropout, bias = plan.is_detached, plan.is_saved, plan.settings.dropout_p > 0, plan.settings.has_bias
+    num_queries = shape.queries[1] - shape.queries[0]
+    queries_and_keys = 2 * num_queries + shape.keys[1] - shape.keys[0]
     most = 0
     # all batch entries take the same amount
     for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
@@ -193,11 +200,11 @@ def terms(plan: Plan) -> Terms:
         extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
         size = forward = scratch_bytes(extent.forward(plan.dtype, is_saved=is_saved or (own and plan.is_backward)))
         if plan.is_backward:
-            size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout))
+            size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout, bias=bias))
             if own and not is_saved:
                 # the per-branch outputs are recomputed, along with a result and an lse that are not used
                 rows = B * H * (shape.queries[1] - shape.queries[0])
                 size = extent.own_outputs() * itemsize + max(size, forward + rows * (head_dim * itemsize + 4))
-        # dropout words: two per query, one per key
-        most = max(most, size + 4 * B * H * queries_and_keys * dropout)
+        # dropout words: two per query, one per key; places of queries and of keys
+        most = max(most, size + 4 * B * H * queries_and_keys * dropout + 8 * B * (queries_and_keys - num_queries) * bias)
     return [("scratch of the tiles", most)]

@@ -1,7 +1,7 @@
 """The attention ops of one process, and the one definition of such an op: schema, fake implementation, derivatives, transforms, refusals.
 
     forward(q, k, v, *masks, *settings) -> (out, lse, saved)
-    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dsinks)
+    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dslopes, dsinks)
 
 Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
 profiler needs to see the op (``eager.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as torch.library
@@ -28,11 +28,11 @@ from dilated_attention.engine.ops.transforms import each, folded, on_tangents, o
 from dilated_attention.pattern import pattern_from_spec
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? sinks"
+_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? coordinates, Tensor? slopes, Tensor? sinks"
 _SETTINGS = "str settings, float scale, float dropout_p, SymInt query_offset, SymInt seq_len"
 _FORWARD = f"({_QKV}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 _OUTPUTS = "Tensor out, Tensor lse, Tensor saved"
-_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _NUM_SETTINGS = 5
 
 
@@ -59,8 +59,8 @@ def define_attention(
     def backward(*arguments: Any) -> Tensors:
         dout, dlse, q, k, v, out, lse, saved, *masks = arguments[:-_NUM_SETTINGS]
         resolved = resolve(q, k, masks[0], settings_of(*arguments[-_NUM_SETTINGS:]))
-        *grads, dsinks = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
-        return *grads, q.new_empty(0) if dsinks is None else dsinks
+        grads = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
+        return tuple([q.new_empty(0) if x is None else x for x in grads])
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if torch.onnx.is_in_onnx_export():
@@ -74,8 +74,8 @@ def define_attention(
         return new_like(q), new_lse(q), saved
 
     def fake_backward(*arguments: Any) -> Tensors:
-        q, k, v, sinks = *arguments[2:5], arguments[-_NUM_SETTINGS - 1]
-        return new_like(q), new_like(k), new_like(v), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+        q, k, v, *numbers = *arguments[2:5], *arguments[-_NUM_SETTINGS - 2 : -_NUM_SETTINGS]
+        return new_like(q), new_like(k), new_like(v), *(q.new_empty(0) if x is None else new_like(x) for x in numbers)
 
     forward_op = torch.library.custom_op(f"dilated_attention::{name}", forward, mutates_args=(), schema=_FORWARD)
     backward_op = torch.library.custom_op(f"dilated_attention::{name}_backward", backward, mutates_args=(), schema=_BACKWARD)
@@ -98,8 +98,9 @@ def _register_derivatives(name: str, forward: Any, backward: Any, alternative: s
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         (q, k, v, *masks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
-        *grads, dsinks = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
-        return *grads, *(None,) * (len(INPUTS) - 4), None if masks[-1] is None else dsinks, *(None,) * _NUM_SETTINGS
+        *grads, dslopes, dsinks = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
+        numbers = None if masks[-2] is None else dslopes, None if masks[-1] is None else dsinks
+        return *grads, *(None,) * (len(INPUTS) - 5), *numbers, *(None,) * _NUM_SETTINGS
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.set_materialize_grads(False)
@@ -139,8 +140,9 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
         def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
             given = dict(zip(names, args, strict=True))
             # cu_seqlens is for batch size 1, a seed belongs to one call, what detached mixing saves is laid out for one batch, and the
-            # gradient of sinks is summed over it
-            alone = any(given[name] is not None for name in ("cu_seqlens", "seed", "sinks")) or settings_of(*args[-_NUM_SETTINGS:]).detached
+            # gradients of sinks and slopes are summed over it
+            names_alone = "cu_seqlens", "seed", "slopes", "sinks"
+            alone = any(given[x] is not None for x in names_alone) or settings_of(*args[-_NUM_SETTINGS:]).detached
             return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
 
     Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]

@@ -57,7 +57,9 @@ def make_plan(
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in pattern.branches])
     causal, window = settings.is_causal, settings.window_sides
-    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not settings.dropout_p)
+    # what differs from pair to pair is cut for each launch
+    by_position = settings.dropout_p > 0 or settings.has_bias
+    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
     both = settings.detached and (settings.needs_grad or is_backward)
 
     def decide() -> tuple[AttentionRequest, Backend, bool]:
@@ -110,10 +112,10 @@ def make_plan(
         tiles.compile_ahead(plan, tensors, has_padding)
     else:
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
-        is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not settings.dropout_p
+        is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not by_position
         is_fused = is_fused and fuses(request.hardware, q.dtype)
         # backends that write into views given to them copy nothing where the call is fused
-        may_be_one = not plan.is_saved and not has_padding and not settings.dropout_p and pattern.num_branches == 1
+        may_be_one = not plan.is_saved and not has_padding and not by_position and pattern.num_branches == 1
         if not (may_be_one and (_in_one_launch(plan, tensors, is_fused) or _with_bounds(plan, q.device))) and is_fused:
             plan.runner = run_branches
     return plan
@@ -183,6 +185,7 @@ def request_of(
         needs_grad=is_backward,
         dropout=settings.dropout_p > 0,
         softcap=settings.softcap > 0,
+        bias=settings.has_bias,
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.backends.base import new_lse
+from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
 from dilated_attention.backends.tiles.ahead import is_compiling
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches.launches import Masks
@@ -30,8 +30,9 @@ from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
-# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; sinks: of the heads (H,)
-INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "sinks")
+# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; coordinates (B, Nk, 2) and
+# slopes (H,): of a bias; sinks: of the heads (H,)
+INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "coordinates", "slopes", "sinks")
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
 # the largest number of sets of shapes and strides that are remembered for one kind of call
 MOST_PASSES = 256
@@ -45,7 +46,8 @@ class ResolvedCall(ABC):
     """Computes calls of one kind: the implementation of an attention op, which calls outside the dispatcher run directly.
 
     ``inputs`` are the tensors named ``INPUTS``; ``outputs`` are out, lse, and a tensor or None that the backward needs in addition. The
-    sinks join the result in ``run_forward``, so that ``forward`` and ``backward``, which the subclasses define, get the other inputs only.
+    sinks join the result in ``run_forward``, so that ``forward`` and ``backward``, which the subclasses define, get the other inputs only,
+    with one ``Bias``, or None, in place of its two tensors.
 
     Args:
         device_type: device type of all tensors.
@@ -78,22 +80,25 @@ class ResolvedCall(ABC):
 
     def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
-        out, lse, saved = self._run(self.forward, inputs[:-1], inputs)
+        out, lse, saved = self._run(self.forward, (*inputs[:7], bias_of(inputs, self.settings.query_offset)), inputs)
         if inputs[-1] is not None:
             add_sinks_(out, lse, inputs[-1])
         return out, lse, saved
 
     def run_backward(
-        self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_sinks: bool = True
-    ) -> tuple[Any, ...]:
-        """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dsinks or None).
+        self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_slopes: bool = True,
+        of_sinks: bool = True,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dslopes or None, dsinks or None).
 
         Args:
-            of_sinks: whether the gradient of sinks is needed, where there are any.
+            of_slopes, of_sinks: whether their gradients are needed, where there are any.
         """
-        grads = self._run(self.backward, (dout, dlse, inputs[:-1], outputs), inputs, (dout, dlse, *outputs))
-        sinks = inputs[-1]
-        return *grads, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
+        bias = bias_of(inputs, self.settings.query_offset, of_slopes)
+        grads = self._run(self.backward, (dout, dlse, (*inputs[:7], bias), outputs), inputs, (dout, dlse, *outputs))
+        slopes, sinks = inputs[-2:]
+        of_bias = None if bias is None or bias.gradient is None else bias.gradient.to(slopes.dtype)
+        return *grads, of_bias, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
 
     def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], inputs: tuple[Any, ...], outer: tuple[Any, ...] = ()) -> Any:
         """Returns ``compute(*given)``. ``outer``: dout, dlse and the outputs of a backward."""
@@ -112,8 +117,8 @@ class ResolvedCall(ABC):
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
-        *grads, dsinks = op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
-        return *grads, None if inputs[-1] is None else dsinks
+        *grads, dslopes, dsinks = op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
+        return *grads, None if inputs[-2] is None else dslopes, None if inputs[-1] is None else dsinks
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse), recorded by autograd if gradients are needed."""
@@ -165,10 +170,11 @@ class DirectAttention(torch.autograd.Function):
         eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
         if eager:
             # frozen sinks, as of a model that is tuned by adapters
-            dq, dk, dv, dsinks = ctx.call.run_backward(dout, dlse, inputs, outputs, of_sinks=ctx.needs_input_grad[-1])
+            _, _, of_slopes, of_sinks = ctx.needs_input_grad[-4:]
+            grads = ctx.call.run_backward(dout, dlse, inputs, outputs, of_slopes=of_slopes, of_sinks=of_sinks)
         else:
-            dq, dk, dv, dsinks = ctx.call.backward_op(dout, dlse, inputs, outputs)
-        return None, dq, dk, dv, *(None,) * (len(INPUTS) - 4), dsinks
+            grads = ctx.call.backward_op(dout, dlse, inputs, outputs)
+        return None, *grads[:3], *(None,) * (len(INPUTS) - 5), *grads[3:]
 
 
 # not DirectAttention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so
@@ -247,16 +253,17 @@ class ResolvedDilated(LocalCall):
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        q, k, v, padding, _, seed, _ = inputs
+        q, k, v, padding, _, seed, _, bias = inputs
         (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None
-        return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed), saved), saved
+        return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), saved), saved
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, _), (out, lse, saved) = inputs, outputs
+        (q, k, v, padding, _, seed, _, bias), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
-        return plan.runner.backward(plan, (dout, q, k, v, out, lse), masks_of(padding, seed), dlse, saved)  # type: ignore[no-any-return]
+        tensors = dout, q, k, v, out, lse
+        return plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, saved)  # type: ignore[no-any-return]
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Plan:
         """Returns the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
@@ -272,8 +279,22 @@ class ResolvedDilated(LocalCall):
 _NO_MASKS = Masks()
 
 
-def masks_of(padding: Optional, seed: Optional) -> Masks:
-    return _NO_MASKS if padding is None and seed is None else Masks(padding, 0 if seed is None else int(seed.item()))
+def masks_of(padding: Optional, seed: Optional, bias: Bias | None = None) -> Masks:
+    if padding is None and seed is None and bias is None:
+        return _NO_MASKS
+    return Masks(padding, 0 if seed is None else int(seed.item()), bias)
+
+
+def bias_of(inputs: tuple[Any, ...], query_offset: int, with_gradient: bool = False) -> Bias | None:
+    """Returns the bias of a call, or None, from the ``INPUTS``; ``with_gradient``: with zeros for that of the slopes."""
+    coordinates, slopes = inputs[7:9]
+    if slopes is None:
+        return None
+    q, acc = inputs[0], accumulation_dtype(inputs[0].dtype)
+    # of any strides, where launches are kept
+    coordinates = coordinates.to(acc).contiguous()
+    gradient = torch.zeros(slopes.shape, dtype=acc, device=slopes.device) if with_gradient else None
+    return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.detach().to(acc), gradient)
 
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:

@@ -92,32 +92,36 @@ class ResolvedBlocks(LocalCall):
     name = "block_sparse_attention"
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        q, k, v, padding, _, seed, kept = inputs
-        (q, k, v), parts = self.ready((q, k, v), padding, seed, kept)
+        q, k, v, padding, _, seed, kept, bias = inputs
+        (q, k, v), parts = self.ready((q, k, v), padding, seed, (kept, bias))
         return *blocks_forward(parts, q, k, v, padding), None
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, kept)
+        (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
+        (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         shares = blocks_shares(parts, (dout, q, k, v, out, lse), padding, dlse)
         return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> BlockPass:
-        """Chooses the lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps."""
-        q, k, *_ = tensors
+        """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
+        (q, k, *_), (kept, bias) = tensors, more
         settings, number = self.settings, 0 if seed is None else int(seed.item())
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         parts = []
-        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, more, q.device):
+        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
             backend = select_backend(request_of(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
             mask, dropout = Mask(None if padding is None else padding[:, keys]), None
+            first, of_part = settings.query_offset + rows.start - front, None
+            if bias is not None:
+                of_part = bias._replace(queries=bias.keys[:, first : first + lists.num_queries], keys=bias.keys[:, keys])
             if settings.dropout_p:
-                first = settings.query_offset + rows.start - front
                 dropout = _dropout(q, settings.dropout_p, number, (first, first + lists.num_queries), (keys.start, keys.stop))
-            options = Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
+            options = Options(
+                settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=of_part
+            )
             parts.append(_Part(keys, rows, front, lists, options, backend, backend.capabilities))
-        if padding is None and seed is None and more is None:
+        if padding is None and seed is None and kept is None and bias is None:
             # without keeping the lists alive, which have a cache of limited size
             self.keep_pass(key_of(tensors), BlockPass([part._replace(lists=weakref.ref(part.lists)) for part in parts]))
         return BlockPass(parts)
@@ -139,18 +143,18 @@ class ResolvedUnion(LocalCall):
         return branches.ready(tensors, padding, seed, False)[1], blocks.ready(tensors, padding, seed, more)[1]
 
     def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        q, k, v, padding, _, seed, kept = inputs
-        (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, kept)
+        q, k, v, padding, _, seed, kept, bias = inputs
+        (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, (kept, bias))
         part_out, part_lse = blocks_forward(blocks, q, k, v, padding)
-        out, lse = branches.runner.forward(branches, q, k, v, masks_of(padding, seed), None)
+        out, lse = branches.runner.forward(branches, q, k, v, masks_of(padding, seed, bias), None)
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
     def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, kept)
+        (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
+        (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
-        shares = branches.runner.backward(branches, tensors, masks_of(padding, seed), dlse, None)
+        shares = branches.runner.backward(branches, tensors, masks_of(padding, seed, bias), dlse, None)
         more = blocks_shares(blocks, tensors, padding, dlse)
         return tuple(as_new((a.to(acc) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
 

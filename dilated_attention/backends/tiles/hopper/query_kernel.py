@@ -212,7 +212,7 @@ def _query_consume(
 @gluon.jit(do_not_specialize=[*VARYING, "total"])
 def query_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, stats_ptr, dq_ptr, parts_ptr, rows_ptr, offsets_ptr, padding_ptr,
-    words_a_ptr, words_c_ptr, words_b_ptr,
+    words_a_ptr, words_c_ptr, words_b_ptr, bias_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,

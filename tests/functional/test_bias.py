@@ -1,0 +1,171 @@
+"""Biases by formula: what no random case has. Against torch's attention with a mask, memory, refusals, what is computed for whom.
+
+Any case with a bias, in any form, by any backend: tests/engine/test_oracle.py; refused arguments: test_bad_input.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dilated_attention as da
+from dilated_attention.backends import registry
+from dilated_attention.backends.base import Bias, Mask, Options
+from dilated_attention.backends.torch_ops import flex
+from dilated_attention.engine.ops.resolve import ResolvedCall
+from dilated_attention.factory.hardware import EXAMPLES
+from dilated_attention.pattern import LocalWindow
+
+B, N, H, D = 2, 40, 4, 8
+
+
+def tensors(n: int = N, dtype: torch.dtype = torch.float64, batch: int = B) -> list[torch.Tensor]:
+    """q, k, v, slopes and places (N, 2)."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(batch, n, H, D)] * 3 + [(H,), (n, 2)]
+    made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    return [*(x.requires_grad_() for x in made[:4]), made[4]]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["alibi", "line", "plane"])
+def test_equals_torch_with_the_bias_as_a_mask(kind: str, is_causal: bool) -> None:
+    q, k, v, slopes, places = tensors()
+    c = {"alibi": torch.arange(float(N)).double()[:, None], "line": places[:, :1], "plane": places}[kind]
+    bias = da.Alibi(slopes) if kind == "alibi" else da.Distance(places[:, 0] if kind == "line" else places, slopes)
+    mask = -slopes[:, None, None] * torch.cdist(c, c)
+    mask = mask.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -torch.inf) if is_causal else mask
+    truth = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask[None])
+    found = da.attention(q, k, v, is_causal=is_causal, bias=bias).transpose(1, 2)
+    torch.testing.assert_close(found, truth)
+    grads = (torch.autograd.grad(out.sin().sum(), (q, k, v, slopes)) for out in (found, truth))
+    for mine, other in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cu_seqlens": torch.tensor([0, 4, 9])}], ids=str)
+def test_gradients_by_differences(options: dict[str, Any]) -> None:
+    q, k, v, slopes, places = tensors(9, batch=1)
+
+    def call(*x: torch.Tensor) -> Any:
+        return da.attention(*x[:3], bias=da.Distance(places, x[3]), return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes))
+
+
+def test_packed_documents_are_as_by_themselves() -> None:
+    """Positions restart, and a position of the bias is that in a document."""
+    q, k, v, slopes, _ = tensors(batch=1)
+    cut = [slice(0, 13), slice(13, N)]
+    parts = [da.dilated_attention(*(x[:, one] for x in (q, k, v)), [8, 32], [1, 4], bias=da.Alibi(slopes)) for one in cut]
+    whole = da.dilated_attention(q, k, v, [8, 32], [1, 4], bias=da.Alibi(slopes), cu_seqlens=torch.tensor([0, 13, N]))
+    torch.testing.assert_close(whole, torch.cat(parts, 1))
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor))])
+        return results
+
+
+@pytest.mark.parametrize("kind", ["dense", "dilated", "blocks"])
+def test_no_tensor_has_a_number_for_each_pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of N = 6000 positions, forward and backward."""
+    n = 6000
+    q, k, v, slopes, places = (x[:, :, :1] if x.ndim == 4 else x for x in tensors(n, torch.float32, 1))
+    bias = da.Distance(places, slopes[:1])
+    call = {
+        "dense": lambda: da.attention(q, k, v, bias=bias),
+        "dilated": lambda: da.dilated_attention(q, k, v, [2000, n], [1, 2], bias=bias),
+        "blocks": lambda: da.block_sparse_attention(q, k, v, LocalWindow(300), bias=bias),
+    }[kind]
+    # a mode around the call would see the op alone
+    seen, run = Largest(), ResolvedCall._run
+
+    def watched(*given: Any) -> Any:
+        with seen:
+            return run(*given)
+
+    monkeypatch.setattr(ResolvedCall, "_run", watched)
+    grads = torch.autograd.grad(call().sum(), (q, k, v, slopes))
+    assert all(bool(x.isfinite().all()) for x in grads)
+    # a block of rows at a time, 32 MiB of them
+    assert 3 * n * D < seen.elements < 32 * 2**20 // 4 + n < n * n // 4
+
+
+def test_what_needs_no_gradient_gets_none_and_dtypes_are_kept() -> None:
+    q, k, v, slopes, places = tensors(dtype=torch.float32)
+    out = da.attention(q, k, v, bias=da.Distance(places.round().long(), slopes.detach()))
+    assert all(x.grad_fn is None or x.abs().sum() > 0 for x in torch.autograd.grad(out.sum(), (q, k, v)))
+    # slopes alone need one
+    (dslopes,) = torch.autograd.grad(da.attention(*(x.detach() for x in (q, k, v)), bias=da.Alibi(slopes)).sin().sum(), slopes)
+    assert dslopes.dtype is torch.float32 and bool(dslopes.all())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert da.attention(q, k, v, bias=da.Alibi(slopes)).dtype is torch.bfloat16
+    half = slopes.detach().bfloat16().requires_grad_()
+    out = da.attention(*(x.bfloat16() for x in (q, k, v)), bias=da.Alibi(half))
+    assert torch.autograd.grad(out.float().sin().sum(), half)[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["math", "auto"])
+def test_a_number_that_no_row_reads_changes_no_gradient(backend: str) -> None:
+    q, k, v, slopes, places = (x.detach() for x in tensors())
+    hidden = torch.zeros(B, N, dtype=torch.bool)
+    hidden[:, 30:] = True
+
+    def gradient(k: torch.Tensor) -> torch.Tensor:
+        learned = slopes.clone().requires_grad_()
+        out = da.attention(q, k, v, key_padding_mask=hidden, window=5, bias=da.Distance(places, learned), backend=backend)
+        return torch.autograd.grad(out[:, :20].sin().sum(), learned)[0]
+
+    spoilt = k.clone()
+    spoilt[:, 31] = torch.nan
+    torch.testing.assert_close(gradient(spoilt), gradient(k))
+    spoilt[0, 3, 1] = torch.nan
+    assert gradient(spoilt).isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_form_of_flex_equals_math(is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores and its gradient of slopes, on torch's FlexAttention without a compiler; one place is that of two rows."""
+    monkeypatch.setattr(flex, "_compiled", lambda kind, search=False: flex._call_flex)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    q, k, v, slopes, places = (x.detach() for x in tensors(dtype=torch.float32))
+    places, dout, dlse = torch.stack([places, places + places.roll(1, 0)]), q.sin(), torch.randn(B, H, N)
+    places[:, 1] = places[:, 0]
+    padding = (torch.arange(N) % 3 == 0).expand(B, -1) if masked else None
+    mask = Mask(padding, (None, 0) if masked and is_causal else None)
+    results = []
+    for backend in (flex.FlexBackend(), registry.get("math")):
+        gradient = torch.zeros(H)
+        options = Options(0.4, is_causal and not masked, mask, bias=Bias(places, places, slopes, gradient))
+        out, lse = backend.forward(q, k[:, :, ::2], v[:, :, ::2], options)
+        # a part of a larger softmax
+        whole = torch.where(lse == -torch.inf, torch.inf, lse + 0.3)
+        grads = backend.backward(dout, q, k[:, :, ::2], v[:, :, ::2], out * 0.9, whole, options, dlse=dlse)
+        results.append((out, lse, *grads, gradient))
+    for mine, truth in zip(*results, strict=True):
+        torch.testing.assert_close(mine, truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa_cpu", "flash4"])
+def test_backends_without_it_are_refused(backend: str) -> None:
+    q, k, v, slopes, _ = tensors(dtype=torch.float32)
+    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math, flex and tiles do\)|not on cpu"):
+        da.attention(q, k, v, bias=da.Alibi(slopes), backend=backend)
+
+
+def test_explain_names_who_computes_it() -> None:
+    rows = {row.name: row for row in da.explain_backend(hardware=EXAMPLES["hopper"], bias=True).rows}
+    assert "takes no bias by position or distance (math, flex and tiles do)" in rows["sdpa_flash"].reasons
+    assert rows["math"].usable and da.explain_backend(device="cpu", bias=True).forward == "math"
+    assert not any("bias" in reason for name in ("math", "flex", "tiles") for reason in rows[name].reasons)
