@@ -147,12 +147,11 @@ class Inputs:
     slopes: torch.Tensor | None = None
 
     def reach(self, name: str) -> float:
-        """Returns the size of what a result sums, for inputs of order 1: of ``dslopes``, whose terms cancel, the largest distance."""
-        return (
-            max(1.0, float(self.coordinates.max()))
-            if name == "dslopes" and self.coordinates is not None and self.coordinates.numel()
-            else 1.0
-        )
+        """Returns the size of what a result sums, for inputs of order 1: of ``dslopes``, whose terms cancel, the largest distance times a
+        tenth of the root of the number of rows, whose roundings are independent."""
+        if name != "dslopes" or self.coordinates is None or not self.coordinates.numel():
+            return 1.0
+        return max(1.0, float(self.coordinates.max())) * max(1.0, 0.1 * (self.q.shape[0] * self.q.shape[1]) ** 0.5)
 
 
 def random_case(source: Chooser | int, space: Space | None = None) -> Case:

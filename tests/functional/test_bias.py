@@ -160,12 +160,12 @@ def test_the_form_of_flex_equals_math(is_causal: bool, masked: bool, monkeypatch
 @pytest.mark.parametrize("backend", ["sdpa_cpu", "flash4"])
 def test_backends_without_it_are_refused(backend: str) -> None:
     q, k, v, slopes, _ = tensors(dtype=torch.float32)
-    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math, flex and tiles do\)|not on cpu"):
+    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math and tiles do\)|not on cpu"):
         da.attention(q, k, v, bias=da.Alibi(slopes), backend=backend)
 
 
 def test_explain_names_who_computes_it() -> None:
     rows = {row.name: row for row in da.explain_backend(hardware=EXAMPLES["hopper"], bias=True).rows}
-    assert "takes no bias by position or distance (math, flex and tiles do)" in rows["sdpa_flash"].reasons
+    assert "takes no bias by position or distance (math and tiles do)" in rows["sdpa_flash"].reasons
     assert rows["math"].usable and da.explain_backend(device="cpu", bias=True).forward == "math"
-    assert not any("bias" in reason for name in ("math", "flex", "tiles") for reason in rows[name].reasons)
+    assert not any("bias" in reason for name in ("math", "tiles") for reason in rows[name].reasons)
