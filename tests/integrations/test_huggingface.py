@@ -814,6 +814,8 @@ def test_settings_that_a_config_cannot_have() -> None:
         with pytest.raises(ValueError, match=text):
             configure(model, **options)
         assert not hasattr(model.config, "dilated_attention")
+    with pytest.raises(TypeError, match="model_or_config is a str; expected a model of transformers"):
+        configure("x")
     never_asks = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(ValueError, match="BloomForCausalLM computes its attention itself"):
         configure(never_asks, segment_lengths=LENGTHS, dilation_rates=RATES)
